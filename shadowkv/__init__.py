@@ -1,0 +1,3 @@
+"""shadowkv: serves long-context LLMs in large batches."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Scheduler, runner and sampling."""

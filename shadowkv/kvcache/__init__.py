@@ -1,0 +1,1 @@
+"""The KV cache: parts, presets and pages."""
