@@ -1,0 +1,45 @@
+PYTHON ?= python3
+ARGS ?=
+
+PY := .venv/bin/python
+PIP_INSTALL := $(PY) -m pip install -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test lint format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
+	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
+
+test: .venv/.installed-test ## Run all tests (some of them: make test ARGS="tests/test_x.py -k name")
+	$(PY) -m pytest $(ARGS)
+
+lint: .venv/.installed-lint ## Check style and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) scripts/typecheck.py
+
+format: .venv/.installed-lint ## Format the code and fix what ruff can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## Remove builds and caches (not .venv)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find shadowkv models eval tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and alone: a pinned build, in place before anything that depends on it is resolved.
+# setup.py is built with the setuptools installed here: an isolated build would fetch its own.
+.venv/.installed: pyproject.toml setup.py constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PIP_INSTALL) torch setuptools
+	$(PIP_INSTALL) --no-build-isolation -e .
+	$(PY) scripts/check_cpu_install.py
+	touch $@
+
+.venv/.installed-%: .venv/.installed
+	$(PIP_INSTALL) --no-build-isolation -e '.[$*]'
+	$(PY) scripts/check_cpu_install.py
+	touch $@
