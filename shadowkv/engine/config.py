@@ -1,0 +1,112 @@
+"""Everything an engine is built from, and its command-line flags, with the ecosystem's names."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.spec import KVSpec
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """An engine's settings; every field is a flag of the same name with dashes.
+
+    Raises:
+        ValueError: values that cannot be; the message lists every one.
+    """
+
+    model: str = DEFAULT_MODEL
+    adapter: str | None = None
+    load_format: str = "auto"
+    max_num_seqs: int = 48
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 8192
+    max_cached_seqs: int = 8
+    default_max_tokens: int = 1024
+    kv: str | KVSpec = "shadowkv"
+    kv_rank: int | None = None
+    kv_budget: float | int | None = None
+    kv_chunk: int | None = None
+    kv_outliers: int | None = None
+    gpu_memory_utilization: float | None = None
+    host_memory_gib: float | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    rope_theta: float | None = None
+
+    def __post_init__(self) -> None:
+        bad = [
+            f"{name}={getattr(self, name)} must be at least {least}"
+            for name, least in (
+                ("max_num_seqs", 1),
+                ("max_num_batched_tokens", 1),
+                ("max_cached_seqs", 0),
+                ("default_max_tokens", 1),
+                ("max_model_len", 1),
+            )
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        if self.host_memory_gib is not None and self.host_memory_gib < 0:
+            bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
+        if self.rope_theta is not None and self.rope_theta <= 0:
+            bad.append(f"rope_theta={self.rope_theta} must be positive")
+        if bad:
+            raise ValueError("; ".join(bad))
+
+    def spec(self) -> KVSpec:
+        """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
+        if isinstance(self.kv, KVSpec):
+            return self.kv
+        return preset(
+            self.kv, rank=self.kv_rank, budget=self.kv_budget, chunk=self.kv_chunk, outliers=self.kv_outliers
+        )
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> EngineConfig:
+        """The config that parsed flags ask for."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds every flag, in groups."""
+
+        def add(target: Any, *flags: str, **options: Any) -> None:
+            name = flags[0].removeprefix("--").replace("-", "_")
+            target.add_argument(*flags, dest=name, default=getattr(EngineConfig, name), **options)
+
+        model = parser.add_argument_group("model")
+        add(model, "--model", help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)")
+        add(model, "--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
+        add(model, "--load-format", choices=("auto", "dummy"), help="dummy: random weights (default: %(default)s)")
+        add(model, "--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: bfloat16 on a GPU, else float32")
+        add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+        add(model, "--rope-theta", type=float, help="overrides the model's own")
+        batch = parser.add_argument_group("batch")
+        add(batch, "--max-num-seqs", "--batch", type=int, metavar="N", help="sequences that run at once (default: %(default)s)")
+        add(batch, "--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (default: the model's own)")
+        add(batch, "--max-num-batched-tokens", type=int, metavar="TOKENS", help="prompt tokens prefilled together (default: %(default)s)")
+        add(batch, "--max-cached-seqs", type=int, metavar="N", help="finished sequences kept for a next turn beside the running ones (default: %(default)s)")
+        add(batch, "--default-max-tokens", type=int, metavar="TOKENS", help="output reserved for a request that names none (default: %(default)s)")
+        kv = parser.add_argument_group("KV cache")
+        add(kv, "--kv", choices=tuple(PRESETS), help="policy; short prompts stay dense by themselves (default: %(default)s)")
+        add(kv, "--kv-rank", type=int, help="dimensions of low-rank keys")
+        add(kv, "--kv-budget", type=parse_budget, help="selected tokens a step: a fraction (0.0156) or a count (2048)")
+        add(kv, "--kv-chunk", type=int, help="tokens selected together; divides 64")
+        add(kv, "--kv-outliers", type=int, help="exact chunks per kv head")
+        add(kv, "--gpu-memory-utilization", type=float, metavar="SHARE", help="of the device's memory, weights included (default: 0.9; of free memory on a CPU: 0.4)")
+        add(kv, "--host-memory-gib", type=float, metavar="GIB", help="pinned host memory for values (default: what the batch needs, at most half of what is free)")
+
+
+def parse_budget(text: str) -> float | int:
+    """A budget as given on a command line: with a point it is a fraction, without one a number of tokens."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)

@@ -1,0 +1,65 @@
+"""A request on its way through the engine, and what the engine says of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from shadowkv.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one step: of the chosen token, and of the likeliest ones (token id to value)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to a request.
+
+    Attributes:
+        text: the new text (may be empty while a character or a stop string is incomplete).
+        token_ids: the new tokens.
+        logprobs: one per new token, if asked for.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
+        error: what went wrong, where the reason is ``error``.
+        prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not computed anew.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    error: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt to be continued."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    arrival: float = field(default_factory=time.monotonic)
+    output_token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that can ever be in the cache: the last one sampled never is."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1

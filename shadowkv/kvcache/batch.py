@@ -1,0 +1,99 @@
+"""What one forward pass tells the cache: which tokens of which sequences, as tensors over the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class SealedBatch:
+    """The compressed sequences of a batch.
+
+    Attributes:
+        rows: int64 [R], their rows in the batch.
+        slots: int64 [R].
+        pages: int64 [R, P], granules of their sealed pages; 0 past a row's end.
+        value_pages: int64 [R, P], granules of the pages that hold the values.
+        num_chunks: int64 [R], sealed chunks of each row; ragged.
+        budget: int64 [R], chunks to select per kv head.
+        max_budget: the largest of ``budget``.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    pages: Tensor
+    value_pages: Tensor
+    num_chunks: Tensor
+    budget: Tensor
+    max_budget: int
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new token for each of B sequences of any lengths.
+
+    Attributes:
+        slots: int64 [B], on the host.
+        positions: int64 [B], position of each new token.
+        pages: int64 [B, E], granules of the exact pages.
+        counts: int64 [B, E], valid tokens of each exact page, the new one included.
+        write_page: int64 [B], granule of the exact page that takes the new token.
+        write_offset: int64 [B], its row there.
+        sealed: the compressed sequences, or None.
+    """
+
+    slots: np.ndarray
+    positions: Tensor
+    pages: Tensor
+    counts: Tensor
+    write_page: Tensor
+    write_offset: Tensor
+    sealed: SealedBatch | None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    cached: int
+
+
+class PrefillBatch:
+    """New tokens of one or a few sequences, packed, and one layer's keys and values of them.
+
+    Attributes:
+        segments: one per sequence, in order.
+        positions: int64 [T].
+        keys, rotated, values: [T, H, d], scratch of the layer at work, reused by the next.
+    """
+
+    def __init__(self, segments: list[Segment], device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.segments = segments
+        self.num_tokens = segments[-1].stop
+        ranges = [torch.arange(s.cached, s.cached + s.stop - s.start) for s in segments]
+        self.positions = torch.cat(ranges).to(device)
+        self.keys, self.rotated, self.values = (
+            torch.empty(self.num_tokens, *shape, dtype=dtype, device=device) for _ in range(3)
+        )
+
+    def block(self, start: int, stop: int) -> PrefillBlock:
+        """Tokens ``start`` to ``stop`` of the batch."""
+        return PrefillBlock(self, start, stop)
+
+
+@dataclass(frozen=True)
+class PrefillBlock:
+    """A run of a prefill's tokens: the unit between which it can be paused."""
+
+    batch: PrefillBatch
+    start: int
+    stop: int

@@ -1,0 +1,107 @@
+"""Tiers of memory: one arena per tier, handed out in blocks of equal size, allocated once at start.
+
+A block of the device tier is one exact page (64 tokens of K and V) or as many sealed pages as fit in it, so
+short dense prompts and long compressed ones draw on the same bytes. A page is named by its *granule*: its
+byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
+granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GRANULE = 256
+"""Bytes between two addressable page starts; int32 page names reach 512 GiB per layer."""
+
+
+class OutOfPages(RuntimeError):
+    """A tier has fewer free blocks than were asked for."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a page, or of a sequence's state, in one layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, padded to 16 so that vector loads of the next field stay aligned."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // 16) * 16
+
+
+def page_bytes(fields: Ids[Field]) -> int:
+    """Bytes of a page that holds ``fields``, a multiple of the granule."""
+    return -(-sum(field.nbytes for field in fields) // GRANULE) * GRANULE
+
+
+class Tier:
+    """One kind of memory: ``[num_layers, num_blocks, block_bytes]`` and the list of its free blocks."""
+
+    def __init__(
+        self, name: str, num_layers: int, block_bytes: int, num_blocks: int, device: torch.device, pinned: bool = False
+    ) -> None:
+        self.name = name
+        self.num_layers = num_layers
+        self.block_bytes = block_bytes
+        self.num_blocks = num_blocks
+        try:
+            # Zeros cost nothing on a CPU (untouched pages are not committed) and keep stale NaNs out of masked reads.
+            self.arena = torch.zeros(num_layers, num_blocks * block_bytes, dtype=torch.uint8, device=device)
+            if pinned:
+                self.arena = self.arena.pin_memory()
+        except RuntimeError as error:
+            wanted = num_layers * num_blocks * block_bytes / 2**30
+            raise MemoryError(f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}") from error
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks not in use."""
+        return len(self._free)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block over all layers."""
+        return self.num_layers * self.block_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks in use over all layers."""
+        return (self.num_blocks - len(self._free)) * self.bytes_per_block
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes ``count`` blocks and returns their granules; raises OutOfPages and takes none if there are fewer."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free")
+        step = self.block_bytes // GRANULE
+        return [self._free.pop() * step for _ in range(count)]
+
+    def release(self, granules: Ids[int]) -> None:
+        """Gives blocks back by the granules that ``allocate`` returned."""
+        step = self.block_bytes // GRANULE
+        self._free.extend(granule // step for granule in granules)
+
+    def views(self, fields: Ids[Field]) -> dict[str, list[Tensor]]:
+        """For each field the per-layer views ``[granules, *shape]`` of pages that lay ``fields`` out in order."""
+        views: dict[str, list[Tensor]] = {}
+        offset = 0
+        for field in fields:
+            views[field.name] = [self._view(layer, offset, field) for layer in range(self.num_layers)]
+            offset += field.nbytes
+        return views
+
+    def _view(self, layer: int, offset: int, field: Field) -> Tensor:
+        size = field.dtype.itemsize
+        flat = self.arena[layer].view(field.dtype)
+        strides = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
+        count = max(0, (flat.numel() * size - offset - math.prod(field.shape) * size) // GRANULE + 1)
+        start = flat.storage_offset() + offset // size
+        return flat.as_strided((count, *field.shape), (GRANULE // size, *strides), start)

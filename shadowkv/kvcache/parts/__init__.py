@@ -1,0 +1,39 @@
+"""The parts a policy is put together from, one file each, found by name on their axis.
+
+A new method is one part file, one line here and one line in ``presets.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from shadowkv.kvcache.parts.base import IndexPart, KeyPart, ValuePart
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import KVSpec
+
+KEY_PARTS = {"dense": "keys_dense:DenseKeys", "low-rank": "keys_low_rank:LowRankKeys"}
+INDEX_PARTS = {"none": "index_none:AttendAll", "chunk-mean": "index_chunk_mean:ChunkMean", "min-max": "index_min_max:MinMax"}
+VALUE_PARTS = {"dense": "values_dense:DenseValues"}
+PLACES = ("device", "host")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The three parts of a policy; the place is a matter of the layout."""
+
+    keys: KeyPart
+    index: IndexPart
+    values: ValuePart
+
+
+def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
+    """The parts that the resolved ``spec`` names, for ``shape`` and the cache's ``dtype``."""
+
+    def build(entry: str):  # type: ignore[no-untyped-def]  # each axis has its own class
+        module, name = entry.split(":")
+        return getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name)(spec, shape, dtype)
+
+    return Parts(build(KEY_PARTS[spec.keys]), build(INDEX_PARTS[spec.index]), build(VALUE_PARTS[spec.values]))

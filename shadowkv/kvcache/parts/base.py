@@ -1,0 +1,99 @@
+"""The interface of key, index and value parts.
+
+A part declares its fields (bytes per page and per sequence) and reads and writes them through the cache's
+``Store``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, k selected chunks,
+H kv heads, d head dim, c chunk, C = 64 / c chunks a page. Selections name chunks of a sequence from its start;
+-1 is none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import PAGE, KVSpec
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+@dataclass(frozen=True)
+class SealedTokens:
+    """Full pages of tokens about to be stored, of one layer.
+
+    Attributes:
+        slots: int64 [n], or [1] when all pages are of one sequence.
+        pages: int64 [n], granules of the device pages.
+        value_pages: int64 [n], granules of the pages that hold the values (the same where they stay on the device).
+        keys: [n, 64, H, d] before the rotation.
+        rotated: [n, 64, H, d] after the rotation.
+        values: [n, 64, H, d].
+    """
+
+    slots: Tensor
+    pages: Tensor
+    value_pages: Tensor
+    keys: Tensor
+    rotated: Tensor
+    values: Tensor
+
+
+class Part(ABC):
+    """What the three axes have in common."""
+
+    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.shape = shape
+        self.dtype = dtype
+        self.chunks = PAGE // spec.chunk
+
+    @abstractmethod
+    def page_fields(self) -> tuple[Field, ...]:
+        """Arrays of one sealed page in one layer."""
+
+    def bytes_per_token(self) -> float:
+        """Bytes of one sealed token in one layer, all kv heads."""
+        return sum(field.nbytes for field in self.page_fields()) / PAGE
+
+    def state_fields(self) -> tuple[Field, ...]:
+        """Arrays of one sequence in one layer."""
+        return ()
+
+    @abstractmethod
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        """Stores full pages."""
+
+
+class KeyPart(Part):
+    """How a selected key is rebuilt."""
+
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor) -> None:
+        """Learns a sequence's state from the keys [S, H, d] (before the rotation) of its whole prompt."""
+        return
+
+    @abstractmethod
+    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
+        """Rotated keys [B, H, k * c, d] of the selected chunks [B, H, k]."""
+
+
+class IndexPart(Part):
+    """How chunks are found."""
+
+    @abstractmethod
+    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        """Scores float32 [B, H, P * C] of all chunks for rotated queries [B, H_q, d]; -inf where not selectable."""
+
+
+class ValuePart(Part):
+    """How values are stored."""
+
+    @abstractmethod
+    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
+        """Values [B, H, k * c, d] of the selected chunks [B, H, k], on the device of the queries."""

@@ -1,0 +1,27 @@
+"""Landmarks: the mean rotated key of each chunk (ShadowKV, arXiv:2410.21465, section 4.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class ChunkMean(IndexPart):
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        means = tokens.rotated.unflatten(1, (self.chunks, self.spec.chunk)).float().mean(2)
+        store.page["landmarks"][layer][tokens.pages] = means.transpose(1, 2).to(self.dtype)
+
+    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        landmarks = store.page["landmarks"][layer]
+        return store.ops.chunk_mean_scores(q, landmarks, batch.pages, store.excluded(layer, batch))

@@ -1,0 +1,29 @@
+"""Bounds: the smallest and largest rotated key of each chunk, per dimension (Quest, arXiv:2406.10774, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class MinMax(IndexPart):
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        chunks = tokens.rotated.unflatten(1, (self.chunks, self.spec.chunk))
+        bounds = torch.stack((chunks.amin(2), chunks.amax(2)), dim=1)  # [n, 2, C, H, d]
+        store.page["bounds"][layer][tokens.pages] = bounds.permute(0, 3, 1, 2, 4)
+
+    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        bounds = store.page["bounds"][layer]
+        return store.ops.min_max_scores(q, bounds, batch.pages, store.excluded(layer, batch))

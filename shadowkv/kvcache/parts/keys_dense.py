@@ -1,0 +1,26 @@
+"""Keys kept as they are, after the rotation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import KeyPart, SealedTokens
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class DenseKeys(KeyPart):
+    def page_fields(self) -> tuple[Field, ...]:
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
+        return (Field("keys", shape, self.dtype),)
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        store.write_heads("keys", layer, tokens.pages, tokens.rotated)
+
+    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
+        return store.ops.gather_chunks(store.page["keys"][layer], batch.pages, selected)

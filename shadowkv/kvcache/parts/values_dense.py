@@ -1,0 +1,27 @@
+"""Values kept as they are, on the device or the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class DenseValues(ValuePart):
+    def page_fields(self) -> tuple[Field, ...]:
+        # Chunk rows (c * d elements of one head) are the unit of transfer, so they are contiguous.
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
+        return (Field("values", shape, self.dtype),)
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        store.write_heads("values", layer, tokens.value_pages, tokens.values)
+
+    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
+        return store.ops.gather_chunks(store.page["values"][layer], batch.value_pages, selected)

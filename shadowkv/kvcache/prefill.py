@@ -1,0 +1,201 @@
+"""Prefill of new tokens into empty or cached sequences: exact attention, then storing, layer by layer.
+
+New tokens of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values,
+block by block with merged softmax, so that nothing is lost to selection outside decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import PrefillBatch, PrefillBlock, SealedBatch, Segment
+from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.parts.base import SealedTokens
+from shadowkv.kvcache.pool import SequencePool
+from shadowkv.kvcache.sealing import Sealing
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.store import Store
+
+PAGES_AT_ONCE = 16
+"""Cached pages that new tokens attend to at a time, to bound the score matrix."""
+
+
+class Prefill:
+    """The prefill half of the cache."""
+
+    def __init__(self, store: Store, parts: Parts, pool: SequencePool, sealing: Sealing) -> None:
+        self.store, self.parts, self.pool, self.sealing = store, parts, pool, sealing
+        self.table, self.layout, self.ops = pool.table, store.layout, store.ops
+        self.spec, self.shape = store.layout.spec, store.layout.shape
+
+    def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
+        """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
+        segments, start = [], 0
+        for sequence, count in sequences:
+            segments.append(Segment(sequence, start, start + count, int(self.table.length[sequence.slot])))
+            start += count
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        return PrefillBatch(segments, self.store.compute, heads, self.store.k[0].dtype)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
+        """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
+        batch, rows = block.batch, slice(block.start, block.stop)
+        batch.keys[rows], batch.values[rows] = k, v
+        batch.rotated[rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
+
+    def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
+        """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended."""
+        batch = block.batch
+        q = self.ops.rotate(q, batch.positions[block.start : block.stop], self.store.rotary)
+        out = torch.empty_like(q)
+        for segment in batch.segments:
+            start, stop = max(block.start, segment.start), min(block.stop, segment.stop)
+            if start < stop:
+                rows = slice(start - block.start, stop - block.start)
+                out[rows] = self._attend_segment(layer, q[rows], batch, segment, start, stop)
+        return out
+
+    def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
+        """Stores one layer's new tokens."""
+        for segment in batch.segments:
+            rows = slice(segment.start, segment.stop)
+            self._store(layer, segment.sequence, batch.keys[rows], batch.rotated[rows], batch.values[rows])
+
+    def end(self, batch: PrefillBatch) -> None:
+        """Makes the new tokens part of their sequences."""
+        for segment in batch.segments:
+            self._commit(segment.sequence, segment.cached + segment.stop - segment.start)
+
+    def compress_dense(self, sequence: Sequence) -> None:
+        """Compresses a dense sequence that has outgrown ``dense_limit`` while decoding."""
+        heads = (0, self.shape.num_kv_heads, self.shape.head_dim)
+        for layer in range(self.shape.num_layers):
+            none = self.store.k[layer].new_empty(heads)
+            self._store(layer, sequence, none, none, none)
+        self._commit(sequence, int(self.table.length[sequence.slot]))
+
+    # -- storing ---------------------------------------------------------------------------------------------------
+
+    def _sealed_after(self, sequence: Sequence, length: int) -> int:
+        """Tokens that are sealed once the sequence has ``length`` of them."""
+        sealed, limit = int(self.table.sealed[sequence.slot]), self.spec.dense_limit
+        # At the limit itself a sequence stays dense only if it will not grow.
+        short = length < limit or length == limit == sequence.capacity
+        if not self.spec.seals or (short and not sealed):
+            return 0
+        return max(sealed, self.spec.sealed_pages(length) * PAGE)
+
+    def _store(self, layer: int, sequence: Sequence, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+        length, before = int(self.table.length[sequence.slot]), int(self.table.sealed[sequence.slot])
+        sealed = self._sealed_after(sequence, length + len(keys))
+        if not sealed:
+            self._write_exact(layer, sequence.dense, length, rotated, values)
+            return
+        tail, tail_values = self._tail(layer, sequence)
+        positions = torch.arange(before, length, device=tail.device)
+        keys = torch.cat((self.ops.rotate(tail, positions, self.store.rotary, inverse=True), keys))
+        rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
+        excluded = None
+        if not before:
+            self.parts.keys.fit(self.store, layer, sequence.slot, keys)
+            excluded = self._write_static(layer, sequence, rotated[:sealed], values[:sealed])
+        count = sealed - before
+        if count:
+            pages, value_pages = self.pool.sealed_pages(sequence)
+            new = slice(before // PAGE, sealed // PAGE)
+
+            def by_page(x: Tensor) -> Tensor:
+                return x[:count].unflatten(0, (-1, PAGE))
+
+            slot, names, value_names = (
+                torch.tensor(x, device=self.store.compute) for x in ([sequence.slot], pages[new], value_pages[new])
+            )
+            tokens = SealedTokens(slot, names, value_names, by_page(keys), by_page(rotated), by_page(values))
+            self.sealing.write(layer, tokens, excluded)
+        self._write_exact(layer, sequence.ring, sealed, rotated[count:], values[count:])
+
+    def _write_static(self, layer: int, sequence: Sequence, rotated: Tensor, values: Tensor) -> Tensor:
+        """Makes the sink chunk and the outliers exact; returns their bits, bool [pages, H, C]."""
+        chunk, heads = self.spec.chunk, self.shape.num_kv_heads
+        outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers)
+        chosen = torch.cat((outliers.new_zeros(heads, 1), outliers), dim=1)
+        tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=chosen.device)).flatten(1)  # [H, n]
+        head = torch.arange(heads, device=chosen.device)
+        exact = [x[tokens, head[:, None]].transpose(0, 1) for x in (rotated, values)]
+        self._write_exact(layer, sequence.static, 0, *exact)
+        bits = torch.zeros(heads, len(rotated) // chunk, dtype=torch.bool, device=chosen.device)
+        bits.scatter_(1, chosen, True)
+        return bits.unflatten(1, (-1, PAGE // chunk)).transpose(0, 1)
+
+    def _write_exact(self, layer: int, pages: list[int], first: int, rotated: Tensor, values: Tensor) -> None:
+        """Writes tokens [n, H, d] of positions ``first`` on into a ring of exact pages."""
+        position = torch.arange(first, first + len(rotated), device=rotated.device)
+        names = torch.tensor(pages, device=rotated.device)[position // PAGE % len(pages)]
+        self.store.k[layer][names, :, position % PAGE] = rotated
+        self.store.v[layer][names, :, position % PAGE] = values
+
+    def _tail(self, layer: int, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [n, H, d] of the exact tail, oldest first."""
+        start, stop = int(self.table.sealed[sequence.slot]), int(self.table.length[sequence.slot])
+        ring = sequence.ring if start else sequence.dense
+        position = torch.arange(start, stop, device=self.store.compute)
+        names = torch.tensor(ring, device=self.store.compute)[position // PAGE % len(ring)] if len(position) else position
+        return self.store.k[layer][names, :, position % PAGE], self.store.v[layer][names, :, position % PAGE]
+
+    def _commit(self, sequence: Sequence, length: int) -> None:
+        sealed = self._sealed_after(sequence, length)
+        if sealed and not self.table.sealed[sequence.slot]:
+            self.pool.become_compressed(sequence, sealed)
+        self.table.sealed[sequence.slot] = sealed
+        self.table.length[sequence.slot] = length
+
+    # -- attending -------------------------------------------------------------------------------------------------
+
+    def _attend_segment(
+        self, layer: int, q: Tensor, batch: PrefillBatch, segment: Segment, start: int, stop: int
+    ) -> Tensor:
+        if not segment.cached:
+            return self.ops.causal_attention(q, batch.rotated[segment.start : stop], batch.values[segment.start : stop])
+        parts = [self.ops.block_attention(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)]
+        bounds = [*range(segment.start, start, PAGE * PAGES_AT_ONCE), start]
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            k, v = (x[first:last].transpose(0, 1) for x in (batch.rotated, batch.values))
+            parts.append(self.ops.block_attention(q, k, v))
+        k, v = (x[start:stop].transpose(0, 1) for x in (batch.rotated, batch.values))
+        parts.append(self.ops.block_attention(q, k, v, causal=True))
+        return self.ops.merge_attention(parts)
+
+    def _cached_blocks(self, layer: int, sequence: Sequence) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Rotated keys and values [H, m, d] of all cached tokens in blocks, with the mask bool [H, m] of valid ones."""
+        device, step = self.store.compute, PAGES_AT_ONCE
+        sealed = int(self.table.sealed[sequence.slot])
+        tail, tail_values = self._tail(layer, sequence)
+        for k, v in zip(tail.split(step * PAGE), tail_values.split(step * PAGE), strict=True):
+            yield k.transpose(0, 1), v.transpose(0, 1), None
+        if not sealed:
+            return
+        names = torch.tensor(sequence.static, device=device)
+        k, v = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
+        yield k[:, : self.spec.static_tokens], v[:, : self.spec.static_tokens], None
+        row = self.sealed_row(sequence)
+        for first in range(0, sealed // self.spec.chunk, step * PAGE // self.spec.chunk):
+            last = min(first + step * PAGE // self.spec.chunk, sealed // self.spec.chunk)
+            selected = torch.arange(first, last, device=device).expand(1, self.shape.num_kv_heads, -1)
+            k = self.parts.keys.gather(self.store, layer, row, selected)[0]
+            v = self.parts.values.gather(self.store, layer, row, selected)[0]
+            valid = ~self.store.excluded(layer, row)[0, :, first:last]
+            yield k, v, valid.repeat_interleave(self.spec.chunk, dim=1)
+
+    def sealed_row(self, sequence: Sequence) -> SealedBatch:
+        """A batch of one compressed sequence that selects nothing by itself."""
+        slot = torch.tensor([sequence.slot], device=self.store.compute)
+        count = int(self.table.sealed[sequence.slot]) // PAGE
+        chunks = torch.tensor([count * PAGE // self.spec.chunk], device=self.store.compute)
+        pages = self.table.sealed_pages[slot, :count].long()
+        return SealedBatch(
+            torch.zeros_like(slot), slot, pages, self.table.value_pages[slot, :count].long(), chunks, chunks, int(chunks)
+        )

@@ -1,0 +1,27 @@
+"""The named cache policies, one line each; a method is a combination of parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowkv.kvcache.spec import KVSpec
+
+PRESETS: dict[str, KVSpec] = {
+    # Every key and value exact on the device: the baseline.
+    "full": KVSpec(),
+    # The paper: arXiv:2410.21465, section 5.1.
+    "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
+    # Quest: arXiv:2406.10774; its pages of 16 tokens are our chunks.
+    "quest": KVSpec(index="min-max", chunk=16),
+}
+
+
+def preset(name: str, **overrides: Any) -> KVSpec:
+    """The preset called ``name`` with the fields in ``overrides`` that are not None replaced.
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"unknown KV preset {name!r}; known: {', '.join(PRESETS)}")
+    return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})

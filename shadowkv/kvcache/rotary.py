@@ -1,0 +1,1 @@
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables as Rotary  # noqa

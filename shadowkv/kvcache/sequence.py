@@ -1,0 +1,73 @@
+"""A cached sequence: its slot, the pages it owns and how far it has come; and the tables that kernels read.
+
+Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the static exact tokens
+(sink and outliers, per kv head) and an exact tail [sealed, length) in a ring of pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Pages of one sequence, all owned from admission on: nothing is allocated while it decodes.
+
+    Attributes:
+        slot: row of the tables and of the per-sequence state.
+        capacity: tokens it may grow to.
+        dense, static, ring: granules of its exact pages.
+        sealed_blocks: granules of the device blocks that hold its sealed pages.
+        host: granules of its host pages.
+    """
+
+    slot: int
+    capacity: int = 0
+    dense: list[int] = field(default_factory=list)
+    static: list[int] = field(default_factory=list)
+    ring: list[int] = field(default_factory=list)
+    sealed_blocks: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+
+
+class SlotTable:
+    """Numbers and page tables of all slots; numbers on the host, tables where the cache computes.
+
+    Attributes:
+        length, sealed: int64 [slots], tokens cached and tokens sealed.
+        static_tokens, static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a
+            ring as long as itself.
+        exact: int32 [slots, E]; sealed_pages, value_pages: int32 [slots, P]: granules.
+    """
+
+    def __init__(self, slots: int, exact_width: int, sealed_width: int, device: torch.device) -> None:
+        self.length = np.zeros(slots, np.int64)
+        self.sealed = np.zeros(slots, np.int64)
+        self.static_tokens = np.zeros(slots, np.int64)
+        self.static_pages = np.zeros(slots, np.int64)
+        self.ring_pages = np.ones(slots, np.int64)
+        self.exact = torch.zeros(slots, exact_width, dtype=torch.int32, device=device)
+        self.sealed_pages = torch.zeros(slots, sealed_width, dtype=torch.int32, device=device)
+        self.value_pages = torch.zeros(slots, sealed_width, dtype=torch.int32, device=device)
+
+    def clear(self, slot: int) -> None:
+        """Forgets what a slot held."""
+        for array in (self.length, self.sealed, self.static_tokens, self.static_pages):
+            array[slot] = 0
+
+    def set_exact(self, slot: int, static: list[int], ring: list[int]) -> None:
+        """Names a slot's exact pages."""
+        self.static_pages[slot], self.ring_pages[slot] = len(static), max(1, len(ring))
+        self._write(self.exact, slot, static + ring)
+
+    def set_sealed(self, slot: int, pages: list[int], value_pages: list[int]) -> None:
+        """Names a slot's sealed pages."""
+        self._write(self.sealed_pages, slot, pages)
+        self._write(self.value_pages, slot, value_pages)
+
+    @staticmethod
+    def _write(table: torch.Tensor, slot: int, pages: list[int]) -> None:
+        table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)

@@ -1,0 +1,38 @@
+"""What a KV cache has to know of a model: the sizes of its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder's attention; every layer is alike.
+
+    Attributes:
+        num_layers: decoder layers.
+        num_query_heads: query heads per layer.
+        num_kv_heads: key-value heads per layer; divides ``num_query_heads``.
+        head_dim: dimensions of one head.
+    """
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def kv_dim(self) -> int:
+        """Dimensions of all kv heads of a layer joined (H * d)."""
+        return self.num_kv_heads * self.head_dim

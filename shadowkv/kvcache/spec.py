@@ -1,0 +1,143 @@
+"""KVSpec: a cache policy as a value, keys x index x values x place, with a budget (design: one cache, four parts)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shadowkv.kvcache.shape import ModelShape
+
+PAGE = 64
+"""Tokens in a page, of every pool and tier."""
+
+DEFAULT_BUDGET = 1 / 64
+"""Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""
+
+DEFAULT_BUDGET_FLOOR = 256
+"""Tokens selected at the least, where the budget is the default."""
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """How a sequence's keys and values are kept and found.
+
+    Attributes:
+        keys: how the key of a selected token is rebuilt: ``dense`` or ``low-rank``.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean`` or ``min-max``.
+        values: how values are stored: ``dense``.
+        place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
+        budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
+            None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
+        chunk: tokens found and fetched together; divides 64.
+        outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
+        local: newest tokens that always stay exact.
+        rank: dimensions of the low-rank keys; None picks by model (see ``resolve``).
+    """
+
+    keys: str = "dense"
+    index: str = "none"
+    values: str = "dense"
+    place: str = "device"
+    budget: float | int | None = None
+    chunk: int = 8
+    outliers: int = 0
+    local: int = 32
+    rank: int | None = None
+
+    def resolve(self, shape: ModelShape) -> KVSpec:
+        """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
+
+        Default rank: 5/32 of H*d (the paper's 160 of 1024), but 1/2 where H*d < 512: few kv heads are
+        less low-rank.
+        """
+        spec = self
+        if spec.keys == "low-rank" and spec.rank is None:
+            share = 1 / 2 if shape.kv_dim < 512 else 5 / 32
+            spec = replace(spec, rank=round(shape.kv_dim * share))
+        reasons = spec._reasons(shape)
+        if reasons:
+            raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
+        return spec
+
+    def _reasons(self, shape: ModelShape) -> list[str]:
+        from shadowkv.kvcache.parts import INDEX_PARTS, KEY_PARTS, PLACES, VALUE_PARTS
+
+        reasons = [
+            f"{axis}={name!r} is not one of {', '.join(known)}"
+            for axis, name, known in (
+                ("keys", self.keys, KEY_PARTS),
+                ("index", self.index, INDEX_PARTS),
+                ("values", self.values, VALUE_PARTS),
+                ("place", self.place, PLACES),
+            )
+            if name not in known
+        ]
+        if self.chunk < 1 or PAGE % self.chunk:
+            reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
+        if self.outliers < 0:
+            reasons.append(f"outliers={self.outliers} is negative")
+        if self.local < 1:
+            reasons.append(f"local={self.local} is less than 1: the newest token is always exact")
+        if self.keys == "low-rank" and not 1 <= (self.rank or 0) <= shape.kv_dim:
+            reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
+        if self.keys != "low-rank" and self.rank is not None:
+            reasons.append(f"rank={self.rank} has no meaning with keys={self.keys!r}")
+        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
+            reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
+        if isinstance(self.budget, int) and self.budget < 1:
+            reasons.append(f"budget={self.budget} tokens is less than 1")
+        if self.index == "none" and (self.budget is not None or self.outliers):
+            reasons.append("index='none' attends to every token: budget and outliers have no meaning with it")
+        return reasons
+
+    @property
+    def seals(self) -> bool:
+        """Whether pages ever leave the exact store; not when everything is dense, on the device and attended."""
+        return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
+
+    @property
+    def static_tokens(self) -> int:
+        """Tokens per kv head that prefill makes exact for good: the sink chunk and the outliers."""
+        return (1 + self.outliers) * self.chunk
+
+    @property
+    def dense_limit(self) -> int:
+        """Longest sequence, in tokens, that is kept dense because that much would be attended exactly anyway."""
+        floor = DEFAULT_BUDGET_FLOOR if self.index != "none" and self.budget is None else 0
+        return self.static_tokens + self.local + PAGE + floor
+
+    @property
+    def ring_pages(self) -> int:
+        """Exact pages of a compressed sequence's tail: it holds ``local`` to ``local + 64`` tokens."""
+        return math.ceil((self.local + PAGE) / PAGE)
+
+    @property
+    def static_pages(self) -> int:
+        """Exact pages that hold the sink chunk and the outliers."""
+        return math.ceil(self.static_tokens / PAGE)
+
+    def sealed_pages(self, length: int) -> int:
+        """Pages of a compressed sequence of ``length`` tokens that are sealed."""
+        return max(0, length - self.local) // PAGE
+
+    def budget_chunks(self, context: np.ndarray) -> np.ndarray:
+        """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
+        return -(-self.budget_tokens(context) // self.chunk)
+
+    def budget_tokens(self, context: np.ndarray) -> np.ndarray:
+        """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
+        if self.index == "none":
+            return context
+        if isinstance(self.budget, int):
+            return np.full_like(context, self.budget)
+        share = np.ceil((self.budget or DEFAULT_BUDGET) * context).astype(np.int64)
+        return share if self.budget else np.maximum(share, DEFAULT_BUDGET_FLOOR)
+
+    def attended_tokens(self, context: int) -> int:
+        """Tokens that a step attends to at the most out of a context of ``context`` tokens, per kv head."""
+        if not self.seals or context <= self.dense_limit:
+            return context
+        tail = context - PAGE * self.sealed_pages(context)
+        return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)

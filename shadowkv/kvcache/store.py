@@ -1,0 +1,63 @@
+"""The memory behind a policy: both tiers, the named views of their pages, and the state of each slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import GRANULE, Tier
+from shadowkv.ops import Ops
+from shadowkv.ops.rotate.tables import RotaryTables
+
+
+class Store:
+    """Tensors by name and layer.
+
+    Attributes:
+        device, host: the tiers; the host tier has no blocks where the policy keeps nothing there.
+        k, v: per layer [granules, H, 64, d], exact pages.
+        page: per field and layer [granules, *field.shape], sealed pages.
+        state: per field [num_layers, slots, *field.shape].
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        ops: Ops,
+        rotary: RotaryTables,
+        slots: int,
+        device_blocks: int,
+        host_blocks: int,
+        device: torch.device,
+    ) -> None:
+        layers = layout.shape.num_layers
+        self.layout, self.ops, self.rotary, self.compute = layout, ops, rotary, device
+        self.device = Tier("device", layers, layout.block_bytes, device_blocks, device)
+        self.host = Tier(
+            "host", layers, layout.host_block_bytes, host_blocks, torch.device("cpu"), pinned=device.type == "cuda"
+        )
+        exact = self.device.views(layout.exact_fields)
+        self.k, self.v = exact["k"], exact["v"]
+        self.page = {**self.device.views(layout.sealed_fields), **self.host.views(layout.host_fields)}
+        self.state = {
+            field.name: torch.zeros(layers, slots, *field.shape, dtype=field.dtype, device=device)
+            for field in layout.state_fields
+        }
+
+    def sealed_granules(self, blocks: list[int]) -> list[int]:
+        """Granules of the sealed pages that fit in device ``blocks``, in order."""
+        step = self.layout.sealed_bytes // GRANULE
+        return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
+
+    def write_heads(self, name: str, layer: int, pages: Tensor, tokens: Tensor) -> None:
+        """Writes [n, 64, H, d] into a field of shape [H, C, c, d], on whichever tier it is."""
+        target = self.page[name][layer]
+        rows = tokens.transpose(1, 2).unflatten(2, target.shape[2:4])
+        target[pages.to(target.device)] = rows.to(target.device)
+
+    def excluded(self, layer: int, batch: SealedBatch) -> Tensor:
+        """Chunks that may not be selected, bool [R, H, P * C]: exact elsewhere, or past a row's end."""
+        bits = self.page["excluded"][layer][batch.pages].transpose(1, 2).flatten(2)
+        return bits | (torch.arange(bits.shape[-1], device=bits.device) >= batch.num_chunks[:, None, None])

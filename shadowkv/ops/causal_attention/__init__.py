@@ -1,0 +1,1 @@
+"""Prefill attention of a run of queries over everything up to them."""

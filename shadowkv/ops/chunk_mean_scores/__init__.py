@@ -1,0 +1,1 @@
+"""Scores of chunks by their mean keys."""

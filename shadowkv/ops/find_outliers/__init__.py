@@ -1,0 +1,1 @@
+"""The chunks whose mean says least about their keys."""

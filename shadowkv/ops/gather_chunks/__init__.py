@@ -1,0 +1,1 @@
+"""Fetches the rows of selected chunks from where they live."""

@@ -1,0 +1,1 @@
+"""The subspace that holds most of a sequence's keys."""

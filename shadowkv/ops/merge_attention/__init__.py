@@ -1,0 +1,1 @@
+"""Joins partial attentions over disjoint sets of tokens."""

@@ -1,0 +1,1 @@
+"""Scores of chunks by bounds on their keys."""

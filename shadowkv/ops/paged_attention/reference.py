@@ -1,0 +1,53 @@
+"""Paged decode attention in PyTorch: a partial softmax per page, merged per sequence, so that work follows the
+pages in use and not the longest sequence (split-KV, FlashDecoding)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PAGES_AT_ONCE = 4096
+"""Pages gathered at a time, to bound the copies."""
+
+
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax attention over pages that hold any number of valid tokens.
+
+    Args:
+        q: [B, H_q, d], rotated.
+        k, v: [N, H, 64, d], views over all pages.
+        pages: int64 [B, E], page names.
+        counts: int64 [B, E], valid tokens at the start of each page; 0 skips it. A row needs at least one.
+
+    Returns:
+        out [B, H_q, d] in the dtype of ``q`` and the log-sum-exp of its scores, float32 [B, H_q].
+    """
+    batch, query_heads, dim = q.shape
+    heads, page = k.shape[1], k.shape[2]
+    grouped = q.view(batch, heads, query_heads // heads, dim)
+    rows, columns = counts.nonzero(as_tuple=True)
+    outs, sums = [], []
+    for start in range(0, len(rows), PAGES_AT_ONCE):
+        row, column = rows[start : start + PAGES_AT_ONCE], columns[start : start + PAGES_AT_ONCE]
+        names = pages[row, column]
+        empty = torch.arange(page, device=q.device) >= counts[row, column, None]
+        scores = (grouped[row] @ k[names].transpose(-1, -2)).float() * dim**-0.5
+        scores.masked_fill_(empty[:, None, None, :], float("-inf"))
+        total = scores.logsumexp(-1)
+        weights = (scores - total.unsqueeze(-1)).exp()
+        # Rows past the count may hold anything, NaN too, and 0 * NaN is NaN.
+        values = v[names].masked_fill(empty[:, None, :, None], 0)
+        outs.append((weights.to(v.dtype) @ values).float())
+        sums.append(total)
+    return _merge_pages(torch.cat(outs), torch.cat(sums), rows, q)
+
+
+def _merge_pages(out: Tensor, lse: Tensor, rows: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    batch, (heads, group) = q.shape[0], lse.shape[1:]
+    index = rows[:, None, None].expand_as(lse)
+    peak = lse.new_full((batch, heads, group), float("-inf")).scatter_reduce(0, index, lse, "amax")
+    weight = (lse - peak[rows]).exp()
+    total = torch.zeros_like(peak).index_add_(0, rows, weight)
+    merged = out.new_zeros(batch, heads, group, out.shape[-1]).index_add_(0, rows, out * weight.unsqueeze(-1))
+    merged /= total.unsqueeze(-1)
+    return merged.flatten(1, 2).to(q.dtype), (peak + total.log()).flatten(1, 2)

@@ -1,0 +1,1 @@
+"""Rebuilds selected keys from their latents and rotates them."""

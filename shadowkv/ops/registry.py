@@ -1,0 +1,68 @@
+"""Chooses the backend of every op, once, when an engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+NAMES = (
+    "block_attention",
+    "causal_attention",
+    "chunk_mean_scores",
+    "find_outliers",
+    "gather_chunks",
+    "low_rank_basis",
+    "merge_attention",
+    "min_max_scores",
+    "paged_attention",
+    "rebuild_keys",
+    "rotate",
+    "select_chunks",
+    "selected_attention",
+)
+
+PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
+"""Backends by device type, fastest first; an op has the files it has, ``reference.py`` always."""
+
+
+class Ops:
+    """Every op as an attribute, from the fastest backend that this device has.
+
+    Args:
+        device: where the ops will run.
+        overrides: backend by op name, for tests and comparisons.
+
+    Raises:
+        ValueError: an override names an unknown op or a backend that the op does not have.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", overrides: Mapping[str, str] | None = None) -> None:
+        overrides = dict(overrides or {})
+        unknown = sorted(set(overrides) - set(NAMES))
+        if unknown:
+            raise ValueError(f"unknown ops {', '.join(unknown)}; known: {', '.join(NAMES)}")
+        self.backends: dict[str, str] = {}
+        for name in NAMES:
+            wanted = (overrides[name],) if name in overrides else PREFERENCE[torch.device(device).type]
+            function = next((found for backend in wanted if (found := self._load(name, backend))), None)
+            if function is None:
+                raise ValueError(f"op {name!r} has no backend {wanted[0]!r} here")
+            setattr(self, name, function)
+
+    def _load(self, name: str, backend: str) -> Callable[..., Any] | None:
+        path = f"shadowkv.ops.{name}.{backend}"
+        if find_spec(path) is None:
+            return None
+        module = import_module(path)
+        available = getattr(module, "available", None)
+        if available is not None and not available():
+            return None
+        self.backends[name] = backend
+        return getattr(module, name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"no op {name!r}; known: {', '.join(NAMES)}")

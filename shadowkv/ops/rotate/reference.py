@@ -1,0 +1,32 @@
+"""Rotary position embedding in PyTorch (RoFormer, arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.rotate.tables import RotaryTables
+
+
+def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
+    """Rotates ``x`` [..., heads, d] by ``positions`` [...]; ``inverse`` undoes it.
+
+    Where the tables carry a magnitude m (YaRN, LongRoPE), the rotation multiplies by m and the inverse divides.
+    Computed in float32, returned in the dtype of ``x``.
+    """
+    return rotate_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)
+
+
+def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
+    """``rotate`` with cos and sin [..., dim / 2] already looked up and broadcastable to ``x`` [..., d]."""
+    config = rotary.config
+    if inverse:
+        cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2
+    turning, rest = x[..., : config.dim].float(), x[..., config.dim :]
+    if config.interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1) if rest.shape[-1] else turned.to(x.dtype)

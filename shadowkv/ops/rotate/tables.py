@@ -1,0 +1,126 @@
+"""Rotary position embedding: frequencies with every scaling the supported models use, and the tables.
+
+The cache owns the rotation, because keys are compressed before it (ShadowKV, arXiv:2410.21465, section 3.1).
+RoFormer: arXiv:2104.09864; YaRN: arXiv:2309.00071; LongRoPE: arXiv:2402.13753; Llama 3.1: its release notes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """A model's rotation.
+
+    Attributes:
+        head_dim: dimensions of one head.
+        theta: base of the frequencies.
+        rotary_dim: leading dimensions that rotate (GLM rotates half of them); None means all.
+        interleaved: pairs are (0,1),(2,3)… (GLM) instead of (i, i + rotary_dim/2).
+        scaling: ``none``, ``linear``, ``llama3``, ``yarn`` or ``longrope``.
+        factor: context extension factor of the scaling.
+        original_max_position: context of the model before the extension.
+        low_freq_factor, high_freq_factor: llama3's two wavelength bounds.
+        beta_fast, beta_slow: YaRN's ramp, in rotations over the original context.
+        attention_factor: what cos and sin are multiplied by (YaRN, LongRoPE); None derives it from ``factor``.
+        factors: LongRoPE's divisor per frequency, the short or the long set, fixed at load.
+        truncate: YaRN rounds its ramp to whole dimensions.
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    scaling: str = "none"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    factors: tuple[float, ...] = ()
+    truncate: bool = True
+
+    @property
+    def dim(self) -> int:
+        """Dimensions that rotate."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def inverse_frequencies(self) -> Tensor:
+        """Radians per position, float64 [dim / 2]."""
+        exponent = torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
+        inverse = self.theta**-exponent
+        if self.scaling == "none":
+            return inverse
+        if self.scaling == "linear":
+            return inverse / self.factor
+        if self.scaling == "llama3":
+            return self._llama3(inverse)
+        if self.scaling == "yarn":
+            return self._yarn(inverse)
+        if self.scaling == "longrope":
+            if len(self.factors) != self.dim // 2:
+                raise ValueError(f"longrope needs {self.dim // 2} factors, got {len(self.factors)}")
+            return inverse / torch.tensor(self.factors, dtype=torch.float64)
+        raise ValueError(f"rope scaling {self.scaling!r} is not one of none, linear, llama3, yarn, longrope")
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on cos and sin (1 unless the scaling changes the attention's temperature)."""
+        if self.scaling not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1.0:
+            return 1.0
+        if self.scaling == "yarn":
+            return 0.1 * math.log(self.factor) + 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_position))
+
+    def _llama3(self, inverse: Tensor) -> Tensor:
+        wavelength = 2 * math.pi / inverse
+        low = self.original_max_position / self.low_freq_factor
+        high = self.original_max_position / self.high_freq_factor
+        smooth = (self.original_max_position / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - smooth) * inverse / self.factor + smooth * inverse
+        scaled = torch.where(wavelength > low, inverse / self.factor, inverse)
+        return torch.where((wavelength <= low) & (wavelength >= high), blended, scaled)
+
+    def _yarn(self, inverse: Tensor) -> Tensor:
+        def dimension(rotations: float) -> float:
+            return (
+                self.dim
+                * math.log(self.original_max_position / (rotations * 2 * math.pi))
+                / (2 * math.log(self.theta))
+            )
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = ((torch.arange(self.dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        return inverse / self.factor * ramp + inverse * (1 - ramp)
+
+
+class RotaryTables:
+    """Tables of cos and sin, float32 [max_positions, dim / 2], computed in float64.
+
+    float32 angles are off by up to 0.06 rad at position 1e6; float64 ones are exact to float32 rounding.
+    """
+
+    def __init__(self, config: RopeConfig, max_positions: int, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.max_positions = max_positions
+        angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * config.inverse_frequencies()
+        self.cos = (angles.cos() * config.magnitude).float().to(device)
+        self.sin = (angles.sin() * config.magnitude).float().to(device)

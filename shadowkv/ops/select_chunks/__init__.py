@@ -1,0 +1,1 @@
+"""The best chunks of each sequence and kv head."""
