@@ -1,1 +1,11 @@
-"""Model definitions and configurations."""
+"""Models: configs, weights and tokenisers of the supported families, from catalogue, directory, GGUF file or hub."""
+
+from __future__ import annotations
+
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.decode_stream import DecodeStream
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.loader import LoadedModel, load_config, load_model
+from shadowkv.models.tokenizer import Tokenizer
+
+__all__ = ["DecodeStream", "Decoder", "LoadedModel", "ModelConfig", "Tokenizer", "load_config", "load_model"]

@@ -1,0 +1,113 @@
+"""ModelConfig: everything about a model that its weights do not say, in one form for every source and family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shadowkv.kvcache.rotary import RopeConfig
+from shadowkv.kvcache.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model.
+
+    Attributes:
+        architecture: family, the ``model_type`` of Hugging Face configs.
+        max_position: longest sequence, in tokens, that the model is made for.
+        sliding_window: tokens that a query sees where the model was trained with a window, else None. Windows are not
+            implemented; sequences up to the window are exact, so ``max_position`` never exceeds it.
+        qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
+        eos_token_ids: tokens that end a generation, any of them.
+        bos_token_id: token that starts a sequence, where the model has one.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        reasons = [
+            f"{name}={getattr(self, name)} is not a positive number"
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_layers",
+                "num_query_heads",
+                "num_kv_heads",
+                "head_dim",
+                "rms_norm_eps",
+                "max_position",
+            )
+            if not getattr(self, name) > 0
+        ]
+        if self.num_kv_heads > 0 and self.num_query_heads % self.num_kv_heads:
+            reasons.append(
+                f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.rope.head_dim != self.head_dim:
+            reasons.append(f"the rotation's head_dim={self.rope.head_dim} is not the model's {self.head_dim}")
+        if not 0 < self.rope.dim <= self.head_dim or self.rope.dim % 2:
+            reasons.append(f"{self.rope.dim} rotating dimensions are not an even part of head_dim={self.head_dim}")
+        if self.rope.theta <= 0:
+            reasons.append(f"rope theta={self.rope.theta} is not a positive number")
+        if self.rope.scaling not in ("none", "longrope") and self.rope.factor <= 0:
+            reasons.append(f"rope scaling factor={self.rope.factor} is not a positive number")
+        if self.rope.scaling in ("llama3", "yarn") and self.rope.original_max_position <= 0:
+            reasons.append(f"rope scaling {self.rope.scaling} needs original_max_position_embeddings")
+        if self.rope.scaling == "longrope" and len(self.rope.factors) != self.rope.dim // 2:
+            reasons.append(f"longrope has {len(self.rope.factors)} factors for {self.rope.dim // 2} frequencies")
+        outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
+        if reasons:
+            raise ValueError(
+                f"this {self.architecture} config cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons)
+            )
+
+    @property
+    def shape(self) -> ModelShape:
+        """What a cache has to know."""
+        return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim)
+
+    def with_limits(self, max_model_len: int | None, rope_theta: float | None) -> ModelConfig:
+        """The config with the user's overrides applied and its window as a limit.
+
+        ``rope_theta`` says that the weights were trained with another base; how far they reach is then the user's
+        word, ``max_model_len``. Raises ValueError where ``max_model_len`` is more than the model is made for.
+        """
+        config = self
+        if rope_theta is not None:
+            position = self.max_position if max_model_len is None else max_model_len
+            config = replace(config, rope=replace(config.rope, theta=rope_theta), max_position=position)
+        if config.sliding_window is not None and config.max_position > config.sliding_window:
+            if max_model_len is not None and max_model_len > config.sliding_window:
+                raise ValueError(
+                    f"max_model_len={max_model_len} is more than the sliding window of {config.sliding_window} tokens "
+                    f"that this {config.architecture} model attends to; windows are not supported: use "
+                    f"max_model_len <= {config.sliding_window}"
+                )
+            config = replace(config, max_position=config.sliding_window)
+        if max_model_len is not None and max_model_len > config.max_position:
+            raise ValueError(
+                f"max_model_len={max_model_len} is more than the {config.max_position} positions this "
+                f"{config.architecture} model is made for; an adapter that extends it needs rope_theta too"
+            )
+        return config

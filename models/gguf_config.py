@@ -1,0 +1,69 @@
+"""ModelConfig of a GGUF file: its metadata in the form of a Hugging Face config, read by the same families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.registry import family
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+"""Architectures of GGUF files that can be read; ``llama`` covers Mistral, Yi and SmolLM2."""
+
+_FIELDS = {
+    "hidden_size": "{arch}.embedding_length",
+    "intermediate_size": "{arch}.feed_forward_length",
+    "num_hidden_layers": "{arch}.block_count",
+    "num_attention_heads": "{arch}.attention.head_count",
+    "num_key_value_heads": "{arch}.attention.head_count_kv",
+    "head_dim": "{arch}.attention.key_length",
+    "rms_norm_eps": "{arch}.attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "{arch}.context_length",
+    "original_max_position_embeddings": "{arch}.rope.scaling.original_context_length",
+    "rope_theta": "{arch}.rope.freq_base",
+    "sliding_window": "{arch}.attention.sliding_window",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+}
+_STOPS = ("eos", "eot", "eom")
+
+
+def config_from_gguf(file: GGUFFile, max_model_len: int | None = None, rope_theta: float | None = None) -> ModelConfig:
+    """ModelConfig of the file with the user's limits applied; raises ValueError where it cannot be run."""
+    if file.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"GGUF architecture {file.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    hf: dict[str, Any] = {name: file.get(key) for name, key in _FIELDS.items()}
+    hf = {name: value for name, value in hf.items() if value is not None}
+    hf["model_type"] = file.architecture
+    hf["use_sliding_window"] = bool(hf.get("sliding_window"))
+    hf["vocab_size"] = file.shape("token_embd.weight")[0]
+    hf["tie_word_embeddings"] = "output.weight" not in file.names
+    stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
+    hf["eos_token_id"] = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    hf["partial_rotary_factor"] = file.get("{arch}.rope.dimension_count", head_dim) / head_dim
+    hf["rope_scaling"] = _scaling(file)
+    config = family(file.architecture).config_from_hf(hf, max_model_len)
+    if "rope_freqs.weight" in file.names:
+        # Llama 3.1's scaling, stored as what it comes to: a divisor per frequency, which is LongRoPE's form.
+        factors = tuple(file.tensor("rope_freqs.weight").tolist())
+        config = replace(config, rope=replace(config.rope, scaling="longrope", factors=factors, attention_factor=1.0))
+    return config.with_limits(max_model_len, rope_theta)
+
+
+def _scaling(file: GGUFFile) -> dict[str, Any]:
+    if "rope_factors_long.weight" in file.names:
+        return {
+            "rope_type": "longrope",
+            "long_factor": file.tensor("rope_factors_long.weight").tolist(),
+            "short_factor": file.tensor("rope_factors_short.weight").tolist(),
+            "attention_factor": file.get("{arch}.rope.scaling.attn_factor"),
+        }
+    kind = file.get("{arch}.rope.scaling.type", "none")
+    return {
+        "rope_type": "default" if kind == "none" else kind,
+        "factor": file.get("{arch}.rope.scaling.factor"),
+    }

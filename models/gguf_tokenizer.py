@@ -1,0 +1,142 @@
+"""Tokenizer of a GGUF file, rebuilt from its metadata: byte-level BPE (``gpt2``) or SentencePiece BPE (``llama``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.tokenizer import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _single_digits() -> Any:
+    # Digits split first: "\n\n5" is a blank line and a digit, which GPT-2's own rule would cut elsewhere.
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _words(digits: str) -> Callable[[], Any]:
+    pattern = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + _TAIL
+
+    def build() -> Any:
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_only])
+
+    return build
+
+
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "default": _gpt2,
+    "gpt-2": _gpt2,
+    "smollm": _single_digits,
+    "llama-bpe": _words(r"\p{N}{1,3}"),
+    "llama3": _words(r"\p{N}{1,3}"),
+    "llama-v3": _words(r"\p{N}{1,3}"),
+    "qwen2": _words(r"\p{N}"),
+}
+"""How byte-level vocabularies cut text before merging, by ``tokenizer.ggml.pre``."""
+
+
+def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> Tokenizer:
+    """The file's tokeniser; raises ValueError for kinds other than those in this module."""
+    kind = file.get("tokenizer.ggml.model")
+    if kind not in _BUILDERS:
+        raise ValueError(f"GGUF tokenizer {kind!r} is not supported; supported: {', '.join(_BUILDERS)}")
+    tokens = [str(token) for token in file.get("tokenizer.ggml.tokens")]
+    backend = _BUILDERS[kind](file, tokens)
+    types = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    added = {
+        wanted: [
+            AddedToken(token, normalized=False, special=wanted == _CONTROL)
+            for token, found in zip(tokens, types)
+            if found == wanted
+        ]
+        for wanted in (_CONTROL, _USER_DEFINED)
+    }
+    backend.add_special_tokens(added[_CONTROL])
+    backend.add_tokens(added[_USER_DEFINED])
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {role: file.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    return Tokenizer(
+        backend,
+        special_tokens={role: tokens[token] for role, token in ids.items() if token is not None},
+        eos_token_ids=eos_token_ids,
+        chat_template=file.get("tokenizer.chat_template"),
+        # Files that do not say: SentencePiece models start with BOS, byte-level ones do not, but Llama 3 does.
+        add_bos=bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama" or _is_llama3(file))),
+        add_eos=bool(file.get("tokenizer.ggml.add_eos_token", False)),
+    )
+
+
+def _is_llama3(file: GGUFFile) -> bool:
+    return file.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    pre = file.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
+    merges = []
+    for merge in file.get("tokenizer.ggml.merges"):
+        left, _, right = str(merge).partition(" ")
+        merges.append((left, right))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=_is_llama3(file)))
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges_from_scores(tokens, file.get("tokenizer.ggml.scores")),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = [normalizers.Replace(" ", _SPACE)]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+    backend.normalizer = normalizers.Sequence(spaces)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Merge rules of a SentencePiece BPE vocabulary, best first.
+
+    SentencePiece merges whichever neighbours give the token of the highest score; as rules: every way to cut a token
+    into two tokens, ordered by the token's score.
+    """
+    known = {token: index for index, token in enumerate(tokens)}
+    rules = []
+    for token, score in zip(tokens, scores):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                rules.append((-score, known[left], known[right], left, right))
+    return [(left, right) for *_, left, right in sorted(rules)]
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}

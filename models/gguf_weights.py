@@ -1,0 +1,62 @@
+"""Weights of a GGUF file under Hugging Face's names, so that families and adapters apply to both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.gguf_file import GGUFFile
+
+_BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Name and float32 tensor of every weight, dequantised one at a time; names it does not know pass unchanged."""
+    for name in file.names:
+        if name in _CONFIG_TENSORS:
+            continue
+        tensor = file.tensor(name)
+        if file.architecture == "llama" and ".attn_q." in name:
+            tensor = _halves_from_pairs(tensor, config.num_query_heads)
+        elif file.architecture == "llama" and ".attn_k." in name:
+            tensor = _halves_from_pairs(tensor, config.num_kv_heads)
+        yield _hf_name(name, file.architecture), tensor
+
+
+def _hf_name(name: str, architecture: str) -> str:
+    match = _BLOCK.match(name)
+    if match is None:
+        return _TOP.get(name, name)
+    layer, module, kind = match.groups()
+    if module not in _MODULES:
+        return name
+    joined = architecture == "phi3" and module == "ffn_up"
+    return f"model.layers.{layer}.{'mlp.gate_up_proj' if joined else _MODULES[module]}.{kind}"
+
+
+def _halves_from_pairs(rows: Tensor, heads: int) -> Tensor:
+    """Undo the row order of ``llama`` files: they rotate neighbouring rows, this engine rows half a head apart."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

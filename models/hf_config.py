@@ -1,0 +1,86 @@
+"""ModelConfig fields that every family reads alike from a Hugging Face config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shadowkv.kvcache.rotary import RopeConfig
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.hf_rope import rope_from_hf
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+def build_config(
+    hf: dict[str, Any],
+    *,
+    max_model_len: int | None,
+    default_theta: float = 10000.0,
+    default_partial: float = 1.0,
+    interleaved: bool = False,
+    sliding_window: int | None = None,
+    **switches: bool,
+) -> ModelConfig:
+    """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
+
+    Raises ValueError naming every missing field, and for activations other than SiLU and MLP biases.
+    """
+    reasons = [f"{name} is missing" for name in _REQUIRED if hf.get(name) is None]
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        reasons.append(f"hidden_act={hf['hidden_act']!r} is not supported, only 'silu'")
+    if hf.get("mlp_bias"):
+        reasons.append("mlp_bias is not supported")
+    if reasons:
+        raise ValueError("this config cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
+    heads = int(hf["num_attention_heads"])
+    head_dim = int(hf.get("head_dim") or hf["hidden_size"] // heads)
+    rope = rope_from_hf(
+        hf,
+        head_dim,
+        max_model_len=max_model_len,
+        default_theta=default_theta,
+        default_partial=default_partial,
+        interleaved=interleaved,
+    )
+    return ModelConfig(
+        architecture=hf["model_type"],
+        vocab_size=int(hf["vocab_size"]),
+        hidden_size=int(hf["hidden_size"]),
+        intermediate_size=int(hf["intermediate_size"]),
+        num_layers=int(hf["num_hidden_layers"]),
+        num_query_heads=heads,
+        num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        rms_norm_eps=float(hf["rms_norm_eps"]),
+        max_position=_max_position(int(hf["max_position_embeddings"]), rope, max_model_len),
+        rope=rope,
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        sliding_window=sliding_window,
+        eos_token_ids=_token_ids(hf.get("eos_token_id")),
+        bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
+        **switches,
+    )
+
+
+def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:
+    if rope.scaling == "yarn":
+        # Some configs state the context before the extension, others the one after it.
+        return max(stated, int(rope.factor * rope.original_max_position))
+    if rope.scaling == "longrope" and max_model_len is not None and max_model_len <= rope.original_max_position:
+        # The short factors are in use: they are wrong for longer sequences.
+        return min(stated, rope.original_max_position)
+    return stated
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

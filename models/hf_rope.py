@@ -1,0 +1,123 @@
+"""RopeConfig from a Hugging Face config, in both of its forms.
+
+Old: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` with ``type`` or ``rope_type`` at the top level.
+New (transformers 5): all of it in ``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shadowkv.kvcache.rotary import RopeConfig
+
+_SCALINGS = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # the name in Phi-3's first release
+}
+
+
+def rope_from_hf(
+    hf: dict[str, Any],
+    head_dim: int,
+    *,
+    max_model_len: int | None,
+    default_theta: float = 10000.0,
+    default_partial: float = 1.0,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """The rotation that ``hf`` describes.
+
+    LongRoPE has one set of factors for sequences up to the original context and one for longer ones. Keys that are
+    cached cannot change sets half way, so ``max_model_len`` picks: the short set if no sequence can outgrow the
+    original context, else the long set.
+
+    Raises ValueError, with every reason, for an unknown type or missing fields.
+    """
+    # Some configs carry the unused one of the two forms as null.
+    scaling: dict[str, Any] = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    if scaling.get("long_factor") is not None and kind == "yarn":
+        kind = "longrope"  # Phi-3's first release called it so
+    theta = scaling.get("rope_theta") or hf.get("rope_theta") or default_theta
+    partial = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or default_partial
+    rotary_dim = int(head_dim * partial)
+    base: dict[str, Any] = {
+        "head_dim": head_dim,
+        "theta": float(theta),
+        "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
+        "interleaved": interleaved,
+        "scaling": _SCALINGS[kind],
+    }
+    missing = [name for name in _REQUIRED[_SCALINGS[kind]] if scaling.get(name) is None]
+    if missing:
+        raise ValueError(f"rope type {kind!r} lacks " + ", ".join(missing))
+    if _SCALINGS[kind] in ("llama3", "yarn", "longrope"):
+        # Phi-3 keeps the original context outside the rope fields, and that one counts.
+        base["original_max_position"] = int(
+            hf.get("original_max_position_embeddings")
+            or scaling.get("original_max_position_embeddings")
+            or hf["max_position_embeddings"]
+        )
+    return _BUILDERS[_SCALINGS[kind]](hf, scaling, base, max_model_len)
+
+
+def _plain(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
+    return RopeConfig(**base)
+
+
+def _linear(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
+    return RopeConfig(**base, factor=float(scaling["factor"]))
+
+
+def _llama3(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
+    return RopeConfig(
+        **base,
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling["low_freq_factor"]),
+        high_freq_factor=float(scaling["high_freq_factor"]),
+    )
+
+
+def _yarn(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
+    factor = float(scaling.get("factor") or hf["max_position_embeddings"] / base["original_max_position"])
+    attention_factor = scaling.get("attention_factor")
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim and factor > 1:
+        attention_factor = (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
+    return RopeConfig(
+        **base,
+        factor=factor,
+        attention_factor=attention_factor,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def _longrope(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
+    original = base["original_max_position"]
+    longest = hf["max_position_embeddings"] if limit is None else limit
+    chosen = scaling["long_factor"] if longest > original else scaling["short_factor"]
+    return RopeConfig(
+        **base,
+        factor=float(scaling.get("factor") or hf["max_position_embeddings"] / original),
+        attention_factor=scaling.get("attention_factor"),
+        factors=tuple(float(factor) for factor in chosen),
+    )
+
+
+_BUILDERS = {"none": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+}

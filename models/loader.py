@@ -1,0 +1,144 @@
+"""Loading: a source and the user's overrides -> a decoder with its weights, its config and its tokeniser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.models.adapter import Adapter
+from shadowkv.models.byte_tokenizer import byte_tokenizer
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.gguf_config import config_from_gguf
+from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
+from shadowkv.models.gguf_weights import stream_gguf
+from shadowkv.models.registry import config_from_hf, family
+from shadowkv.models.safetensors_weights import stream_safetensors
+from shadowkv.models.sources import resolve
+from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
+from shadowkv.models.weights import fill
+
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        config: with the user's overrides applied.
+        model: on its device.
+        tokenizer: the model's, or bytes where the weights are dummies.
+        name: the catalogue name or hub id it was asked for by, or the last part of its path.
+    """
+
+    config: ModelConfig
+    model: Decoder
+    tokenizer: Tokenizer
+    name: str
+
+
+def load_config(source: str | Path, max_model_len: int | None = None, rope_theta: float | None = None) -> ModelConfig:
+    """ModelConfig of a source without its weights; raises as ``load_model`` does."""
+    path = resolve(source, weights=False)
+    if path.suffix == ".gguf":
+        return config_from_gguf(GGUFFile(path), max_model_len, rope_theta)
+    return config_from_hf(_read_hf(path), max_model_len, rope_theta)
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    adapter: str | Path | None = None,
+    rope_theta: float | None = None,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
+        dtype: of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        device: where the weights go.
+        load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
+        adapter: directory of a PEFT LoRA adapter to merge.
+        rope_theta: base of the rotation, where it differs from the config's; the longest sequence is then
+            ``max_model_len``, on the user's word.
+        max_model_len: longest sequence that will be run; picks LongRoPE's factors.
+
+    Raises:
+        FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
+        ValueError: the config cannot be run, ``max_model_len`` is too long, or tensors are missing or left over.
+        RuntimeError: a download failed.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    name = _name(source)
+    device = torch.device(device)
+    weights_dtype = _dtype(dtype, device)
+    if load_format == "dummy":
+        if adapter is not None:
+            raise ValueError("an adapter has no meaning with load_format='dummy'")
+        config = load_config(source, max_model_len, rope_theta)
+        model = Decoder(config, weights_dtype, device)
+        fill_dummy(model)
+        return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
+    path = resolve(source, weights=True)
+    tensors: Iterator[tuple[str, Tensor]]
+    if path.suffix == ".gguf":
+        file = GGUFFile(path)
+        config = config_from_gguf(file, max_model_len, rope_theta)
+        tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
+        tensors = stream_gguf(file, config)
+    else:
+        config = config_from_hf(_read_hf(path), max_model_len, rope_theta)
+        tokenizer = tokenizer_from_directory(path, config.eos_token_ids)
+        tensors = stream_safetensors(path)
+    if adapter is not None:
+        tensors = Adapter(Path(adapter)).merged(tensors)
+    model = Decoder(config, weights_dtype, device)
+    fill(model, family(config.architecture).targets(config), tensors)
+    return LoadedModel(config, model, tokenizer, name)
+
+
+def _name(source: str | Path) -> str:
+    path = Path(source)
+    if not path.exists():
+        return str(source)
+    return path.resolve().name.removesuffix(".gguf")
+
+
+def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not one of auto, float32, bfloat16, float16")
+    return found
+
+
+def _read_hf(path: Path) -> dict[str, Any]:
+    """Content of a config.json; generation_config.json beside it adds its eos tokens."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"{path} has no config.json")
+    hf: dict[str, Any] = json.loads(file.read_text())
+    generation = path / "generation_config.json"
+    if path.is_dir() and generation.exists():
+        stops: list[int] = []
+        for value in (hf.get("eos_token_id"), json.loads(generation.read_text()).get("eos_token_id")):
+            stops += value if isinstance(value, list) else [] if value is None else [value]
+        hf["eos_token_id"] = list(dict.fromkeys(stops))
+    return hf

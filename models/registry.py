@@ -1,0 +1,47 @@
+"""Model families by the ``model_type`` of their Hugging Face config; a family's module is imported when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.weights import Targets
+
+FAMILIES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "glm": "glm",
+    "glm4": "glm",
+}
+"""model_type -> module of this package. A new family is one module and one line here."""
+
+
+class Family(Protocol):
+    """What a family's module provides."""
+
+    def config_from_hf(self, hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+        """ModelConfig from the content of a config.json."""
+        ...
+
+    def targets(self, config: ModelConfig) -> Targets:
+        """Names of the family's checkpoint tensors -> parameters."""
+        ...
+
+
+def family(model_type: str) -> Family:
+    """The family of ``model_type``; raises ValueError with the known ones if there is none."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return cast(Family, import_module(f"shadowkv.models.{FAMILIES[model_type]}"))
+
+
+def config_from_hf(
+    hf: dict[str, Any], max_model_len: int | None = None, rope_theta: float | None = None
+) -> ModelConfig:
+    """ModelConfig from the content of a config.json, with the user's limits applied; raises ValueError."""
+    config = family(str(hf.get("model_type"))).config_from_hf(hf, max_model_len)
+    return config.with_limits(max_model_len, rope_theta)

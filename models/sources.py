@@ -1,0 +1,47 @@
+"""Where a model comes from: catalogue name, directory, GGUF file or hub id -> a path on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shadowkv.models.catalogue import CATALOGUE, config_file, fetch
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+_CONFIG_FILES = ["config.json", "generation_config.json"]
+
+
+def resolve(source: str | Path, *, weights: bool) -> Path:
+    """A .gguf file, a directory, or the .json config of a catalogue model that has only that.
+
+    Args:
+        source: what the user named.
+        weights: whether they are needed; without them nothing large is downloaded.
+
+    Raises FileNotFoundError where it is none of those, ValueError where a catalogue model has no weights, RuntimeError
+    where a download fails.
+    """
+    name = str(source)
+    if name in CATALOGUE:
+        return fetch(name) if weights else config_file(name)
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise FileNotFoundError(f"{path} is neither a directory nor a .gguf file")
+    if path.suffix != ".gguf" and _HUB_ID.match(name):
+        return _from_hub(name, weights)
+    raise FileNotFoundError(
+        f"{name!r} is no directory, no .gguf file, no hub id (org/name) and no known name ({', '.join(CATALOGUE)})"
+    )
+
+
+def _from_hub(name: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    # Never pickled files: they can run code.
+    patterns = ["*.safetensors", "*.json", "*.jinja"] if weights else _CONFIG_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        raise RuntimeError(f"{name!r} is no local path, and the hub did not deliver it: {error}") from error

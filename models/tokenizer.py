@@ -1,0 +1,123 @@
+"""Tokenizer: text <-> token ids and chat prompts, over the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from shadowkv.models.chat_template import ChatTemplate
+from shadowkv.models.decode_stream import DecodeStream
+
+
+class Tokenizer:
+    """A model's tokeniser.
+
+    Args:
+        backend: the tokenizers library's tokeniser.
+        special_tokens: ``bos_token``, ``eos_token`` and the like -> their text; the chat template sees them.
+        eos_token_ids: tokens that end a generation, besides ``eos_token``.
+        chat_template: Jinja source, or None where the model has none.
+        add_bos, add_eos: put that token around encoded text; None leaves it to the backend's own post-processor.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        add_bos: bool | None = None,
+        add_eos: bool | None = None,
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.bos_token_id: int | None = self._id("bos_token")
+        eos = self._id("eos_token")
+        self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
+        self._template = None if chat_template is None else ChatTemplate(chat_template)
+        self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+        self._suffix = [eos] if add_eos and eos is not None else []
+        self._own_frame = add_bos is not None or add_eos is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows; a model's embedding may be padded to more."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` works."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens written out in the text are recognised; pass False for chat prompts, which have
+        their own."""
+        if not add_special_tokens or self._own_frame:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+            return [*self._prefix, *ids, *self._suffix] if add_special_tokens else list(ids)
+        return list(self.backend.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; incomplete characters come out as U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
+        """A new incremental detokeniser."""
+        return DecodeStream(lambda ids: self.decode(ids, skip_special_tokens))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """Prompt text of a conversation; ``kwargs`` (``tools``, …) reach the template.
+
+        Raises ValueError where the model has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise ValueError("this model has no chat template; send it a plain prompt")
+        variables = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, "tools": None, **kwargs}
+        return self._template.render(messages, **variables)
+
+    def _id(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self.backend.token_to_id(text)
+
+
+def tokenizer_from_directory(directory: Path, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
+    """The tokeniser of a Hugging Face directory; raises FileNotFoundError where it has no tokenizer.json."""
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{directory} has no tokenizer.json; save the model's fast tokenizer there")
+    config = _read_json(directory / "tokenizer_config.json")
+    stated = {**_read_json(directory / "special_tokens_map.json"), **config}
+    special = {}
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = stated.get(role)
+        if value is not None:
+            special[role] = value["content"] if isinstance(value, dict) else value
+    return Tokenizer(
+        tokenizers.Tokenizer.from_file(str(file)),
+        special_tokens=special,
+        eos_token_ids=eos_token_ids,
+        chat_template=_template(directory, config.get("chat_template")),
+        add_bos=config.get("add_bos_token"),
+        add_eos=config.get("add_eos_token"),
+    )
+
+
+def _template(directory: Path, stated: str | list[dict[str, str]] | None) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    if isinstance(stated, list):
+        named = {entry["name"]: entry["template"] for entry in stated}
+        return named.get("default")
+    return stated
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

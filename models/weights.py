@@ -1,0 +1,97 @@
+"""Where each checkpoint tensor goes: names of a family's files -> rows of the decoder's joined parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shadowkv.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Target:
+    """Rows ``start`` to ``stop`` of a decoder's parameter."""
+
+    parameter: str
+    start: int
+    stop: int
+
+
+Targets = dict[str, Target]
+
+
+def decoder_targets(config: ModelConfig, *, joined_qkv: bool = False, joined_gate_up: bool = False) -> Targets:
+    """Targets of Hugging Face's names for the parts that all families share.
+
+    Args:
+        config: the model.
+        joined_qkv: the files hold q, k and v as one ``qkv_proj``.
+        joined_gate_up: the files hold gate and up as one ``gate_up_proj``.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_query_heads * config.head_dim, config.shape.kv_dim
+    targets = {
+        "model.embed_tokens.weight": Target("embedding", 0, config.vocab_size),
+        "model.norm.weight": Target("norm.weight", 0, hidden),
+    }
+    if not config.tie_word_embeddings:
+        targets["lm_head.weight"] = Target("head", 0, config.vocab_size)
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        attention, qkv = f"{theirs}.self_attn", f"{ours}.attention.qkv"
+        if joined_qkv:
+            targets |= rows(f"{attention}.qkv_proj", qkv, 0, q + 2 * kv, config.qkv_bias)
+        else:
+            targets |= rows(f"{attention}.q_proj", qkv, 0, q, config.qkv_bias)
+            targets |= rows(f"{attention}.k_proj", qkv, q, q + kv, config.qkv_bias)
+            targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
+        targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
+        if joined_gate_up:
+            targets |= rows(f"{theirs}.mlp.gate_up_proj", f"{ours}.mlp.gate_up", 0, 2 * inner)
+        else:
+            targets |= rows(f"{theirs}.mlp.gate_proj", f"{ours}.mlp.gate_up", 0, inner)
+            targets |= rows(f"{theirs}.mlp.up_proj", f"{ours}.mlp.gate_up", inner, 2 * inner)
+        targets |= rows(f"{theirs}.mlp.down_proj", f"{ours}.mlp.down", 0, hidden)
+        targets |= rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm", 0, hidden)
+        targets |= rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", 0, hidden)
+    return targets
+
+
+def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> Targets:
+    """Targets of one module: its weight, and its bias where it has one."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return {f"{theirs}.{kind}": Target(f"{ours}.{kind}", start, stop) for kind in kinds}
+
+
+@torch.no_grad()
+def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy a stream of named tensors into the model, one at a time, casting to the parameters' dtype.
+
+    Raises ValueError naming every tensor that is missing, unexpected or of the wrong shape.
+    """
+    parameters = dict(model.named_parameters())
+    problems: list[str] = []
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        target = targets.get(name)
+        if target is None:
+            if not _is_derived(name):
+                problems.append(f"unexpected: {name} {tuple(tensor.shape)}")
+            continue
+        seen.add(name)
+        destination = parameters[target.parameter][target.start : target.stop]
+        if destination.shape != tensor.shape:
+            problems.append(f"shape: {name} is {tuple(tensor.shape)}, needs {tuple(destination.shape)}")
+            continue
+        destination.copy_(tensor)
+    problems += [f"missing: {name}" for name in targets if name not in seen]
+    if problems:
+        raise ValueError("the weights do not fit the config:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _is_derived(name: str) -> bool:
+    """Whether old files carry the tensor though the config implies it: rotation tables, a copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"

@@ -1,0 +1,76 @@
+"""Attention layer: the projections around a cache, which owns keys, values, positions, rotation and softmax."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from shadowkv.layers.linear import Linear
+from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.spec import LayerSpec
+
+
+class Cache(Protocol):
+    """What the attention layer needs of a cache. Tokens of all sequences are packed; ``batch`` says whose they are.
+
+    Queries and keys arrive before the rotation and after any QK norm. Scores are scaled by 1/sqrt(d).
+    """
+
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
+        """Take the keys and values, each [T, H, d], of the batch's tokens."""
+
+    def attend(self, layer: int, q: Tensor, batch: Any) -> Tensor:
+        """Causal attention of the queries [T, Hq, d] over their sequences, own token included -> [T, Hq, d]."""
+        ...
+
+
+class Attention(nn.Module):
+    """q, k, v from one joined projection, attention by the cache, output projection."""
+
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+
+    def __init__(self, spec: LayerSpec, layer: int) -> None:
+        super().__init__()
+        shape = spec.shape
+        self.layer = layer
+        self.num_query_heads = shape.num_query_heads
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.query_dim = shape.num_query_heads * shape.head_dim
+        self.qkv_dim = self.query_dim + 2 * shape.kv_dim
+        self.qkv = Linear(spec.hidden_size, self.qkv_dim, bias=spec.qkv_bias, dtype=spec.dtype, device=spec.device)
+        self.out = Linear(self.query_dim, spec.hidden_size, bias=spec.out_bias, dtype=spec.dtype, device=spec.device)
+        if spec.qk_norm:
+            self.query_norm, self.key_norm = (
+                RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device) for _ in range(2)
+            )
+        else:
+            self.query_norm = self.key_norm = None
+
+    def forward(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
+        """Append and attend with one projection: normalised hidden states [T, D] -> [T, D]."""
+        qkv = self.qkv(x)
+        self._store(qkv[:, self.query_dim :], cache, batch)
+        return self._attend(qkv[:, : self.query_dim], cache, batch)
+
+    def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
+        """Keys and values of normalised hidden states [T, D] into the cache."""
+        self._store(self.qkv.rows(x, self.query_dim, self.qkv_dim), cache, batch)
+
+    def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
+        """Attention of tokens whose keys and values are in the cache: [T, D] -> [T, D]."""
+        return self._attend(self.qkv.rows(x, 0, self.query_dim), cache, batch)
+
+    def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:
+        k, v = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).split(self.num_kv_heads, dim=1)
+        if self.key_norm is not None:
+            k = self.key_norm(k)
+        cache.append(self.layer, k, v, batch)
+
+    def _attend(self, q: Tensor, cache: Cache, batch: Any) -> Tensor:
+        q = q.unflatten(-1, (self.num_query_heads, self.head_dim))
+        if self.query_norm is not None:
+            q = self.query_norm(q)
+        return self.out(cache.attend(self.layer, q, batch).flatten(-2))

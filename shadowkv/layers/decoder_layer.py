@@ -1,0 +1,57 @@
+"""Decoder layer: attention and MLP around the residual stream, whole or in the two passes of a blockwise prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shadowkv.layers.attention import Attention, Cache
+from shadowkv.layers.mlp import MLP
+from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.spec import LayerSpec
+
+
+class DecoderLayer(nn.Module):
+    """A layer with three entry points.
+
+    Prefill is layer-major and runs in token blocks: ``append`` on all blocks, then ``attend`` on all blocks, equals
+    ``forward`` on all tokens at once. Between any two blocks it can be paused.
+    """
+
+    post_attention_norm: RMSNorm | None
+    post_mlp_norm: RMSNorm | None
+
+    def __init__(self, spec: LayerSpec, layer: int) -> None:
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device)
+
+        self.attention_norm = norm()
+        self.attention = Attention(spec, layer)
+        self.mlp_norm = norm()
+        self.mlp = MLP(spec)
+        self.post_attention_norm = norm() if spec.post_norms else None
+        self.post_mlp_norm = norm() if spec.post_norms else None
+
+    def forward(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
+        """The whole layer (decode): residual stream [T, D] -> [T, D]."""
+        return self._finish(x, self.attention(self.attention_norm(x), cache, batch))
+
+    def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
+        """Keys and values of a block [T, D] of the residual stream into the cache."""
+        self.attention.append(self.attention_norm(x), cache, batch)
+
+    def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
+        """The rest of the layer for a block [T, D] whose sequences' keys and values are all in the cache -> [T, D]."""
+        return self._finish(x, self.attention.attend(self.attention_norm(x), cache, batch))
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        if self.post_attention_norm is not None:
+            attended = self.post_attention_norm(attended)
+        x = x + attended
+        hidden = self.mlp(self.mlp_norm(x))
+        if self.post_mlp_norm is not None:
+            hidden = self.post_mlp_norm(hidden)
+        return x + hidden

@@ -1,0 +1,38 @@
+"""LayerSpec: the sizes and the switches of a decoder layer, as the layers need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shadowkv.kvcache.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer; every layer of a model is alike.
+
+    Attributes:
+        shape: heads and head dimensions.
+        hidden_size: D, width of the residual stream.
+        intermediate_size: I, width of the MLP.
+        rms_norm_eps: added to the mean square in every RMSNorm.
+        qkv_bias: the q, k and v projections have a bias.
+        out_bias: the attention's output projection has a bias.
+        qk_norm: queries and keys are RMS-normalised per head before the rotation.
+        post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
+        dtype: of every weight.
+        device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
+    """
+
+    shape: ModelShape
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    post_norms: bool
+    dtype: torch.dtype
+    device: torch.device
