@@ -1,3 +1,28 @@
-"""shadowkv: serves long-context LLMs in large batches."""
+"""shadowkv: serves long-context language models in large batches on one GPU, with KV caches that are made small."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "KVSpec", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from shadowkv.engine.llm import LLM
+    from shadowkv.engine.sampling_params import SamplingParams
+    from shadowkv.kvcache.spec import KVSpec
+
+_HOMES = {
+    "LLM": "shadowkv.engine.llm",
+    "SamplingParams": "shadowkv.engine.sampling_params",
+    "KVSpec": "shadowkv.kvcache.spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `--help` and the planner do not wait for PyTorch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

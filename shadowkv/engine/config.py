@@ -64,9 +64,7 @@ class EngineConfig:
         """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
         if isinstance(self.kv, KVSpec):
             return self.kv
-        return preset(
-            self.kv, rank=self.kv_rank, budget=self.kv_budget, chunk=self.kv_chunk, outliers=self.kv_outliers
-        )
+        return preset(self.kv, rank=self.kv_rank, budget=self.kv_budget, chunk=self.kv_chunk, outliers=self.kv_outliers)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
@@ -85,23 +83,76 @@ class EngineConfig:
         add(model, "--model", help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)")
         add(model, "--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
         add(model, "--load-format", choices=("auto", "dummy"), help="dummy: random weights (default: %(default)s)")
-        add(model, "--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: bfloat16 on a GPU, else float32")
+        add(
+            model,
+            "--dtype",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            help="auto: bfloat16 on a GPU, else float32",
+        )
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
         add(model, "--rope-theta", type=float, help="overrides the model's own")
         batch = parser.add_argument_group("batch")
-        add(batch, "--max-num-seqs", "--batch", type=int, metavar="N", help="sequences that run at once (default: %(default)s)")
-        add(batch, "--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (default: the model's own)")
-        add(batch, "--max-num-batched-tokens", type=int, metavar="TOKENS", help="prompt tokens prefilled together (default: %(default)s)")
-        add(batch, "--max-cached-seqs", type=int, metavar="N", help="finished sequences kept for a next turn beside the running ones (default: %(default)s)")
-        add(batch, "--default-max-tokens", type=int, metavar="TOKENS", help="output reserved for a request that names none (default: %(default)s)")
+        add(
+            batch,
+            "--max-num-seqs",
+            "--batch",
+            type=int,
+            metavar="N",
+            help="sequences that run at once (default: %(default)s)",
+        )
+        add(
+            batch,
+            "--max-model-len",
+            type=int,
+            metavar="TOKENS",
+            help="longest prompt + output (default: the model's own)",
+        )
+        add(
+            batch,
+            "--max-num-batched-tokens",
+            type=int,
+            metavar="TOKENS",
+            help="prompt tokens prefilled together (default: %(default)s)",
+        )
+        add(
+            batch,
+            "--max-cached-seqs",
+            type=int,
+            metavar="N",
+            help="finished sequences kept for a next turn beside the running ones (default: %(default)s)",
+        )
+        add(
+            batch,
+            "--default-max-tokens",
+            type=int,
+            metavar="TOKENS",
+            help="output reserved for a request that names none (default: %(default)s)",
+        )
         kv = parser.add_argument_group("KV cache")
-        add(kv, "--kv", choices=tuple(PRESETS), help="policy; short prompts stay dense by themselves (default: %(default)s)")
+        add(
+            kv,
+            "--kv",
+            choices=tuple(PRESETS),
+            help="policy; short prompts stay dense by themselves (default: %(default)s)",
+        )
         add(kv, "--kv-rank", type=int, help="dimensions of low-rank keys")
         add(kv, "--kv-budget", type=parse_budget, help="selected tokens a step: a fraction (0.0156) or a count (2048)")
         add(kv, "--kv-chunk", type=int, help="tokens selected together; divides 64")
         add(kv, "--kv-outliers", type=int, help="exact chunks per kv head")
-        add(kv, "--gpu-memory-utilization", type=float, metavar="SHARE", help="of the device's memory, weights included (default: 0.9; of free memory on a CPU: 0.4)")
-        add(kv, "--host-memory-gib", type=float, metavar="GIB", help="pinned host memory for values (default: what the batch needs, at most half of what is free)")
+        add(
+            kv,
+            "--gpu-memory-utilization",
+            type=float,
+            metavar="SHARE",
+            help="of the device's memory, weights included (default: 0.9; of free memory on a CPU: 0.4)",
+        )
+        add(
+            kv,
+            "--host-memory-gib",
+            type=float,
+            metavar="GIB",
+            help="pinned host memory for values (default: what the batch needs, at most half of what is free)",
+        )
 
 
 def parse_budget(text: str) -> float | int:

@@ -63,3 +63,11 @@ class Request:
     def capacity(self) -> int:
         """Tokens that can ever be in the cache: the last one sampled never is."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
+
+
+class RequestError(ValueError):
+    """A request that can never be served; ``param`` names the parameter at fault, or is None."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

@@ -41,13 +41,22 @@ class SamplingParams:
         bad = [
             text
             for broken, text in (
-                (self.max_tokens is not None and self.max_tokens < 1, f"max_tokens={self.max_tokens} must be at least 1"),
+                (
+                    self.max_tokens is not None and self.max_tokens < 1,
+                    f"max_tokens={self.max_tokens} must be at least 1",
+                ),
                 (not 0 <= self.temperature <= 100, f"temperature={self.temperature} must be between 0 and 100"),
                 (not 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]"),
                 (self.top_k < -1, f"top_k={self.top_k} must be at least 1, or 0 or -1 for all"),
                 (not 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]"),
-                (not 0 < self.repetition_penalty <= 100, f"repetition_penalty={self.repetition_penalty} must be in (0, 100]"),
-                (self.logprobs is not None and not 0 <= self.logprobs <= 20, f"logprobs={self.logprobs} must be 0 to 20"),
+                (
+                    not 0 < self.repetition_penalty <= 100,
+                    f"repetition_penalty={self.repetition_penalty} must be in (0, 100]",
+                ),
+                (
+                    self.logprobs is not None and not 0 <= self.logprobs <= 20,
+                    f"logprobs={self.logprobs} must be 0 to 20",
+                ),
                 (any(not text for text in self.stop), "stop must not hold an empty string"),
             )
             if broken

@@ -76,7 +76,9 @@ class PrefillBatch:
         keys, rotated, values: [T, H, d], scratch of the layer at work, reused by the next.
     """
 
-    def __init__(self, segments: list[Segment], device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, segments: list[Segment], device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+    ) -> None:
         self.segments = segments
         self.num_tokens = segments[-1].stop
         ranges = [torch.arange(s.cached, s.cached + s.stop - s.start) for s in segments]

@@ -59,7 +59,9 @@ class Tier:
                 self.arena = self.arena.pin_memory()
         except RuntimeError as error:
             wanted = num_layers * num_blocks * block_bytes / 2**30
-            raise MemoryError(f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}") from error
+            raise MemoryError(
+                f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}"
+            ) from error
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
@@ -80,7 +82,9 @@ class Tier:
     def allocate(self, count: int) -> list[int]:
         """Takes ``count`` blocks and returns their granules; raises OutOfPages and takes none if there are fewer."""
         if count > len(self._free):
-            raise OutOfPages(f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free")
+            raise OutOfPages(
+                f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free"
+            )
         step = self.block_bytes // GRANULE
         return [self._free.pop() * step for _ in range(count)]
 

@@ -143,7 +143,9 @@ class Prefill:
         start, stop = int(self.table.sealed[sequence.slot]), int(self.table.length[sequence.slot])
         ring = sequence.ring if start else sequence.dense
         position = torch.arange(start, stop, device=self.store.compute)
-        names = torch.tensor(ring, device=self.store.compute)[position // PAGE % len(ring)] if len(position) else position
+        names = (
+            torch.tensor(ring, device=self.store.compute)[position // PAGE % len(ring)] if len(position) else position
+        )
         return self.store.k[layer][names, :, position % PAGE], self.store.v[layer][names, :, position % PAGE]
 
     def _commit(self, sequence: Sequence, length: int) -> None:
@@ -160,7 +162,9 @@ class Prefill:
     ) -> Tensor:
         if not segment.cached:
             return self.ops.causal_attention(q, batch.rotated[segment.start : stop], batch.values[segment.start : stop])
-        parts = [self.ops.block_attention(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)]
+        parts = [
+            self.ops.block_attention(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)
+        ]
         bounds = [*range(segment.start, start, PAGE * PAGES_AT_ONCE), start]
         for first, last in zip(bounds, bounds[1:], strict=False):
             k, v = (x[first:last].transpose(0, 1) for x in (batch.rotated, batch.values))
@@ -197,5 +201,11 @@ class Prefill:
         chunks = torch.tensor([count * PAGE // self.spec.chunk], device=self.store.compute)
         pages = self.table.sealed_pages[slot, :count].long()
         return SealedBatch(
-            torch.zeros_like(slot), slot, pages, self.table.value_pages[slot, :count].long(), chunks, chunks, int(chunks)
+            torch.zeros_like(slot),
+            slot,
+            pages,
+            self.table.value_pages[slot, :count].long(),
+            chunks,
+            chunks,
+            int(chunks),
         )

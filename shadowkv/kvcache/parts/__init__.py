@@ -15,7 +15,11 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 
 KEY_PARTS = {"dense": "keys_dense:DenseKeys", "low-rank": "keys_low_rank:LowRankKeys"}
-INDEX_PARTS = {"none": "index_none:AttendAll", "chunk-mean": "index_chunk_mean:ChunkMean", "min-max": "index_min_max:MinMax"}
+INDEX_PARTS = {
+    "none": "index_none:AttendAll",
+    "chunk-mean": "index_chunk_mean:ChunkMean",
+    "min-max": "index_min_max:MinMax",
+}
 VALUE_PARTS = {"dense": "values_dense:DenseValues"}
 PLACES = ("device", "host")
 

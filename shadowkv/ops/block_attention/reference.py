@@ -23,7 +23,9 @@ def block_attention(
     grouped = q.view(n, heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)  # [H, G * n, d]
     scores = (grouped @ k.transpose(-1, -2)).float().unflatten(1, (-1, n)) * dim**-0.5
     if causal:
-        scores.masked_fill_(torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n).logical_not(), float("-inf"))
+        scores.masked_fill_(
+            torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n).logical_not(), float("-inf")
+        )
     if valid is not None:
         scores.masked_fill_(~valid[:, None, None, :], float("-inf"))
         v = v.masked_fill(~valid.unsqueeze(-1), 0)

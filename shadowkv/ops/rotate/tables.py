@@ -97,9 +97,7 @@ class RopeConfig:
     def _yarn(self, inverse: Tensor) -> Tensor:
         def dimension(rotations: float) -> float:
             return (
-                self.dim
-                * math.log(self.original_max_position / (rotations * 2 * math.pi))
-                / (2 * math.log(self.theta))
+                self.dim * math.log(self.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
             )
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)

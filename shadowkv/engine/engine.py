@@ -1,0 +1,207 @@
+"""The engine: admits, prefills, decodes and finishes requests, one step at a time.
+
+A step advances the prefill at work for about as long as a decode step takes (all the way when nothing decodes), then
+decodes one token for every running sequence; requests join and leave between any two steps.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.detokenizer import Detokenizer
+from shadowkv.engine.loading import load_engine_parts
+from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.runner import Runner
+from shadowkv.engine.sampler import sample
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.scheduler import Running, Scheduler
+
+
+class Engine:
+    """A model, its KV cache and the requests in flight; not thread-safe.
+
+    Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        loaded, self.cache, self.notes = load_engine_parts(config)
+        self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
+        self.model_config = loaded.config
+        self.runner = Runner(loaded.model, self.cache)
+        self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.max_model_len = self.cache.pool.max_model_len
+        self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
+        self._prefilling: list[Running] = []
+        self._prefill: Generator[None, None, Tensor] | None = None
+        self._text: dict[str, Detokenizer] = {}
+        self._aborted: set[str] = set()
+        self._decode_seconds = 0.0
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens a request may generate: what it asks for, or the default as far as the context leaves room."""
+        if params.max_tokens is not None:
+            return params.max_tokens
+        return max(1, min(self.config.default_max_tokens, self.max_model_len - prompt_tokens))
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raises RequestError for a request that can never be served."""
+        vocab = self.model_config.vocab_size
+        wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise RequestError(f"token id {wrong} is not in this model's vocabulary of {vocab}", "prompt")
+        self.scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Queues a request; raises RequestError if it can never be served or its id is in use."""
+        self.validate(prompt_token_ids, params)
+        if request_id in self._text:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        seed = random.getrandbits(64) if params.seed is None else params.seed
+        max_tokens = self.max_tokens(len(prompt_token_ids), params)
+        self.scheduler.add(Request(request_id, list(prompt_token_ids), params, max_tokens, seed))
+        self._text[request_id] = Detokenizer(self.tokenizer.stream(), params.stop)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is; unknown and finished ids are ignored."""
+        if self._text.pop(request_id, None) is None:
+            return
+        waiting = next((r for r in self.scheduler.waiting if r.request_id == request_id), None)
+        if waiting is not None:
+            self.scheduler.waiting.remove(waiting)
+            return
+        running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
+        if running is not None:
+            self.scheduler.finish(running, keep=False)
+        elif all(r.request.request_id == request_id or r.request.request_id in self._aborted for r in self._prefilling):
+            self._drop_prefill()
+        else:
+            self._aborted.add(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._prefilling)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a sequence."""
+        return len(self.scheduler.running) + len(self._prefilling)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One round of prefill and decode; returns what it added to each request."""
+        outputs: list[RequestOutput] = []
+        if not self._prefilling:
+            self._start_prefill()
+        if self._prefilling:
+            outputs += self._advance_prefill()
+        if self.scheduler.running:
+            outputs += self._decode()
+        return outputs
+
+    def _start_prefill(self) -> None:
+        self._prefilling = self.scheduler.admit()
+        if self._prefilling:
+            work = [(r.sequence, r.request.prompt_token_ids[r.request.cached_tokens :]) for r in self._prefilling]
+            self._prefill = self.runner.prefill(work)
+
+    def _advance_prefill(self) -> list[RequestOutput]:
+        assert self._prefill is not None
+        deadline = time.monotonic() + self._decode_seconds
+        with torch.inference_mode():
+            try:
+                while True:
+                    next(self._prefill)
+                    if self.scheduler.running and time.monotonic() >= deadline:
+                        return []
+            except StopIteration as end:
+                done, logits = self._prefilling, end.value
+                self._prefilling, self._prefill = [], None
+                self.scheduler.running += done
+                outputs = self._take_tokens(done, logits)
+        for running in done:
+            if running.request.request_id in self._aborted:
+                self._aborted.discard(running.request.request_id)
+                if running in self.scheduler.running:
+                    self.scheduler.finish(running, keep=False)
+        return outputs
+
+    def _drop_prefill(self) -> None:
+        assert self._prefill is not None
+        self._prefill.close()
+        for running in self._prefilling:
+            self._aborted.discard(running.request.request_id)
+            self.scheduler.finish(running, keep=False)
+        self._prefilling, self._prefill = [], None
+
+    def _decode(self) -> list[RequestOutput]:
+        start = time.monotonic()
+        running = list(self.scheduler.running)
+        logits = self.runner.decode([r.sequence for r in running], [r.request.output_token_ids[-1] for r in running])
+        outputs = self._take_tokens(running, logits)
+        self._decode_seconds = time.monotonic() - start
+        return outputs
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def _take_tokens(self, running: list[Running], logits: Tensor) -> list[RequestOutput]:
+        tokens, logprobs, finite = sample(logits, [r.request for r in running])
+        outputs = [
+            self._take_token(*row) if sound else self._fail(row[0])
+            for *row, sound in zip(running, tokens, logprobs, finite, strict=True)
+            if row[0].request.request_id in self._text
+        ]
+        return outputs
+
+    def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        request, text = running.request, self._text[running.request.request_id]
+        request.output_token_ids.append(token)
+        params = request.params
+        ends = token in params.stop_token_ids or (token in self._stop_ids and not params.ignore_eos)
+        added = "" if ends else text.push(token)
+        reason = "stop" if ends or text.stopped else None
+        if reason is None and len(request.output_token_ids) >= request.max_tokens:
+            reason = "length"
+        if reason is not None:
+            added += "" if text.stopped else text.finish()
+            del self._text[request.request_id]
+            self.scheduler.finish(running, keep=True)
+        return self._output(request, added, [token], None if logprobs is None else [logprobs], reason)
+
+    def _fail(self, running: Running) -> RequestOutput:
+        del self._text[running.request.request_id]
+        self.scheduler.finish(running, keep=False)
+        return self._output(
+            running.request, "", [], None, "error", "the model's logits are not finite (NaN or infinity)"
+        )
+
+    @staticmethod
+    def _output(
+        request: Request,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        reason: str | None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request.request_id,
+            text,
+            tokens,
+            logprobs,
+            reason,
+            error,
+            len(request.prompt_token_ids),
+            len(request.output_token_ids),
+            request.cached_tokens,
+        )

@@ -1,0 +1,89 @@
+"""Offline use from Python: ``LLM(model).generate(prompts)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.sampling_params import SamplingParams
+
+
+@dataclass
+class Completion:
+    """One prompt's answer."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model that continues prompts in batches.
+
+    Args:
+        model: name, Hugging Face directory or hub id, or ``.gguf`` file.
+        options: any field of ``EngineConfig``, for example ``kv="shadowkv"``.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.engine = Engine(EngineConfig(model=model, **options))
+        self.tokenizer = self.engine.tokenizer
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answers to ``prompts`` (texts or token ids), in their order; ``params`` for all of them, or one each.
+
+        Raises RequestError, before anything runs, for a prompt that can never be served, and RuntimeError for one
+        that failed on the way.
+        """
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(ids)
+        for tokens, one in zip(ids, params, strict=True):
+            self.engine.validate(tokens, one)
+        answers = {}
+        for tokens, one in zip(ids, params, strict=True):
+            name, self._count = f"prompt-{self._count}", self._count + 1
+            self.engine.add_request(name, tokens, one)
+            answers[name] = Completion(tokens)
+        try:
+            self._run(answers, progress)
+        except BaseException:
+            for name in answers:
+                self.engine.abort(name)
+            raise
+        return list(answers.values())
+
+    def chat(
+        self, messages: list[dict[str, str]], params: SamplingParams | None = None, progress: bool = False
+    ) -> Completion:
+        """The answer to one conversation, through the model's chat template."""
+        prompt = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        return self.generate([prompt], params, progress)[0]
+
+    def _run(self, answers: dict[str, Completion], progress: bool) -> None:
+        with tqdm(total=len(answers), unit="prompt", disable=not progress) as bar:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    answer = answers[output.request_id]
+                    answer.text += output.text
+                    answer.token_ids += output.token_ids
+                    answer.logprobs += output.logprobs or []
+                    answer.finish_reason, answer.cached_tokens = output.finish_reason, output.cached_tokens
+                    if output.error is not None:
+                        raise RuntimeError(f"{output.request_id}: {output.error}")
+                    bar.update(output.finish_reason is not None)

@@ -1,0 +1,59 @@
+"""Runs the model over batches: prefill layer by layer and block by block, decode one token for every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.models.decoder import Decoder
+
+BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens that go through a layer together; a prefill can be paused between blocks."""
+
+
+class Runner:
+    """A model and the cache that its attention reads."""
+
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        self.model, self.cache = model, cache
+        self.block_tokens = BLOCK_TOKENS[cache.device.type]
+
+    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, Tensor]:
+        """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last.
+
+        Yields wherever it may be paused for a decode step, or closed for good; the sequences of a closed prefill can
+        only be released.
+        """
+        cache, model = self.cache, self.model
+        batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
+        hidden = model.embed(torch.tensor([token for _, tokens in work for token in tokens], device=cache.device))
+        starts = range(0, batch.num_tokens, self.block_tokens)
+        blocks = [batch.block(start, min(start + self.block_tokens, batch.num_tokens)) for start in starts]
+        for number, layer in enumerate(model.layers):
+            if len(blocks) == 1:
+                hidden = layer(hidden, cache, blocks[0])
+                yield
+            else:
+                for block in blocks:
+                    layer.append(hidden[block.start : block.stop], cache, block)
+                for block in blocks:
+                    rows = slice(block.start, block.stop)
+                    hidden[rows] = layer.attend(hidden[rows], cache, block)
+                    yield
+            cache.finish_prefill(number, batch)
+        cache.end_prefill(batch)
+        return model.logits(hidden[[segment.stop - 1 for segment in batch.segments]])
+
+    @torch.inference_mode()
+    def decode(self, sequences: list[Sequence], tokens: list[int]) -> Tensor:
+        """One step: appends each sequence's token and returns float32 logits [B, V] of the next."""
+        batch = self.cache.decode_batch(sequences)
+        hidden = self.model.embed(torch.tensor(tokens, device=self.cache.device))
+        for layer in self.model.layers:
+            hidden = layer(hidden, self.cache, batch)
+        self.cache.end_decode(batch)
+        return self.model.logits(hidden)

@@ -1,0 +1,107 @@
+"""Who runs: admission of waiting requests, in order of arrival, against both memory budgets.
+
+A request is admitted only if every page it may need to its last token is free, so nothing that runs can run out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from shadowkv.engine.finished import FinishedSequences
+from shadowkv.engine.request import Request, RequestError
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that owns a sequence."""
+
+    request: Request
+    sequence: Sequence
+
+
+class Scheduler:
+    """The waiting queue, the running set and the finished sequences.
+
+    Args:
+        cache: whose pool is scheduled.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone.
+    """
+
+    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.cache, self.pool = cache, cache.pool
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Running] = []
+        self.finished = FinishedSequences(cache)
+
+    def validate(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises RequestError if a request of this size could never be admitted."""
+        capacity, limit = prompt_tokens + max_tokens - 1, self.pool.max_model_len
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
+        if prompt_tokens + max_tokens > limit:
+            raise RequestError(
+                f"this model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens} tokens and "
+                f"max_tokens asks for {max_tokens} more",
+                "prompt" if prompt_tokens >= limit else "max_tokens",
+            )
+        need = self.pool.demand(prompt_tokens, capacity)
+        if not need.within(self.pool.total):
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens and max_tokens={max_tokens} need {need.device} device and {need.host} "
+                f"host blocks of the KV cache, which has {self.pool.total.device} and {self.pool.total.host}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self.waiting.append(request)
+
+    def admit(self, busy: int = 0) -> list[Running]:
+        """The waiting requests to prefill together next, with their sequences; ``busy`` are prefilling already."""
+        admitted: list[Running] = []
+        tokens = 0
+        while self.waiting and len(self.running) + busy + len(admitted) < self.max_num_seqs:
+            request = self.waiting[0]
+            found = self.finished.match(request.prompt_token_ids)
+            new = len(request.prompt_token_ids) - (found[1] if found else 0)
+            if admitted and tokens + new > self.max_num_batched_tokens:
+                break
+            sequence = self._reserve(request, found)
+            if sequence is None:
+                break
+            self.waiting.popleft()
+            admitted.append(Running(request, sequence))
+            tokens += new
+        return admitted
+
+    def finish(self, running: Running, keep: bool) -> None:
+        """Ends a request; its sequence stays for a next turn if ``keep``."""
+        if running in self.running:
+            self.running.remove(running)
+        if not keep:
+            self.pool.release(running.sequence)
+            return
+        length = int(self.pool.table.length[running.sequence.slot])
+        self.finished.keep(running.sequence, running.request.token_ids[:length])
+
+    def _reserve(self, request: Request, found: tuple[Sequence, int] | None) -> Sequence | None:
+        start = len(request.prompt_token_ids)
+        if found:
+            sequence, common = found
+            while not self.pool.growth(sequence, start, request.capacity).within(self.pool.free):
+                if not self.finished.evict(spare=sequence):
+                    return self._reserve(request, None)
+            self.finished.take(sequence)
+            self.pool.truncate(sequence, common)
+            self.pool.extend(sequence, start, request.capacity)
+            request.cached_tokens = common
+            return sequence
+        need = self.pool.demand(start, request.capacity)
+        while not (need.within(self.pool.free) and self.pool.free_slots):
+            if not self.finished.evict():
+                return None
+        return self.pool.allocate(start, request.capacity)
