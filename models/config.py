@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.rotary import RopeConfig
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.rotate.tables import RopeConfig
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadowkv.kvcache.rotary import RopeConfig
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.hf_rope import rope_from_hf
+from shadowkv.ops.rotate.tables import RopeConfig
 
 _REQUIRED = (
     "vocab_size",

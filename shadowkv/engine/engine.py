@@ -156,12 +156,11 @@ class Engine:
 
     def _take_tokens(self, running: list[Running], logits: Tensor) -> list[RequestOutput]:
         tokens, logprobs, finite = sample(logits, [r.request for r in running])
-        outputs = [
-            self._take_token(*row) if sound else self._fail(row[0])
-            for *row, sound in zip(running, tokens, logprobs, finite, strict=True)
-            if row[0].request.request_id in self._text
+        return [
+            self._take_token(one, token, logprob) if sound else self._fail(one)
+            for one, token, logprob, sound in zip(running, tokens, logprobs, finite, strict=True)
+            if one.request.request_id in self._text
         ]
-        return outputs
 
     def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         request, text = running.request, self._text[running.request.request_id]

@@ -122,18 +122,19 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     numbers = f"chunk {spec.chunk}, {spec.outliers} outliers, dense up to {spec.dense_limit} tokens"
     if spec.rank is not None:
         numbers = f"rank {spec.rank} of {cache.shape.kv_dim}, {numbers}"
+    dtype = str(cache.dtype).removeprefix("torch.")
     lines = [
-        f"model   {loaded.name}: {loaded.config.num_layers} layers, {str(cache.dtype).removeprefix('torch.')} on {cache.device}",
+        f"model   {loaded.name}: {loaded.config.num_layers} layers, {dtype} on {cache.device}",
         f"policy  {config.kv if isinstance(config.kv, str) else 'custom'}: {kept}"
         + (f"; {numbers}" if spec.seals else ""),
         f"memory  device {total.device * unit.device / GIB:.2f} GiB, host {total.host * unit.host / GIB:.2f} GiB "
         f"for up to {config.max_num_seqs} sequences at once",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
-        need = layout_need = cache.pool.demand(length, length)
+        need = cache.pool.demand(length, length)
         fits = [("device", total.device // max(1, need.device))]
-        if layout_need.host:
-            fits.append(("host", total.host // layout_need.host))
+        if need.host:
+            fits.append(("host", total.host // need.host))
         counts = ", ".join(f"{count} on the {tier}" for tier, count in fits)
         lines.append(f"fits    sequences of {length} tokens: {counts}")
     return lines

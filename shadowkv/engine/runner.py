@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
+from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
 BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -20,6 +22,7 @@ class Runner:
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model, self.cache = model, cache
+        self.layers = cast("list[DecoderLayer]", list(model.layers))
         self.block_tokens = BLOCK_TOKENS[cache.device.type]
 
     def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, Tensor]:
@@ -33,7 +36,7 @@ class Runner:
         hidden = model.embed(torch.tensor([token for _, tokens in work for token in tokens], device=cache.device))
         starts = range(0, batch.num_tokens, self.block_tokens)
         blocks = [batch.block(start, min(start + self.block_tokens, batch.num_tokens)) for start in starts]
-        for number, layer in enumerate(model.layers):
+        for number, layer in enumerate(self.layers):
             if len(blocks) == 1:
                 hidden = layer(hidden, cache, blocks[0])
                 yield
@@ -53,7 +56,7 @@ class Runner:
         """One step: appends each sequence's token and returns float32 logits [B, V] of the next."""
         batch = self.cache.decode_batch(sequences)
         hidden = self.model.embed(torch.tensor(tokens, device=self.cache.device))
-        for layer in self.model.layers:
+        for layer in self.layers:
             hidden = layer(hidden, self.cache, batch)
         self.cache.end_decode(batch)
         return self.model.logits(hidden)

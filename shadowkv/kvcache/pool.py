@@ -58,7 +58,7 @@ class SequencePool:
         return self.layout.blocks(self.layout.pages(start, capacity))
 
     def growth(self, sequence: Sequence, start: int, capacity: int) -> Blocks:
-        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by its next prompt, then to ``capacity``."""
+        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.layout.blocks(self._missing(sequence, start, capacity))
 
     def allocate(self, start: int, capacity: int) -> Sequence:

@@ -7,6 +7,7 @@ block by block with merged softmax, so that nothing is lost to selection outside
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ class Prefill:
             self.ops.block_attention(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)
         ]
         bounds = [*range(segment.start, start, PAGE * PAGES_AT_ONCE), start]
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             k, v = (x[first:last].transpose(0, 1) for x in (batch.rotated, batch.values))
             parts.append(self.ops.block_attention(q, k, v))
         k, v = (x[start:stop].transpose(0, 1) for x in (batch.rotated, batch.values))

@@ -18,7 +18,7 @@ def block_attention(
     Returns:
         out [n, H_q, d] in the dtype of ``q`` (0 where nothing is valid) and float32 log-sum-exp [n, H_q] (-inf there).
     """
-    n, query_heads, dim = q.shape
+    n, _, dim = q.shape
     heads, m = k.shape[:2]
     grouped = q.view(n, heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)  # [H, G * n, d]
     scores = (grouped @ k.transpose(-1, -2)).float().unflatten(1, (-1, n)) * dim**-0.5

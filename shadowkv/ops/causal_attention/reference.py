@@ -13,6 +13,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = None
     if n != m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
-    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    out = scaled_dot_product_attention(*heads_first, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)

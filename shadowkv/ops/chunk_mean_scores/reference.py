@@ -18,7 +18,7 @@ def chunk_mean_scores(q: Tensor, landmarks: Tensor, pages: Tensor, excluded: Ten
     Returns:
         float32 [B, H, P * C], -inf where excluded.
     """
-    batch, query_heads, dim = q.shape
+    batch, _, dim = q.shape
     keys = landmarks[pages].transpose(1, 2).flatten(2, 3)  # [B, H, P * C, d]
     logits = q.view(batch, keys.shape[1], -1, dim) @ keys.transpose(-1, -2)
     return normalise(logits.float() * dim**-0.5, excluded)

@@ -19,7 +19,7 @@ def min_max_scores(q: Tensor, bounds: Tensor, pages: Tensor, excluded: Tensor) -
     Returns:
         float32 [B, H, P * C], -inf where excluded.
     """
-    batch, query_heads, dim = q.shape
+    batch, _, dim = q.shape
     low, high = bounds[pages].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [B, H, P * C, d] each
     grouped = q.view(batch, low.shape[1], -1, dim)
     logits = grouped.clamp(min=0) @ high.transpose(-1, -2) + grouped.clamp(max=0) @ low.transpose(-1, -2)

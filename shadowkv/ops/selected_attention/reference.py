@@ -11,7 +11,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[
     Returns:
         out [B, H_q, d] in the dtype of ``q`` (0 where nothing is valid) and float32 log-sum-exp [B, H_q] (-inf there).
     """
-    batch, query_heads, dim = q.shape
+    batch, _, dim = q.shape
     scores = (q.view(batch, k.shape[1], -1, dim) @ k.transpose(-1, -2)).float() * dim**-0.5
     scores = scores.masked_fill(~valid.unsqueeze(2), float("-inf"))
     lse = scores.logsumexp(-1)

@@ -1,1 +1,0 @@
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables as Rotary  # noqa
