@@ -112,11 +112,11 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
             byte_fallback=True,
         )
     )
-    spaces = [normalizers.Replace(" ", _SPACE)]
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
     if file.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(_SPACE))
     backend.normalizer = normalizers.Sequence(spaces)
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", True):
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)

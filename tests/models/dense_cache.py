@@ -1,0 +1,75 @@
+"""Reference cache of the model tests: every key and value kept, exact causal attention, the simplest code there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.models import Decoder
+
+
+@dataclass(frozen=True)
+class DenseBatch:
+    """Whose the packed tokens are: sequence number and position of each, int64 [T]."""
+
+    sequences: Tensor
+    positions: Tensor
+
+    @staticmethod
+    def of(lengths: list[int], start: int = 0) -> DenseBatch:
+        """Sequences of these lengths, packed in order, from position ``start`` on."""
+        sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        return DenseBatch(sequences, torch.cat([torch.arange(start, start + length) for length in lengths]))
+
+    def block(self, start: int, stop: int) -> DenseBatch:
+        """A run of the packed tokens."""
+        return DenseBatch(self.sequences[start:stop], self.positions[start:stop])
+
+
+class DenseCache:
+    """Keys after rotation and values per layer, with the sequence and the position of each."""
+
+    def __init__(self, rope: RopeConfig, max_positions: int = 512) -> None:
+        self.rotary = RotaryTables(rope, max_positions)
+        self.kept: dict[int, list[tuple[Tensor, Tensor, DenseBatch]]] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
+        self.kept.setdefault(layer, []).append((self.rotate(k, batch.positions), v, batch))
+
+    def attend(self, layer: int, q: Tensor, batch: DenseBatch) -> Tensor:
+        keys = torch.cat([k for k, _, _ in self.kept[layer]])
+        values = torch.cat([v for _, v, _ in self.kept[layer]])
+        sequences = torch.cat([b.sequences for _, _, b in self.kept[layer]])
+        positions = torch.cat([b.positions for _, _, b in self.kept[layer]])
+        group = q.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", self.rotate(q, batch.positions), keys) / q.shape[-1] ** 0.5
+        seen = (batch.sequences[:, None] == sequences) & (positions <= batch.positions[:, None])
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        config = self.rotary.config
+        cos, sin = self.rotary.cos[positions, None], self.rotary.sin[positions, None]
+        rotating, rest = x[..., : config.dim], x[..., config.dim :]
+        if config.interleaved:
+            a, b = rotating[..., 0::2], rotating[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        else:
+            a, b = rotating.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        return torch.cat((turned, rest), dim=-1)
+
+
+@torch.no_grad()
+def packed_logits(model: Decoder, sequences: list[list[int]], max_positions: int = 512) -> list[Tensor]:
+    """Logits [length, V] of each sequence, all run as one packed batch."""
+    batch = DenseBatch.of([len(sequence) for sequence in sequences])
+    cache = DenseCache(model.config.rope, max_positions)
+    x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
+    for layer in model.layers:
+        x = layer(x, cache, batch)
+    return list(model.logits(x).split([len(sequence) for sequence in sequences]))

@@ -1,0 +1,96 @@
+"""Tiny random models of every family, made by transformers: the oracle of the model tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HALF_HEAD = 6  # frequencies of a head of 12 dimensions
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    "long_factor": [1.5, 2.0, 4.0, 8.0, 12.0, 16.0],
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5},
+    "llama-bias-head-dim": {"model_type": "llama", "attention_bias": True, "head_dim": 16},
+    "llama-3.1": {
+        "model_type": "llama",
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama-yarn": {"model_type": "llama", "rope_scaling": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+    "llama-yarn-mscale": {"model_type": "llama", "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    "llama-yarn-attention-factor": {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.3}},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
+    "qwen2-tied-yarn": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_scaling": YARN},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "phi3": {"model_type": "phi3"},
+    "phi3-partial": {"model_type": "phi3", "head_dim": 16, "hidden_size": 64, "partial_rotary_factor": 0.5},
+    "phi3-longrope": {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": LONGROPE},
+    "glm": {"model_type": "glm", "head_dim": 16},
+    "glm4": {"model_type": "glm4", "head_dim": 16, "attention_bias": True},
+    "glm4-no-bias": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
+}
+
+
+def build(name: str, directory: Path, **save: Any) -> torch.nn.Module:
+    """Save the tiny model of a case to ``directory``; returns transformers' model of it, float32."""
+    torch.manual_seed(sum(name.encode()))
+    fields = {**TINY, **CASES[name]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").float().eval()
+    # transformers starts with zero biases and unit norms, which would hide a bias or a norm that is left out.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(directory, safe_serialization=True, **save)
+    write_tokenizer(directory)
+    return model
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer.json of single letters."""
+    vocab = {chr(ord(" ") + index): index for index in range(90)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.save(str(directory / "tokenizer.json"))
+
+
+@torch.no_grad()
+def oracle_logits(model: torch.nn.Module, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' logits [length, V], each sequence on its own."""
+    return [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]

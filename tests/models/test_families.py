@@ -1,0 +1,116 @@
+"""Every family loaded by this engine gives transformers' logits, in one piece and in blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shadowkv.models import load_config, load_model
+from dense_cache import DenseBatch, DenseCache, packed_logits
+from families import CASES, TINY, build, oracle_logits
+
+LENGTHS = (1, 7, 23, 12)
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, TINY["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        assert other.abs().max() > 0.1
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
+    oracle = build(name, tmp_path)
+    max_model_len = 32 if name == "phi3-longrope" else None
+    loaded = load_model(tmp_path, dtype=torch.float32, max_model_len=max_model_len)
+    assert loaded.config == load_config(tmp_path, max_model_len)
+    assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
+    expected = sum(parameter.numel() for parameter in oracle.parameters())
+    assert loaded.model.num_parameters == expected
+    assert loaded.model.num_bytes == 4 * expected
+
+
+def test_longrope_uses_the_long_factors_for_long_limits(tmp_path: Path) -> None:
+    oracle = build("phi3-longrope", tmp_path)
+    # transformers picks the set by the length of the call, so every sequence must be past the original 32 tokens.
+    texts = sequences((40, 65, 33))
+    loaded = load_model(tmp_path, dtype=torch.float32)
+    assert loaded.config.max_position == 256
+    assert_same(packed_logits(loaded.model, texts), oracle_logits(oracle, texts))
+    short = load_model(tmp_path, dtype=torch.float32, max_model_len=20)
+    assert short.config.max_position == 32
+    assert short.config.rope.factors != loaded.config.rope.factors
+
+
+def test_sharded_files(tmp_path: Path) -> None:
+    oracle = build("qwen2", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    loaded = load_model(tmp_path, dtype=torch.float32)
+    assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "llama-yarn", "phi3-longrope", "glm4", "qwen3"])
+def test_old_and_new_config_forms_agree(name: str, tmp_path: Path) -> None:
+    build(name, tmp_path)
+    file = tmp_path / "config.json"
+    new = json.loads(file.read_text())
+    parameters = new.pop("rope_parameters")
+    new_config = load_config(tmp_path)
+    old = {**new, "rope_theta": parameters.pop("rope_theta")}
+    if "partial_rotary_factor" in parameters:
+        old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
+    parameters["type"] = parameters.pop("rope_type")
+    old["rope_scaling"] = None if parameters["type"] == "default" else parameters
+    file.write_text(json.dumps(old))
+    assert load_config(tmp_path) == new_config
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4"])
+@pytest.mark.parametrize("block", [1, 5, 64])
+def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> None:
+    build(name, tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32).model
+    layer = model.layers[1]
+    batch = DenseBatch.of(list(LENGTHS))
+    total = sum(LENGTHS)
+    x = torch.randn(total, TINY["hidden_size"], generator=torch.Generator().manual_seed(1))
+    whole = layer(x, DenseCache(model.config.rope), batch)
+    cache = DenseCache(model.config.rope)
+    blocks = [(start, min(start + block, total)) for start in range(0, total, block)]
+    for start, stop in blocks:
+        layer.append(x[start:stop], cache, batch.block(start, stop))
+    parts = [layer.attend(x[start:stop], cache, batch.block(start, stop)) for start, stop in blocks]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=0)
+
+
+def test_decode_steps_equal_one_pass(tmp_path: Path) -> None:
+    build("glm", tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32).model
+    texts = sequences((9, 9, 9))
+    whole = packed_logits(model, texts)
+    cache = DenseCache(model.config.rope)
+    for position in range(9):
+        batch = DenseBatch.of([1, 1, 1], start=position)
+        x = model.embed(torch.tensor([text[position] for text in texts]))
+        for layer in model.layers:
+            x = layer(x, cache, batch)
+        step = model.logits(x)
+        torch.testing.assert_close(step, torch.stack([logits[position] for logits in whole]), atol=1e-4, rtol=0)
+
+
+def test_low_precision_weights_run(tmp_path: Path) -> None:
+    build("llama", tmp_path)
+    model = load_model(tmp_path, dtype="bfloat16").model
+    assert model.embedding.dtype == torch.bfloat16
+    x = model.embed(torch.tensor([5, 6]))
+    assert x.dtype == torch.bfloat16
+    assert model.logits(x).dtype == torch.float32

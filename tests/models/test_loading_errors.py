@@ -1,0 +1,160 @@
+"""What cannot be loaded says why, with the names that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shadowkv.models import load_config, load_model
+from families import build
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    build("llama", tmp_path)
+    return tmp_path
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    file = directory / "config.json"
+    config = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def edit_weights(directory: Path, drop: str | None = None, **extra: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    tensors = {**load_file(file), **extra}
+    tensors.pop(drop or "", None)
+    save_file(tensors, file)
+
+
+def test_missing_weights_are_named(llama: Path) -> None:
+    edit_weights(llama, drop="model.layers.1.self_attn.k_proj.weight")
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load_model(llama)
+
+
+def test_unexpected_and_misshapen_weights_are_named_together(llama: Path) -> None:
+    edit_weights(llama, **{"model.layers.0.extra.weight": torch.ones(3), "model.norm.weight": torch.ones(5)})
+    with pytest.raises(ValueError) as raised:
+        load_model(llama)
+    assert "unexpected: model.layers.0.extra.weight" in str(raised.value)
+    assert "shape: model.norm.weight is (5,), needs (48,)" in str(raised.value)
+
+
+def test_derived_tensors_are_ignored(llama: Path) -> None:
+    edit_weights(llama, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)})
+    load_model(llama)
+
+
+def test_pickled_weights_are_refused(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="pickled weights only"):
+        load_model(llama)
+
+
+def test_missing_shard_is_named(llama: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="model-00001-of-00002"):
+        load_model(llama)
+
+
+def test_missing_tokenizer(llama: Path) -> None:
+    (llama / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        load_model(llama)
+
+
+def test_unknown_model_type(llama: Path) -> None:
+    edit_config(llama, model_type="mamba")
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama"):
+        load_config(llama)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "proportional"])
+def test_unknown_rope_type(llama: Path, kind: str) -> None:
+    edit_config(llama, rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported"):
+        load_config(llama)
+
+
+def test_incomplete_rope(llama: Path) -> None:
+    edit_config(llama, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(ValueError, match="lacks low_freq_factor, high_freq_factor"):
+        load_config(llama)
+
+
+def test_every_reason_at_once(llama: Path) -> None:
+    edit_config(llama, vocab_size=..., hidden_act="gelu", mlp_bias=True)
+    with pytest.raises(ValueError) as raised:
+        load_config(llama)
+    for reason in ("vocab_size is missing", "hidden_act='gelu'", "mlp_bias"):
+        assert reason in str(raised.value)
+
+
+def test_config_validation_lists_every_reason(llama: Path) -> None:
+    edit_config(llama, num_key_value_heads=3, num_hidden_layers=0, eos_token_id=[2, 500])
+    with pytest.raises(ValueError) as raised:
+        load_config(llama)
+    for reason in ("num_query_heads=4 is not a multiple", "num_layers=0", r"[500]"):
+        assert reason in str(raised.value)
+
+
+def test_limit_beyond_the_model(llama: Path) -> None:
+    with pytest.raises(ValueError, match="max_model_len=300 is more than the 256 positions"):
+        load_config(llama, max_model_len=300)
+    assert load_config(llama, max_model_len=256).max_position == 256
+
+
+def test_theta_override_takes_the_users_word(llama: Path) -> None:
+    config = load_config(llama, max_model_len=4096, rope_theta=4e6)
+    assert config.max_position == 4096
+    assert config.rope.theta == 4e6
+
+
+def test_active_sliding_window_is_a_limit(tmp_path: Path) -> None:
+    build("mistral", tmp_path)
+    edit_config(tmp_path, sliding_window=64)
+    assert load_config(tmp_path).max_position == 64
+    with pytest.raises(ValueError, match="sliding window of 64"):
+        load_config(tmp_path, max_model_len=128)
+
+
+def test_yarn_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
+    build("qwen2-tied-yarn", tmp_path)
+    edit_config(tmp_path, max_position_embeddings=64)
+    assert load_config(tmp_path).max_position == 256
+
+
+def test_eos_tokens_of_both_configs(llama: Path) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert load_config(llama).eos_token_ids == (2, 7)
+    assert load_model(llama).tokenizer.eos_token_ids == {2, 7}
+
+
+def test_unknown_sources(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no known name"):
+        load_model("llama-4-huge")
+    with pytest.raises(FileNotFoundError, match="no known name"):
+        load_model(tmp_path / "missing.gguf")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_model(tmp_path)
+    other = tmp_path / "notes.txt"
+    other.write_text("")
+    with pytest.raises(FileNotFoundError, match="neither a directory nor"):
+        load_model(other)
+
+
+def test_bad_options(llama: Path) -> None:
+    with pytest.raises(ValueError, match="load_format='pickle'"):
+        load_model(llama, load_format="pickle")
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        load_model(llama, dtype="int8")
+    with pytest.raises(ValueError, match="adapter has no meaning"):
+        load_model(llama, load_format="dummy", adapter=llama)
