@@ -1,0 +1,98 @@
+"""Drives a KVCache with random queries, keys and values that depend on the sequence and position alone, and keeps
+them, so that any batching must give the same answers as plain attention over what was appended."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
+ROPE = RopeConfig(head_dim=16, theta=10000.0)
+MAX_LEN = 4096
+
+
+def make_cache(spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN) -> KVCache:
+    return KVCache(spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=Blocks(blocks, blocks))
+
+
+class Stream:
+    """One sequence's endless random input and every output it got."""
+
+    def __init__(self, seed: int, sequence: Sequence | None = None) -> None:
+        g = torch.Generator().manual_seed(seed)
+        layers, heads, dim = SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim
+        # Low-rank plus noise, as keys of a model are.
+        mixing = torch.randn(heads * dim // 2, heads * dim, generator=g)
+        low = torch.randn(layers, MAX_LEN, heads * dim // 2, generator=g) @ mixing / 4
+        self.k = (low + 0.1 * torch.randn(low.shape, generator=g)).unflatten(-1, (heads, dim))
+        self.v = torch.randn(layers, MAX_LEN, heads, dim, generator=g)
+        self.q = 2 * torch.randn(layers, MAX_LEN, SHAPE.num_query_heads, dim, generator=g)
+        self.sequence = sequence
+        self.length = 0
+        self.outputs: list[Tensor] = []
+
+    def output(self) -> Tensor:
+        """[tokens, layers, H_q, d]"""
+        return torch.cat(self.outputs)
+
+
+def prefill(cache: KVCache, work: list[tuple[Stream, int]], block: int = 500) -> None:
+    batch = cache.prefill_batch([(stream.sequence, count) for stream, count in work])
+    q, k, v = (
+        torch.cat([getattr(s, name)[:, s.length : s.length + n] for s, n in work], dim=1) for name in ("q", "k", "v")
+    )
+    blocks = [batch.block(a, min(a + block, batch.num_tokens)) for a in range(0, batch.num_tokens, block)]
+    outs = []
+    for layer in range(SHAPE.num_layers):
+        for b in blocks:
+            cache.append(layer, k[layer, b.start : b.stop], v[layer, b.start : b.stop], b)
+        outs.append(torch.cat([cache.attend(layer, q[layer, b.start : b.stop], b) for b in blocks]))
+        cache.finish_prefill(layer, batch)
+    cache.end_prefill(batch)
+    start = 0
+    for stream, count in work:
+        stream.outputs.append(torch.stack([o[start : start + count] for o in outs], dim=1))
+        stream.length += count
+        start += count
+
+
+def decode(cache: KVCache, streams: list[Stream]) -> None:
+    batch = cache.decode_batch([s.sequence for s in streams])
+    outs = []
+    for layer in range(SHAPE.num_layers):
+        q, k, v = (torch.stack([getattr(s, name)[layer, s.length] for s in streams]) for name in ("q", "k", "v"))
+        cache.append(layer, k, v, batch)
+        outs.append(cache.attend(layer, q, batch))
+    cache.end_decode(batch)
+    for row, stream in enumerate(streams):
+        stream.outputs.append(torch.stack([o[row] for o in outs]).unsqueeze(0))
+        stream.length += 1
+
+
+def rotate_plainly(x: Tensor, positions: Tensor) -> Tensor:
+    """[n, heads, d] by the textbook formula."""
+    table = RotaryTables(ROPE, MAX_LEN)
+    cos, sin = table.cos[positions][:, None], table.sin[positions][:, None]
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def plain_attention(stream: Stream) -> Tensor:
+    """Full causal attention over everything the stream gave, [tokens, layers, H_q, d]."""
+    n = stream.length
+    position = torch.arange(n)
+    result = []
+    for layer in range(SHAPE.num_layers):
+        q, k = rotate_plainly(stream.q[layer, :n], position), rotate_plainly(stream.k[layer, :n], position)
+        k, v = (x.repeat_interleave(SHAPE.group, dim=1) for x in (k, stream.v[layer, :n]))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / SHAPE.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        result.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.stack(result, dim=1)

@@ -1,0 +1,90 @@
+"""A policy that keeps everything must equal plain attention, whatever the batch, the pages and the turns."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
+
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.spec import KVSpec
+
+EVERYTHING = {
+    "full": preset("full"),
+    "shadowkv": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0),
+    "shadowkv-no-outliers": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, outliers=0),
+    "shadowkv-odd": replace(preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, chunk=4, outliers=7), local=100),
+    "shadowkv-budget-in-tokens": preset("shadowkv", rank=SHAPE.kv_dim, budget=4096),
+    "low-rank-attend-all": KVSpec(keys="low-rank", rank=SHAPE.kv_dim),
+    "host-values-only": KVSpec(place="host"),
+    "quest": preset("quest", budget=1.0),
+    "quest-on-host": replace(preset("quest", budget=1.0), place="host"),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str) -> None:
+    cache = make_cache(EVERYTHING[name])
+    lengths = [1, 7, 63, 64, 65, 417, 1000]
+    streams = [Stream(seed, cache.pool.allocate(n, n + 140)) for seed, n in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths)))
+    for _ in range(140):
+        decode(cache, streams)
+    with pytest.raises(ValueError, match="capacity"):
+        decode(cache, streams)
+    for stream in streams:
+        cache.pool.trim(stream.sequence)
+        cache.pool.extend(stream.sequence, stream.length + 90, stream.length + 100)
+    prefill(cache, [(stream, 90) for stream in streams], block=170)
+    for _ in range(10):
+        decode(cache, streams)
+    if cache.spec.seals:
+        assert (cache.pool.table.sealed > 0).any(), "nothing was sealed: the test would show nothing"
+    for stream in streams:
+        torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+        cache.pool.release(stream.sequence)
+    assert cache.pool.free == cache.pool.total
+
+
+def test_dense_sequence_is_compressed_when_decoding_outgrows_the_limit() -> None:
+    spec = preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, outliers=4)
+    cache = make_cache(spec)
+    stream = Stream(3, cache.pool.allocate(20, 400))
+    prefill(cache, [(stream, 20)])
+    owned = cache.pool.total - cache.pool.free
+    for _ in range(380):
+        decode(cache, [stream])
+    assert cache.pool.table.sealed[stream.sequence.slot] == 320  # (399 - local 32) // 64 pages
+    assert not stream.sequence.dense
+    assert (cache.pool.total - cache.pool.free).device < owned.device
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+
+
+def test_truncated_sequence_continues_differently() -> None:
+    cache = make_cache(preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0))
+    stream = Stream(5, cache.pool.allocate(1000, 1000))
+    prefill(cache, [(stream, 1000)])
+    sealed = int(cache.pool.table.sealed[stream.sequence.slot])
+    with pytest.raises(ValueError, match="cut"):
+        cache.pool.truncate(stream.sequence, sealed - 1)
+    cache.pool.truncate(stream.sequence, sealed + 3)
+    stream.length = sealed + 3
+    stream.outputs = [stream.output()[: stream.length]]
+    stream.k[:, stream.length :] += 1
+    cache.pool.extend(stream.sequence, stream.length + 50, stream.length + 60)
+    prefill(cache, [(stream, 50)])
+    for _ in range(10):
+        decode(cache, [stream])
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+
+
+def test_stale_nans_in_recycled_pages_do_not_leak() -> None:
+    spec = preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0)
+    cache = make_cache(spec, blocks=40)
+    for tier in (cache.store.device, cache.store.host):
+        tier.arena.fill_(0xFF)  # every float of that pattern is a NaN
+    stream = Stream(7, cache.pool.allocate(1000, 1100))
+    prefill(cache, [(stream, 1000)])
+    for _ in range(100):
+        decode(cache, [stream])
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
