@@ -1,0 +1,62 @@
+"""Log-probabilities in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.engine.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from shadowkv.models.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+@lru_cache(maxsize=1 << 16)
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text in the middle of a sentence; half a character is U+FFFD.
+
+    It is read off the second of two: decoders take away the space that a text begins with.
+    """
+    once, twice = (tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+    return twice[len(once) :]
+
+
+def completion_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    """Shape of ``/v1/completions``; ``offset`` is where in the text the first token begins, in characters."""
+    tokens = [token_text(tokenizer, step.token_id) for step in steps]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(step.logprob, LOWEST) for step in steps],
+        "top_logprobs": [
+            {
+                token_text(tokenizer, token_id): max(logprob, LOWEST)
+                for token_id, logprob in ({step.token_id: step.logprob} | step.top).items()
+            }
+            for step in steps
+        ],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Shape of ``/v1/chat/completions``."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(tokenizer, token_id)
+        # Part of a character: the text does not tell its bytes, and the API allows null.
+        data = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
+
+    content = []
+    for step in steps:
+        likeliest = sorted(step.top.items(), key=lambda item: -item[1])
+        content.append(entry(step.token_id, step.logprob) | {"top_logprobs": [entry(*item) for item in likeliest]})
+    return {"content": content, "refusal": None}

@@ -1,0 +1,221 @@
+"""Bodies of the requests: the OpenAI API's parameters that are supported, and vLLM's extra ones.
+
+A parameter that would change the answer and is not supported is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from shadowkv.engine.sampling_params import SamplingParams
+
+IGNORED = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    + ("prediction", "include_obfuscation")
+)
+"""Parameters that do not change the answer."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "tool_calls": ([],),
+    "annotations": ([],),
+}
+"""Parameters that are not supported, and the values of them that ask for nothing."""
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class Body(BaseModel):
+    """Strict about types; null is the same as left out, as in the OpenAI API."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Body:
+        for name, value in (self.model_extra or {}).items():
+            if name in IGNORED or value in NEUTRAL.get(name, ()):
+                continue
+            text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
+            neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
+            raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
+        return self
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerationRequest(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
+    max_tokens: int | None = None
+    temperature: float = SamplingParams.temperature
+    top_p: float = SamplingParams.top_p
+    top_k: int = SamplingParams.top_k
+    min_p: float = SamplingParams.min_p
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    stop: Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: Int64 | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n):
+            raise _refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
+        if self.stream_options is not None and not self.stream:
+            raise _refusal("stream_options", "stream_options is only allowed with stream")
+        self.sampling()
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at the most."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Log-probabilities to report per token, as in ``SamplingParams.logprobs``."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self) -> list[SamplingParams]:
+        """One per choice; choices of a seeded request differ by their seeds."""
+        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "logprobs"}
+        values |= {"max_tokens": self.limit, "logprobs": self.alternatives}
+        values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        seeds = [None if self.seed is None else self.seed + choice for choice in range(self.n)]
+        try:
+            return [SamplingParams(**{**values, "seed": seed}) for seed in seeds]
+        except ValueError as error:
+            # Every reason begins with its parameter: "top_p=2 must be …".
+            raise _refusal(str(error).split()[0].split("=")[0], str(error)) from error
+
+
+def _refusal(param: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
+
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Every form of ``prompt`` as a list of texts and token lists.
+
+    Not left to a union type: that would try a list of a million tokens as each member, with an error per item.
+    """
+    prompts = value if isinstance(value, list) and not _is_tokens(value) else [value]
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_tokens(prompt):
+            form = "prompt must be a string, a list of token ids, or a list of either"
+            raise PydanticCustomError("prompt", "{form}", {"form": form})
+        if isinstance(prompt, list) and not prompt:
+            raise PydanticCustomError("prompt", "prompt must not be empty")
+    return prompts
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``/v1/completions``."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=Prompt)]
+    logprobs: int | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(Body):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Message(Body):
+    """One turn of a conversation; ``developer`` is OpenAI's newer name for ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """What chat templates expect."""
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": "\n".join(part.text for part in self.content), **named}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise _refusal("max_tokens", "max_tokens and max_completion_tokens differ; pass one of them")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
