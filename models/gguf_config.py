@@ -66,4 +66,6 @@ def _scaling(file: GGUFFile) -> dict[str, Any]:
     return {
         "rope_type": "default" if kind == "none" else kind,
         "factor": file.get("{arch}.rope.scaling.factor"),
+        "beta_fast": file.get("{arch}.rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.get("{arch}.rope.scaling.yarn_beta_slow"),
     }

@@ -112,12 +112,15 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
             byte_fallback=True,
         )
     )
-    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    if file.get("tokenizer.ggml.add_space_prefix", True):
-        spaces.insert(0, normalizers.Prepend(_SPACE))
-    backend.normalizer = normalizers.Sequence(spaces)
+    prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    if file.architecture == "phi3" and prefix:
+        # Phi-3 puts the space before every piece between special tokens, even where there is one already.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    else:
+        scheme = "first" if prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", True):
+    if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
     return backend

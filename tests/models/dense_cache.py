@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.models import Decoder
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY = {
     "vocab_size": 96,
@@ -25,7 +22,6 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-HALF_HEAD = 6  # frequencies of a head of 12 dimensions
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
@@ -49,7 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "llama-linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama-yarn": {"model_type": "llama", "rope_scaling": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+    # Heads large enough for the ramp to lie between the frequencies.
+    "llama-yarn": {"model_type": "llama", "head_dim": 32, "rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}},
+    "llama-yarn-exact-ramp": {"model_type": "llama", "head_dim": 32, "rope_scaling": {**YARN, "truncate": False}},
     "llama-yarn-mscale": {"model_type": "llama", "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
     "llama-yarn-attention-factor": {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.3}},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16},

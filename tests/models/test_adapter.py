@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from safetensors.torch import save_file
 
 from shadowkv.models import load_model
-from families import build
 
 SIZES = {
     "self_attn.q_proj": (48, 48),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from shadowkv.models import load_config, load_model
 from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import CASES, TINY, build, oracle_logits
+
+from shadowkv.models import load_config, load_model
 
 LENGTHS = (1, 7, 23, 12)
 

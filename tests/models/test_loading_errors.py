@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from safetensors.torch import load_file, save_file
 
 from shadowkv.models import load_config, load_model
-from families import build
 
 
 @pytest.fixture

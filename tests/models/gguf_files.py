@@ -1,0 +1,121 @@
+"""GGUF files written for the tests: a tiny transformers model or a tokeniser in the layout of llama.cpp's converter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+
+TENSORS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def paired_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows half a head apart become neighbours, as the converter stores q and k of ``llama``."""
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def write_model(path: Path, model: Any, extra: dict[str, torch.Tensor] | None = None, **fields: Any) -> Path:
+    """Write a transformers model; ``extra`` tensors and metadata ``fields`` (``rope.scaling.type=…``) come on top."""
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in fields.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{arch}.{key}", value)
+    add_letters(writer, config.vocab_size)
+    tied = config.tie_word_embeddings
+    for name, tensor in {**model.state_dict(), **(extra or {})}.items():
+        if tied and name == "lm_head.weight":
+            continue
+        if arch == "llama" and ".q_proj." in name:
+            tensor = paired_rows(tensor, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in name:
+            tensor = paired_rows(tensor, config.num_key_value_heads)
+        writer.add_tensor(gguf_name(name), tensor.contiguous().numpy())
+    return finish(writer)
+
+
+def gguf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{kind}"
+    if module.startswith("model.layers."):
+        _, _, layer, rest = module.split(".", 3)
+        return f"blk.{layer}.{TENSORS[rest]}.{kind}"
+    return name
+
+
+def add_letters(writer: gguf.GGUFWriter, size: int) -> None:
+    """A byte-level vocabulary of single characters, so that the file has a tokeniser."""
+    tokens = [chr(ord("!") + index) for index in range(min(size, 90))]
+    tokens[-1] = "ab"
+    tokens += [f"[{index}]" for index in range(len(tokens), size)]
+    write_vocabulary(writer, "gpt2", tokens, pre="gpt-2", merges=["a b"])
+
+
+def write_vocabulary(
+    writer: gguf.GGUFWriter,
+    model: str,
+    tokens: list[str],
+    *,
+    pre: str | None = None,
+    merges: list[str] | None = None,
+    scores: list[float] | None = None,
+    types: list[int] | None = None,
+) -> None:
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types or [1] * len(tokens))
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+def write_tokenizer(path: Path, arch: str, model: str, tokens: list[str], **vocabulary: Any) -> Path:
+    """A file with a tokeniser and no tensors."""
+    writer = gguf.GGUFWriter(path, arch)
+    write_vocabulary(writer, model, tokens, **vocabulary)
+    return finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(writer.path)
