@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
-"""Tokens held back at most; a character has 4 bytes, so only text that is no UTF-8 at all gets this far."""
+"""Tokens held back at most; a character has 4 bytes, so only text that is no UTF-8, or none, gets this far."""
 
 
 class DecodeStream:
@@ -43,4 +43,6 @@ class DecodeStream:
     def _emit(self, text: str) -> str:
         if text:
             self._context, self._held = self._held, []
+        elif len(self._held) >= _MAX_HELD:
+            self._held = []  # a run of tokens without text, such as skipped special ones
         return text

@@ -86,9 +86,9 @@ def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_file: Path, m
     with torch.no_grad():
         theirs = oracle(torch.tensor([ids])).logits[0]
     ours = packed_logits(smollm2.model, [ids[:5], ids])
-    # Logits reach 30 and went through 30 layers of float32 in another order of operations.
-    torch.testing.assert_close(ours[1], theirs, atol=2e-3, rtol=0)
-    torch.testing.assert_close(ours[0], theirs[:5], atol=2e-3, rtol=0)
+    # Logits reach 37 and went through 30 layers of float32 in another order of operations: 8e-5 apart when measured.
+    torch.testing.assert_close(ours[1], theirs, atol=5e-4, rtol=0)
+    torch.testing.assert_close(ours[0], theirs[:5], atol=5e-4, rtol=0)
 
 
 def test_smollm2_config_needs_no_file(smollm2: LoadedModel) -> None:

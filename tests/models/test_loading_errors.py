@@ -158,3 +158,27 @@ def test_bad_options(llama: Path) -> None:
         load_model(llama, dtype="int8")
     with pytest.raises(ValueError, match="adapter has no meaning"):
         load_model(llama, load_format="dummy", adapter=llama)
+
+
+def test_hub_downloads_no_pickled_files(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_model("some-org/some-model.v1").name == "some-org/some-model.v1"
+    assert load_config("some-org/some-model.v1").vocab_size == 96
+    assert [name for name, _ in asked] == ["some-org/some-model.v1"] * 2
+    assert set(asked[0][1]) == {"*.safetensors", "*.json", "*.jinja"}
+    assert set(asked[1][1]) == {"config.json", "generation_config.json"}
+
+
+def test_hub_failure_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(RuntimeError, match="no local path, and the hub did not deliver it: offline"):
+        load_model("some-org/some-model")

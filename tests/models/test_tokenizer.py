@@ -109,6 +109,9 @@ def test_stream_replaces_what_never_completes(smollm2: LoadedModel) -> None:
     stream = tokenizer.stream()
     pushed = [stream.push(partial[0]) for _ in range(100)]
     assert any(pushed), "text that is no UTF-8 must not be held back for ever"
+    stream = tokenizer.stream()
+    assert not any(stream.push(2) for _ in range(100)), "special tokens are skipped"
+    assert stream.push(tokenizer.encode("Hi")[0]) == "Hi"
 
 
 SPM_WORDS = ["▁t", "he", "▁the", "in", "▁in", "er", "▁w", "or", "ld", "▁wor", "▁world", "▁▁", "▁a", "▁an", "an"]
