@@ -1,0 +1,134 @@
+"""``python -m shadowkv.plan``: memory, largest batch and time floor of KV policies, without weights or a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, parse_budget
+from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.spec import KVSpec
+
+# Measured on one H200.
+GPU_MEMORY_GIB = 139.0
+DEVICE_BANDWIDTH_TBS = 4.5
+HOST_BANDWIDTH_GBS = 50.7
+
+HIT_RATE = 0.6
+"""Chunks that one step selects again out of the last one's (ShadowKV, section 4.1)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan; returns the exit code."""
+    args = _parse(argv)
+    try:
+        print(_run(args))
+    except (ValueError, OSError, RuntimeError) as error:
+        first, *reasons = (line.removeprefix("  - ") for line in str(error).splitlines())
+        print(f"error: {first} {'; '.join(reasons)}".rstrip(), file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m shadowkv.plan", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)",
+    )
+    add("--context", type=int, required=True, metavar="TOKENS", help="of every sequence, prompt and output together")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: bfloat16")
+    add("--json", action="store_true", help="unrounded figures as JSON")
+    kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
+    kv.add_argument("--kv", nargs="+", default=["shadowkv"], metavar="POLICY", help=f"any of {', '.join(PRESETS)}")
+    kv.add_argument("--kv-rank", type=int, help="dimensions of low-rank keys")
+    kv.add_argument("--kv-budget", type=parse_budget, help="selected tokens a step: a fraction or a count")
+    kv.add_argument("--kv-chunk", type=int, help="tokens selected together; divides 64")
+    kv.add_argument("--kv-outliers", type=int, help="exact chunks per kv head")
+    kv.add_argument(
+        "--hit-rate",
+        type=float,
+        default=HIT_RATE,
+        metavar="SHARE",
+        help="of selected chunks, those whose values a device buffer holds already; its bytes count only as far as "
+        "the policy's layout has one (default: %(default)s)",
+    )
+    machine = parser.add_argument_group("machine; defaults were measured on an H200")
+    for flag, default, unit, text in (
+        ("--gpu-memory-gib", GPU_MEMORY_GIB, "GIB", "device memory (default: %(default)s)"),
+        ("--gpu-memory-utilization", 0.9, "SHARE", "of it, weights included (default: %(default)s)"),
+        ("--host-memory-gib", None, "GIB", "pinned host memory for values (default: as much as the batch needs)"),
+        ("--device-bandwidth-tbs", DEVICE_BANDWIDTH_TBS, "TB/S", "reads of device memory (default: %(default)s)"),
+        ("--host-bandwidth-gbs", HOST_BANDWIDTH_GBS, "GB/S", "reads of host memory by the GPU (default: %(default)s)"),
+    ):
+        machine.add_argument(flag, type=float, default=default, metavar=unit, help=text)
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace) -> str:
+    # What is cheap to find wrong is found before PyTorch is imported.
+    _check(args)
+    specs = {name: _spec(name, args) for name in args.kv}
+
+    import torch
+
+    from shadowkv.models.loader import load_config
+    from shadowkv.plan.planner import Machine, Planner
+    from shadowkv.plan.report import as_json, as_text
+
+    config = load_config(args.model)
+    if args.context > config.max_position:
+        raise ValueError(
+            f"--context {args.context} is more than the {config.max_position} positions that {args.model} is made for"
+        )
+    machine = Machine(
+        args.gpu_memory_gib,
+        args.gpu_memory_utilization,
+        args.host_memory_gib,
+        args.device_bandwidth_tbs,
+        args.host_bandwidth_gbs,
+    )
+    dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
+    planner = Planner(config, dtype, args.context, machine, args.hit_rate)
+    plans = [planner.plan(name, spec) for name, spec in specs.items()]
+    if args.json:
+        return json.dumps(as_json(args.model, planner, plans), indent=2)
+    return as_text(args.model, planner, plans)
+
+
+def _check(args: argparse.Namespace) -> None:
+    EngineConfig(gpu_memory_utilization=args.gpu_memory_utilization, host_memory_gib=args.host_memory_gib)
+    bad = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
+        for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs")
+        if not getattr(args, name) > 0
+    ]
+    if not 0 <= args.hit_rate <= 1:
+        bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
+    if bad:
+        raise ValueError("; ".join(bad))
+
+
+def _spec(name: str, args: argparse.Namespace) -> KVSpec:
+    overrides = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
+    if len(args.kv) > 1:
+        base = preset(name)
+        if base.keys != "low-rank":
+            del overrides["rank"]
+        if base.index == "none":
+            del overrides["budget"], overrides["outliers"]
+    return preset(name, **overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

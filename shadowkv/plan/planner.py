@@ -1,0 +1,133 @@
+"""Plans: memory, largest batch and time floor of policies for one model, context and machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.decoder import Decoder
+from shadowkv.plan.memory import LargestBatch, SequenceBytes, largest_batch, prefill_bytes, sequence_bytes
+from shadowkv.plan.traffic import StepReads, step_reads
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is; the bandwidths are measured read roofs.
+
+    Attributes:
+        gpu_memory_gib, gpu_memory_utilization: of the device's memory, the share that may be used, weights included.
+        host_memory_gib: pinned host memory; None is as much as the batch needs.
+        device_bandwidth_tbs, host_bandwidth_gbs: TB/s (1e12) of device memory, GB/s (1e9) of the host's by zero-copy.
+    """
+
+    gpu_memory_gib: float
+    gpu_memory_utilization: float
+    host_memory_gib: float | None
+    device_bandwidth_tbs: float
+    host_bandwidth_gbs: float
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """The least time of a decode step by the bytes it reads, and the rate that this allows at the most."""
+
+    batch: int
+    step_ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One policy's figures.
+
+    Attributes:
+        kv: the policy's name.
+        spec: resolved for the model.
+        attended_tokens: per step and kv head.
+        sequence_bytes: what one sequence takes.
+        device_saving: device bytes of ``full`` over this policy's.
+        largest_batch: sequences that fit.
+        reads: bytes per sequence and layer of a step.
+        equivalent_bandwidth_tbs: full K and V of the context over the time that a step's attention needs, TB/s.
+        single: floor of a step with one sequence.
+        largest: floor of a step with the largest batch; None where not one fits.
+    """
+
+    kv: str
+    spec: KVSpec
+    attended_tokens: int
+    sequence_bytes: SequenceBytes
+    device_saving: float
+    largest_batch: LargestBatch
+    reads: StepReads
+    equivalent_bandwidth_tbs: float
+    single: StepFloor
+    largest: StepFloor | None
+
+
+class Planner:
+    """Plans policies for sequences of ``context`` tokens, prompt and output together.
+
+    Attributes:
+        weight_bytes: of the whole model.
+        weight_bytes_read: of what a step reads: an embedding table that is not the head too gives only rows.
+        prefill_bytes: device bytes left free for the longest prefill.
+        cache_bytes: device bytes left for the cache, negative where the weights alone do not fit.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, context: int, machine: Machine, hit_rate: float
+    ) -> None:
+        self.config, self.dtype, self.context, self.machine, self.hit_rate = config, dtype, context, machine, hit_rate
+        model = Decoder(config, dtype, "meta")
+        self.weight_bytes = model.num_bytes
+        self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
+        self.prefill_bytes = prefill_bytes(config.shape, config.hidden_size, context, dtype)
+        usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
+        self.cache_bytes = usable - self.weight_bytes - self.prefill_bytes
+
+    def plan(self, name: str, spec: KVSpec) -> Plan:
+        """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""
+        machine, shape = self.machine, self.config.shape
+        spec = spec.resolve(shape)
+        parts = build_parts(spec, shape, self.dtype)
+        layout = Layout(spec, shape, self.dtype, parts)
+        need = sequence_bytes(layout, self.context)
+        host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
+        batch = largest_batch(need, self.cache_bytes, host)
+        reads = step_reads(layout, parts, self.context, self.hit_rate)
+        # Layers are alike and follow one another: the slower tier of one is the slower tier of all.
+        device_bandwidth = machine.device_bandwidth_tbs * 1e12
+        attention = shape.num_layers * reads.seconds(device_bandwidth, machine.host_bandwidth_gbs * 1e9)
+        weights = self.weight_bytes_read / device_bandwidth
+
+        def floor(size: int) -> StepFloor:
+            seconds = size * attention + weights
+            return StepFloor(size, seconds * 1e3, size / seconds)
+
+        full_kv = 2 * self.context * shape.kv_dim * self.dtype.itemsize * shape.num_layers
+        return Plan(
+            name,
+            spec,
+            spec.attended_tokens(self.context),
+            need,
+            self._full_bytes() / need.device,
+            batch,
+            reads,
+            full_kv / attention / 1e12,
+            floor(1),
+            floor(batch.both) if batch.both else None,
+        )
+
+    def _full_bytes(self) -> int:
+        spec, shape = KVSpec(), self.config.shape
+        return sequence_bytes(
+            Layout(spec, shape, self.dtype, build_parts(spec, shape, self.dtype)), self.context
+        ).device

@@ -1,0 +1,134 @@
+"""Plans as text, one column per policy, and as JSON with the unit in every key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import DEFAULT_BUDGET, DEFAULT_BUDGET_FLOOR, KVSpec
+from shadowkv.plan.planner import GIB, Plan, Planner, StepFloor
+
+
+def spec_in_words(spec: KVSpec, shape: ModelShape) -> str:
+    """One line that names every part and number of a resolved policy."""
+    if not spec.seals:
+        return "every key and value exact on the device, every token attended"
+    keys = spec.keys + (f" keys (rank {spec.rank} of {shape.kv_dim})" if spec.rank is not None else " keys")
+    words = [keys, f"{spec.index} index", f"{spec.values} values on the {spec.place}", f"chunks of {spec.chunk} tokens"]
+    if spec.index != "none":
+        words.append(_budget_in_words(spec.budget))
+        words.append(f"{spec.outliers} outlier chunks per kv head")
+    words.append(f"newest {spec.local} tokens exact, all up to {spec.dense_limit}")
+    return ", ".join(words)
+
+
+def _budget_in_words(budget: float | int | None) -> str:
+    if budget is None:
+        return f"budget {DEFAULT_BUDGET:.2%} of the context, at least {DEFAULT_BUDGET_FLOOR} tokens"
+    return f"budget {budget} tokens" if isinstance(budget, int) else f"budget {budget:.2%} of the context"
+
+
+def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
+    """The model, the machine, each policy in words, and a table."""
+    machine, shape, config = planner.machine, planner.config.shape, planner.config
+    host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
+    head = [
+        f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
+        f"of {shape.head_dim}, hidden size {config.hidden_size}, {_dtype(planner)}",
+        f"context  {planner.context} tokens per sequence, prompt and output together",
+        f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
+        f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
+        f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
+        f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
+        f"= {planner.cache_bytes / GIB:.2f} GiB for the cache; read at {machine.device_bandwidth_tbs:g} TB/s",
+        f"host     {host}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
+        *(f"policy   {plan.kv}: {spec_in_words(plan.spec, shape)}" for plan in plans),
+        "",
+    ]
+    rows = [("", [plan.kv for plan in plans]), *_rows(plans)]
+    label = max(len(name) for name, _ in rows)
+    widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(plans))]
+    table = [
+        "  ".join([name.ljust(label), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, cells in rows
+    ]
+    return "\n".join(head + table)
+
+
+def _rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    def read(name: str) -> tuple[str, list[str]]:
+        kind = name.replace("_", " ")
+        return (f"  {kind}, MB", [f"{getattr(plan.reads, name) / 1e6:.3f}" for plan in plans])
+
+    def floor(name: str, floors: list[StepFloor | None]) -> list[tuple[str, list[str]]]:
+        return [
+            (f"step-time floor, {name}, ms", ["-" if f is None else f"{f.step_ms:.2f}" for f in floors]),
+            ("  tokens/s at that floor", ["-" if f is None else f"{f.tokens_per_second:.0f}" for f in floors]),
+        ]
+
+    sizes = [plan.sequence_bytes for plan in plans]
+    batches = [plan.largest_batch for plan in plans]
+    return [
+        ("device bytes per sequence", [f"{size.device:,}" for size in sizes]),
+        ("device GiB per sequence", [f"{size.device / GIB:.3f}" for size in sizes]),
+        ("host bytes per sequence", [f"{size.host:,}" for size in sizes]),
+        ("host GiB per sequence", [f"{size.host / GIB:.3f}" for size in sizes]),
+        ("device memory saving against full", [f"{plan.device_saving:.2f}x" for plan in plans]),
+        ("largest batch by device memory", [str(batch.device) for batch in batches]),
+        ("largest batch by host memory", ["no limit" if b.host is None else str(b.host) for b in batches]),
+        ("largest batch", [str(batch.both) for batch in batches]),
+        (
+            "host GiB at the largest batch",
+            [f"{b.both * s.host / GIB:.1f}" for b, s in zip(batches, sizes, strict=True)],
+        ),
+        ("attended tokens per step", [str(plan.attended_tokens) for plan in plans]),
+        ("reads per step, layer and sequence", ["" for _ in plans]),
+        *(read(name) for name in asdict(plans[0].reads)),
+        ("equivalent bandwidth, TB/s", [f"{plan.equivalent_bandwidth_tbs:.2f}" for plan in plans]),
+        *floor("batch 1", [plan.single for plan in plans]),
+        *floor("largest batch", [plan.largest for plan in plans]),
+    ]
+
+
+def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, Any]:
+    """Everything that the text says, unrounded."""
+    return {
+        "model": model,
+        "dtype": _dtype(planner),
+        "context_tokens": planner.context,
+        "weight_bytes": planner.weight_bytes,
+        "weight_bytes_read_per_step": planner.weight_bytes_read,
+        "prefill_reserve_bytes": planner.prefill_bytes,
+        "device_cache_bytes": planner.cache_bytes,
+        "machine": asdict(planner.machine),
+        "hit_rate": planner.hit_rate,
+        "plans": [_plan_as_json(plan, planner.config.shape) for plan in plans],
+    }
+
+
+def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
+    need, batch = plan.sequence_bytes, plan.largest_batch
+    return {
+        "kv": plan.kv,
+        "spec": asdict(plan.spec),
+        "spec_in_words": spec_in_words(plan.spec, shape),
+        "device_bytes_per_sequence": need.device,
+        "device_gib_per_sequence": need.device / GIB,
+        "host_bytes_per_sequence": need.host,
+        "host_gib_per_sequence": need.host / GIB,
+        "device_memory_saving": plan.device_saving,
+        "largest_batch_device": batch.device,
+        "largest_batch_host": batch.host,
+        "largest_batch": batch.both,
+        "attended_tokens_per_step": plan.attended_tokens,
+        "bytes_read_per_step_layer_and_sequence": asdict(plan.reads),
+        "equivalent_bandwidth_tbs": plan.equivalent_bandwidth_tbs,
+        "floor_batch_1": asdict(plan.single),
+        "floor_largest_batch": None if plan.largest is None else asdict(plan.largest),
+    }
+
+
+def _dtype(planner: Planner) -> str:
+    return str(planner.dtype).removeprefix("torch.")

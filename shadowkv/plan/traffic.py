@@ -1,0 +1,73 @@
+"""What a decode step has to read, and the shortest time that takes: a floor from bytes, without any compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.spec import PAGE
+
+JOINED_KEYS = ("low-rank",)
+"""Keys that are stored for all kv heads joined: each head selects its own tokens, and reads whole latents for them."""
+
+
+@dataclass(frozen=True)
+class StepReads:
+    """Bytes that one sequence reads in one layer of a decode step.
+
+    Attributes:
+        exact: exact keys and values: sink, outliers and tail, or everything where the sequence is dense.
+        index: what all chunks are scored from, and the bits that exclude some.
+        state: the sequence's own, such as its basis.
+        keys: what the selected keys are rebuilt from.
+        values: selected values that are on the device.
+        host_values: selected values that come from the host.
+    """
+
+    exact: float = 0.0
+    index: float = 0.0
+    state: float = 0.0
+    keys: float = 0.0
+    values: float = 0.0
+    host_values: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Bytes read from device memory."""
+        return self.exact + self.index + self.state + self.keys + self.values
+
+    def seconds(self, device_bandwidth: float, host_bandwidth: float) -> float:
+        """The slower of the two tiers, read at the same time; bandwidths in bytes/s."""
+        return max(self.device / device_bandwidth, self.host_values / host_bandwidth)
+
+
+def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> StepReads:
+    """Reads of a step of a sequence with ``context`` tokens, the newest included.
+
+    ``hit_rate`` is the share of selected chunks whose values a step finds in a device buffer; it matters only where
+    values live on the host.
+    """
+    spec = layout.spec
+    exact_token = sum(field.nbytes for field in layout.exact_fields) / PAGE
+    if not spec.seals or context <= spec.dense_limit:
+        return StepReads(exact=context * exact_token)
+    pages = spec.sealed_pages(context)
+    sealed, tail = PAGE * pages, context - PAGE * pages
+    budget = int(spec.budget_chunks(np.asarray(context))) * spec.chunk
+    selected = min(budget, sealed - spec.static_tokens)
+    excluded = sum(field.nbytes for field in layout.sealed_fields if field.name == "excluded")
+    # A latent that several heads select can be shared, so never more than all of them.
+    keys = min(selected * layout.shape.num_kv_heads, sealed) if spec.keys in JOINED_KEYS else selected
+    values = selected * parts.values.bytes_per_token()
+    missed = values * (1 - hit_rate) if layout.host_fields else 0.0
+    return StepReads(
+        exact=(spec.static_tokens + tail) * exact_token,
+        index=sealed * parts.index.bytes_per_token() + pages * excluded,
+        state=layout.state_bytes / layout.shape.num_layers,
+        keys=keys * parts.keys.bytes_per_token(),
+        values=values - missed,
+        host_values=missed,
+    )

@@ -1,0 +1,124 @@
+"""``python -m shadowkv.plan``: every preset gives a plan, as text and as JSON, and mistakes one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from shadowkv.kvcache.presets import PRESETS
+from shadowkv.plan.__main__ import main
+
+COMMAND = ["--model", "llama-3.1-8b", "--context", "124928", "--gpu-memory-gib", "139", "--host-memory-gib", "512"]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main([*COMMAND, "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_command_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "shadowkv.plan", *COMMAND, "--kv", "shadowkv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "largest batch by device memory" in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_plan_that_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "--kv", name)
+    (plan,) = found["plans"]
+    batch = plan["largest_batch"]
+    assert batch * plan["device_bytes_per_sequence"] <= found["device_cache_bytes"]
+    assert batch * plan["host_bytes_per_sequence"] <= 512 * 2**30
+    more = batch + 1
+    assert (
+        more * plan["device_bytes_per_sequence"] > found["device_cache_bytes"]
+        or more * plan["host_bytes_per_sequence"] > 512 * 2**30
+    )
+    floor = plan["floor_largest_batch"]
+    assert floor["tokens_per_second"] == pytest.approx(batch / floor["step_ms"] * 1e3)
+    assert floor["step_ms"] > plan["floor_batch_1"]["step_ms"] or batch == 1
+    assert plan["device_gib_per_sequence"] == plan["device_bytes_per_sequence"] / 2**30
+
+
+def test_full_attention_is_the_measure_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    full, paper = run_json(capsys, "--kv", "full", "shadowkv")["plans"]
+    assert full["device_bytes_per_sequence"] == 2 * 124928 * 1024 * 2 * 32
+    assert full["device_memory_saving"] == 1
+    assert full["equivalent_bandwidth_tbs"] == pytest.approx(4.5)
+    assert full["attended_tokens_per_step"] == 124928
+    assert paper["device_memory_saving"] == full["device_bytes_per_sequence"] / paper["device_bytes_per_sequence"]
+    assert paper["device_memory_saving"] > 6
+    assert paper["equivalent_bandwidth_tbs"] > full["equivalent_bandwidth_tbs"]
+
+
+def test_step_floor_is_attention_and_the_weights_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "--kv", "full")
+    table = 128256 * 4096 * 2  # not read: the head is apart
+    assert found["weight_bytes_read_per_step"] == found["weight_bytes"] - table
+    seconds = (2 * 124928 * 1024 * 2 * 32 + found["weight_bytes_read_per_step"]) / 4.5e12
+    assert found["plans"][0]["floor_batch_1"]["step_ms"] == pytest.approx(seconds * 1e3)
+
+
+def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run_json(capsys, "--kv", "full", "shadowkv")
+    wider = run_json(capsys, "--kv", "full", "shadowkv", "--kv-rank", "512", "--kv-budget", "4096", "--hit-rate", "0")
+    assert wider["plans"][0] == plain["plans"][0]
+    before, after = plain["plans"][1], wider["plans"][1]
+    assert after["spec"]["rank"] == 512
+    assert after["device_bytes_per_sequence"] > before["device_bytes_per_sequence"]
+    assert after["bytes_read_per_step_layer_and_sequence"]["host_values"] == 4096 * 1024 * 2
+    assert run_json(capsys, "--dtype", "float32")["weight_bytes"] == 2 * plain["weight_bytes"]
+    slower = run_json(capsys, "--kv", "full", "--device-bandwidth-tbs", "2")["plans"][0]
+    assert slower["equivalent_bandwidth_tbs"] == pytest.approx(2)
+
+
+def test_text_has_a_column_per_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--kv", *PRESETS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.split() == list(PRESETS)]
+    assert len([line for line in lines if line.startswith("policy")]) == len(PRESETS)
+    assert max(map(len, lines[-15:])) <= 120
+
+
+def test_a_model_that_does_not_fit_has_no_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "llama-3.1-70b", "--context", "4096"]) == 0
+    assert main(["--model", "llama-3.1-70b", "--context", "4096", "--json"]) == 0
+    text, _, found = capsys.readouterr().out.partition("{")
+    assert "no limit" in text
+    plan = json.loads("{" + found)["plans"][0]
+    assert (plan["largest_batch"], plan["floor_largest_batch"]) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "no-such-model", "--context", "1000"], "llama-3.1-8b"),
+        (["--model", "llama-3.1-8b", "--context", "131073"], "131072"),
+        (["--context", "1000", "--kv", "full", "no-such-policy"], f"known: {', '.join(PRESETS)}"),
+        (["--context", "1000", "--kv", "full", "--kv-rank", "4"], "no meaning"),
+        (["--context", "1000", "--kv-chunk", "7", "--kv-rank", "99999"], "rank=99999"),
+        (["--context", "0"], "--context"),
+        (["--context", "1000", "--hit-rate", "1.1"], "--hit-rate"),
+        (["--context", "1000", "--device-bandwidth-tbs", "nan"], "--device-bandwidth-tbs"),
+        (["--context", "1000", "--gpu-memory-utilization", "0"], "gpu_memory_utilization"),
+        (["--context", "1000", "--host-memory-gib", "-1"], "host_memory_gib"),
+        (["--context", "many"], "--context"),
+        ([], "--context"),
+        (["--context", "1000", "--dtype", "int3"], "--dtype"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(flags)
+    except SystemExit as stopped:  # argparse's own errors
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert said in err

@@ -1,0 +1,122 @@
+"""Planned bytes are those that a cache really takes, and the largest batch is the largest that it admits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks, Layout
+from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.plan.memory import SequenceBytes, largest_batch, prefill_bytes, sequence_bytes
+from shadowkv.plan.traffic import StepReads, step_reads
+
+SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
+ROPE = RopeConfig(head_dim=16)
+LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
+SPECS = {
+    **{name: preset(name) for name in PRESETS},
+    "small": preset("shadowkv", rank=9, budget=32, outliers=3),
+    "on the device": KVSpec(keys="low-rank", index="chunk-mean", budget=64),
+}
+
+
+def make_layout(spec: KVSpec, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> Layout:
+    spec = spec.resolve(shape)
+    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
+
+
+def make_cache(spec: KVSpec, slots: int, memory: Blocks) -> KVCache:
+    return KVCache(spec, SHAPE, ROPE, slots=slots, max_model_len=4096, memory=memory)
+
+
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 300, 744, 745, 1000, 4095, 4096])
+@pytest.mark.parametrize("name", SPECS)
+def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
+    cache = make_cache(SPECS[name], 1, Blocks(200, 200))
+    planned = sequence_bytes(make_layout(SPECS[name]), context)
+    cache.pool.allocate(context, context)
+    assert planned.device == cache.store.device.used_bytes + cache.layout.state_bytes
+    assert planned.host == cache.store.host.used_bytes
+    state = sum(tensor.nbytes for tensor in cache.store.state.values())
+    padding = 16 * SHAPE.num_layers * len(cache.store.state)
+    assert state <= cache.layout.state_bytes < state + max(1, padding)
+
+
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(2_000_000, 400_000), (900_000, 10**9)])
+@pytest.mark.parametrize("context", [200, 1500])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_largest_batch_fits_and_one_more_does_not(
+    name: str, context: int, device_bytes: int, host_bytes: int
+) -> None:
+    layout = make_layout(SPECS[name])
+    unit = layout.bytes_per_block()
+    batch = largest_batch(sequence_bytes(layout, context), device_bytes, host_bytes).both
+
+    def admit(count: int) -> None:
+        left = device_bytes - count * layout.state_bytes
+        blocks = Blocks(max(0, left) // unit.device, host_bytes // unit.host if unit.host else 0)
+        cache = make_cache(SPECS[name], count, Blocks(min(blocks.device, 999), min(blocks.host, 999)))
+        for _ in range(count):
+            cache.pool.allocate(context, context)
+
+    assert batch >= 1
+    admit(batch)
+    with pytest.raises(OutOfPages):
+        admit(batch + 1)
+
+
+def test_either_tier_can_be_the_limit() -> None:
+    need = SequenceBytes(device=10, host=100)
+    assert (largest_batch(need, 59, 1000).both, largest_batch(need, 59, 399).both) == (5, 3)
+    assert (largest_batch(need, 59, None).host, largest_batch(need, 59, None).both) == (None, 5)
+    assert largest_batch(need, -1, 1000).both == 0
+    assert largest_batch(SequenceBytes(10, 0), 59, 0).both == 5
+
+
+def test_prefill_reserve_is_hidden_states_twice_and_three_of_keys_and_values() -> None:
+    assert prefill_bytes(LLAMA, 4096, 1000, torch.bfloat16) == 1000 * (4096 * 2 + 1024 * 3) * 2
+
+
+def test_reads_of_the_paper_on_its_model() -> None:
+    spec = preset("shadowkv").resolve(LLAMA)
+    layout = make_layout(spec, LLAMA, torch.bfloat16)
+    reads = step_reads(layout, build_parts(spec, LLAMA, torch.bfloat16), 131072, 0.6)
+    vector = 1024 * 2
+    sealed, selected = 131072 - 64, 2048  # 64 tokens of tail: the local window of 32, up to a whole page
+    assert reads.exact == (49 * 8 + 64) * 2 * vector
+    assert reads.index == sealed / 8 * vector + sealed // 8 * 8  # landmarks, and a byte per chunk and head
+    assert reads.state == pytest.approx(160 * vector, rel=1e-3)
+    assert reads.keys == 8 * selected * 160 * 2  # heads select apart
+    assert reads.values == pytest.approx(0.6 * selected * vector)
+    assert reads.host_values == pytest.approx(0.4 * selected * vector)
+    assert spec.attended_tokens(131072) == 49 * 8 + 64 + selected
+
+
+@pytest.mark.parametrize("name", ["full", "shadowkv", "quest"])
+def test_dense_sequences_read_all_of_themselves(name: str) -> None:
+    spec = SPECS[name].resolve(SHAPE)
+    context = min(300, spec.dense_limit)
+    reads = step_reads(make_layout(spec), build_parts(spec, SHAPE, torch.float32), context, 0.6)
+    assert reads == StepReads(exact=context * 2 * 32 * 4)
+
+
+def test_selection_never_reads_more_than_there_is() -> None:
+    spec = KVSpec(keys="low-rank", index="chunk-mean", budget=1.0).resolve(SHAPE)
+    layout, parts = make_layout(spec), build_parts(spec, SHAPE, torch.float32)
+    reads = step_reads(layout, parts, 1000, 0.0)
+    sealed = 64 * spec.sealed_pages(1000)
+    assert reads.keys == sealed * spec.rank * 4
+    assert reads.values == (sealed - spec.static_tokens) * 32 * 4
+    assert reads.host_values == 0
+
+
+def test_the_slower_tier_sets_the_time() -> None:
+    reads = StepReads(exact=300.0, index=100.0, host_values=30.0)
+    assert reads.seconds(100.0, 10.0) == 4.0
+    assert reads.seconds(100.0, 5.0) == 6.0
