@@ -22,21 +22,12 @@ def load_engine_parts(config: EngineConfig) -> tuple[LoadedModel, KVCache, list[
 
     Raises ValueError for settings that cannot be, MemoryError where not even one sequence fits.
     """
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
     spec = config.spec()
-    loaded = load_model(
-        config.model,
-        dtype=dtype,
-        device=device,
-        load_format=config.load_format,
-        adapter=config.adapter,
-        rope_theta=config.rope_theta,
-        max_model_len=config.max_model_len,
-    )
+    loaded = load_from_config(config)
+    device, dtype = _device(config.device), next(loaded.model.parameters()).dtype
     shape = loaded.config.shape
-    max_model_len = config.max_model_len or loaded.config.max_position
     spec = spec.resolve(shape)
+    max_model_len = config.max_model_len or loaded.config.max_position
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = _size(config, layout, slots, max_model_len, device, loaded.config.hidden_size)
@@ -51,6 +42,20 @@ def load_engine_parts(config: EngineConfig) -> tuple[LoadedModel, KVCache, list[
         device=device,
     )
     return loaded, cache, _describe(config, loaded, cache)
+
+
+def load_from_config(config: EngineConfig) -> LoadedModel:
+    """The model that ``config`` names, on its device; raises ValueError for settings that cannot be."""
+    device = _device(config.device)
+    return load_model(
+        config.model,
+        dtype=_dtype(config.dtype, device),
+        device=device,
+        load_format=config.load_format,
+        adapter=config.adapter,
+        rope_theta=config.rope_theta,
+        max_model_len=config.max_model_len,
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -16,10 +16,13 @@ from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
 ROPE = RopeConfig(head_dim=16, theta=10000.0)
 MAX_LEN = 4096
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_cache(spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN) -> KVCache:
-    return KVCache(spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=Blocks(blocks, blocks))
+    return KVCache(
+        spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=Blocks(blocks, blocks), device=DEVICE
+    )
 
 
 class Stream:
@@ -34,6 +37,7 @@ class Stream:
         self.k = (low + 0.1 * torch.randn(low.shape, generator=g)).unflatten(-1, (heads, dim))
         self.v = torch.randn(layers, MAX_LEN, heads, dim, generator=g)
         self.q = 2 * torch.randn(layers, MAX_LEN, SHAPE.num_query_heads, dim, generator=g)
+        self.k, self.v, self.q = (x.to(DEVICE) for x in (self.k, self.v, self.q))
         self.sequence = sequence
         self.length = 0
         self.outputs: list[Tensor] = []
@@ -78,7 +82,7 @@ def decode(cache: KVCache, streams: list[Stream]) -> None:
 
 def rotate_plainly(x: Tensor, positions: Tensor) -> Tensor:
     """[n, heads, d] by the textbook formula."""
-    table = RotaryTables(ROPE, MAX_LEN)
+    table = RotaryTables(ROPE, MAX_LEN, DEVICE)
     cos, sin = table.cos[positions][:, None], table.sin[positions][:, None]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -87,12 +91,12 @@ def rotate_plainly(x: Tensor, positions: Tensor) -> Tensor:
 def plain_attention(stream: Stream) -> Tensor:
     """Full causal attention over everything the stream gave, [tokens, layers, H_q, d]."""
     n = stream.length
-    position = torch.arange(n)
+    position = torch.arange(n, device=DEVICE)
     result = []
     for layer in range(SHAPE.num_layers):
         q, k = rotate_plainly(stream.q[layer, :n], position), rotate_plainly(stream.k[layer, :n], position)
         k, v = (x.repeat_interleave(SHAPE.group, dim=1) for x in (k, stream.v[layer, :n]))
         scores = torch.einsum("qhd,khd->hqk", q, k) / SHAPE.head_dim**0.5
-        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        scores = scores.masked_fill(torch.ones(n, n, device=q.device).triu(1).bool(), float("-inf"))
         result.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.stack(result, dim=1)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from driver import SHAPE, Stream, decode, make_cache, prefill, rotate_plainly
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_plainly
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
@@ -45,13 +45,13 @@ def plain_decode(stream: Stream, position: int, sealed: int, spec: KVSpec) -> to
     first_sealed = (S - spec.local) // 64 * 64
     result = []
     for layer in range(SHAPE.num_layers):
-        q = rotate_plainly(stream.q[layer, position:n], torch.tensor([position]))[0]
-        exact = rotate_plainly(stream.k[layer, :n], torch.arange(n))
+        q = rotate_plainly(stream.q[layer, position:n], torch.tensor([position], device=DEVICE))[0]
+        exact = rotate_plainly(stream.k[layer, :n], torch.arange(n, device=DEVICE))
         rebuilt = exact
         if spec.keys == "low-rank":
             v = plain_basis(stream, layer, spec.rank)
             low = (stream.k[layer, :n].flatten(1).double() @ v @ v.T).float().view(n, SHAPE.num_kv_heads, -1)
-            rebuilt = rotate_plainly(low, torch.arange(n))
+            rebuilt = rotate_plainly(low, torch.arange(n, device=DEVICE))
         outliers = plain_outliers(exact, first_sealed, spec)
         for head in range(SHAPE.num_kv_heads):
             group = q[head * SHAPE.group : (head + 1) * SHAPE.group]
@@ -99,11 +99,11 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
     row = cache.prefill.sealed_row(stream.sequence)
     sealed = int(row.num_chunks) * SHADOWKV.chunk
     for layer in range(SHAPE.num_layers):
-        everything = torch.arange(int(row.num_chunks)).expand(1, SHAPE.num_kv_heads, -1)
+        everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
         rebuilt = cache.parts.keys.gather(cache.store, layer, row, everything)[0]
         v = plain_basis(stream, layer, SHADOWKV.rank)
         low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
-        wanted = rotate_plainly(low, torch.arange(sealed)).transpose(0, 1)
+        wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
         torch.testing.assert_close(rebuilt, wanted, atol=1e-4, rtol=1e-3)
         kept = cache.store.state["kept_energy"][layer, stream.sequence.slot].item()
         keys = stream.k[layer, :S].flatten(1).double()
@@ -115,7 +115,7 @@ def test_landmarks_are_chunk_means_and_outliers_are_marked() -> None:
     row = cache.prefill.sealed_row(stream.sequence)
     sealed = int(row.num_chunks) * 8
     for layer in range(SHAPE.num_layers):
-        rotated = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed))
+        rotated = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))
         stored = cache.store.page["landmarks"][layer][row.pages[0]].transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(stored, rotated.unflatten(0, (-1, 8)).mean(1).transpose(0, 1))
         marked = cache.store.excluded(layer, row)[0]
@@ -128,7 +128,7 @@ def test_values_of_selected_chunks_come_from_the_host_tier_unchanged() -> None:
     cache, stream = run(SHADOWKV)
     assert cache.pool.free.host < cache.pool.total.host
     row = cache.prefill.sealed_row(stream.sequence)
-    selected = torch.tensor([[[3, 70, 0], [55, 2, 9]]])
+    selected = torch.tensor([[[3, 70, 0], [55, 2, 9]]], device=DEVICE)
     for layer in range(SHAPE.num_layers):
         got = cache.parts.values.gather(cache.store, layer, row, selected)[0]
         for head in range(SHAPE.num_kv_heads):
@@ -140,7 +140,7 @@ def test_bounds_are_smallest_and_largest_keys() -> None:
     cache, stream = run(QUEST)
     row = cache.prefill.sealed_row(stream.sequence)
     sealed = int(row.num_chunks) * 16
-    rotated = rotate_plainly(stream.k[0, :sealed], torch.arange(sealed)).unflatten(0, (-1, 16))
+    rotated = rotate_plainly(stream.k[0, :sealed], torch.arange(sealed, device=DEVICE)).unflatten(0, (-1, 16))
     stored = cache.store.page["bounds"][0][row.pages[0]].transpose(0, 1)  # [H, pages, 2, C, d]
     torch.testing.assert_close(stored[:, :, 0].flatten(1, 2), rotated.amin(1).transpose(0, 1))
     torch.testing.assert_close(stored[:, :, 1].flatten(1, 2), rotated.amax(1).transpose(0, 1))

@@ -1,0 +1,151 @@
+"""The engine on a real model: right tokens, found needles, next turns, long outputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv import LLM, SamplingParams
+from shadowkv.eval.fidelity import Session, compare
+from shadowkv.kvcache.presets import preset
+from shadowkv.models.catalogue import fetch
+from shadowkv.models.loader import LoadedModel
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+TOPICS = """the sea, a lighthouse, bread, the number seven, a train journey, Lisbon, winter, bees, an old clock, chess,
+glass, a letter, volcanoes, the moon, cats, rivers, a bakery, opera, bridges, mathematics""".replace("\n", " ").split(
+    ", "
+)
+
+
+def chat(llm: LLM, text: str) -> list[int]:
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return llm.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def filler(llm: LLM, count: int, seed: int) -> list[int]:
+    """Dull text of exactly ``count`` tokens."""
+    rng, ids = random.Random(seed), []
+    words = [
+        "grass",
+        "sky",
+        "river",
+        "stone",
+        "wind",
+        "road",
+        "tree",
+        "cloud",
+        "field",
+        "light",
+        "house",
+        "morning",
+        "evening",
+        "bird",
+        "water",
+        "hill",
+    ]
+    while len(ids) < count:
+        a, b, c = rng.sample(words, 3)
+        ids += llm.tokenizer.encode(f" The {a} is near the {b}, and the {c} is far away.", add_special_tokens=False)
+    return ids[:count]
+
+
+def all_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
+    """Full attention's logits [n, V] after each of ``tokens``."""
+    session = Session(loaded, preset("full"), len(tokens))
+    batch = session.cache.prefill_batch([(session.cache.pool.allocate(len(tokens), len(tokens)), len(tokens))])
+    with torch.inference_mode():
+        hidden = loaded.model.embed(torch.tensor(tokens))
+        for layer in session.runner.layers:
+            hidden = layer(hidden, session.cache, batch.block(0, len(tokens)))
+        return loaded.model.logits(hidden)
+
+
+def test_twenty_greedy_answers_equal_transformers_token_for_token(llm: LLM) -> None:
+    from transformers import AutoModelForCausalLM
+
+    file = fetch("smollm2-135m-instruct")
+    oracle = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    prompts = [chat(llm, f"Write a short text about {topic}.") for topic in TOPICS]
+    for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY)):
+        assert len(answer.token_ids) == 64
+        with torch.inference_mode():
+            # Greedy is token for token the same exactly if the oracle, given our text so far, always picks our next.
+            picks = oracle(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert picks.tolist() == answer.token_ids
+
+
+def test_ragged_batch_equals_each_prompt_alone(llm: LLM) -> None:
+    lengths = [1, 7, 63, 64, 65, 1000, 3000]
+    prompts = [filler(llm, n, seed=n) for n in lengths]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+    together = llm.generate(prompts, params)
+    for prompt, one in zip(prompts, together):
+        (alone,) = llm.generate([list(prompt)], params)
+        assert alone.token_ids == one.token_ids
+        for a, b in zip(alone.logprobs, one.logprobs):
+            assert a.logprob == pytest.approx(b.logprob, abs=2e-3)
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv"])
+def test_needle_in_a_4k_prompt_is_found(llm: LLM, loaded: LoadedModel, kv: str) -> None:
+    text, needle = filler(llm, 3900, seed=1), " The secret number of the lighthouse is 7304918. Remember it."
+    middle = llm.tokenizer.encode(needle, add_special_tokens=False)
+    question = "\nWhat is the secret number of the lighthouse? Answer with the number."
+    body = llm.tokenizer.decode(text[:1700] + middle + text[1700:])
+    prompt = chat(llm, body + question)
+    assert len(prompt) > 3900
+    session = Session(loaded, preset(kv), len(prompt) + 30)
+    answer = llm.tokenizer.decode([token for token, _ in session.greedy(prompt, 24)])
+    assert "7304918" in answer
+    sealed = int(session.cache.pool.table.sealed[session.sequence.slot])
+    assert (sealed > 3800) == (kv == "shadowkv")
+
+
+@pytest.mark.parametrize(("kv", "limit"), [("full", 1e-6), ("quest", 0.05), ("shadowkv", 0.05)])
+def test_second_turn_extends_the_cached_sequence(llm: LLM, loaded: LoadedModel, kv: str, limit: float) -> None:
+    first = chat(llm, llm.tokenizer.decode(filler(llm, 900, seed=2)) + " Sum this up in a sentence.")
+    session = Session(loaded, preset(kv), 2000)
+    answer = [token for token, _ in session.greedy(first, 40)]
+    # The answer's last token was sampled and never fed.
+    second = answer[-1:] + llm.tokenizer.encode(
+        "<|im_end|>\n<|im_start|>user\nName three birds and where they live.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    forced = llm.tokenizer.encode(
+        " Robins live in gardens, gulls live by the sea and owls live in old trees and barns."
+    )
+    extended = session.force(second, forced)
+    fresh = Session(loaded, preset(kv), 2000).force(first + answer[:-1] + second, forced)
+    assert compare(fresh, extended).mean_kl <= limit
+
+
+def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:
+    prompt = filler(llm, 1100, seed=3)
+    (first,) = llm.generate([prompt], GREEDY)
+    more = prompt + first.token_ids + llm.tokenizer.encode(" And then?")
+    (second,) = llm.generate([more], SamplingParams(max_tokens=8, temperature=0.0))
+    assert second.cached_tokens == len(prompt) + 63  # all but the last sampled token
+    (same,) = llm.generate([more], SamplingParams(max_tokens=8, temperature=0.0))
+    assert same.cached_tokens == len(more) - 1
+    assert same.token_ids == second.token_ids
+
+
+def test_long_output_seals_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel) -> None:
+    prompt, count = chat(llm, "Tell a very long story of a lighthouse."), 1500
+    session = Session(loaded, preset("shadowkv"), len(prompt) + count)
+    tokens, logits = zip(*session.greedy(prompt, count))
+    pool, sequence = session.cache.pool, session.sequence
+    spec, length = session.cache.spec, int(pool.table.length[sequence.slot])
+    sealed = int(pool.table.sealed[sequence.slot])
+    assert length == len(prompt) + count - 1
+    assert length - sealed < spec.local + 64
+    assert sealed >= 1400
+    # Exact pages stay as few as they were, whatever was generated.
+    assert len(sequence.static) + len(sequence.ring) + len(sequence.dense) == spec.static_pages + spec.ring_pages
+    reference = all_logits(loaded, prompt + list(tokens))[len(prompt) - 1 : -1]
+    found = compare(reference, torch.stack(logits))
+    print(f"KL of shadowkv to full over {count} generated tokens: {found}")
+    assert found.mean_kl < 0.05
