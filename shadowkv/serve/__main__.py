@@ -90,13 +90,15 @@ def _load(config: EngineConfig) -> AsyncEngine:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A socket that holds the port while the model loads; it does not listen yet, so clients are refused till then."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    with ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        stack.pop_all()  # bound: the caller closes it
     return listener
 
 

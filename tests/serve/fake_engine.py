@@ -1,0 +1,96 @@
+"""An engine whose answers are known: what the prompt says decides what happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from shadowkv.engine.async_engine import EngineDead
+from shadowkv.engine.request import RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.sampling_params import SamplingParams
+
+REPLY = "Hello wörld."
+
+
+class FakeTokenizer:
+    """Every character is a token."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        text.encode()  # as a real one, no lone surrogates
+        return [1] * add_special_tokens + [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        if messages[0]["role"] == "assistant":
+            raise ValueError("the chat template refuses these messages: a user must begin")
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
+
+
+class FakeEngine:
+    """Says ``REPLY``, a character at a time.
+
+    A prompt with FAIL ends with an error after two tokens, with DIE the engine dies there, with HANG the answer stops
+    there and never ends, with BUG it raises at once.
+    """
+
+    model_name = "fake"
+    max_model_len = 200
+    default_max_tokens = 100
+
+    def __init__(self) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.is_alive = True
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.running: set[str] = set()
+        self.most_running = 0
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        asked = params.max_tokens or 1
+        if len(prompt_token_ids) + asked > self.max_model_len:
+            text = (
+                f"{len(prompt_token_ids)} prompt tokens + {asked} are more than the {self.max_model_len} of the model"
+            )
+            raise RequestError(text, "max_tokens")
+
+    async def generate(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        assert request_id not in self.running
+        prompt = self.tokenizer.decode(prompt_token_ids)
+        self.prompts.append(prompt)
+        self.params.append(params)
+        self.running.add(request_id)
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            if "BUG" in prompt:
+                raise KeyError("a secret")
+            reply = REPLY[: params.max_tokens]
+            for count, character in enumerate(reply, 1):
+                await asyncio.sleep(0)
+                finish = None if count < len(reply) else "stop" if reply == REPLY else "length"
+                if count == 3 and "DIE" in prompt:
+                    self.is_alive = False
+                    raise EngineDead("the engine has died: boom")
+                if count == 3 and "HANG" in prompt:
+                    await asyncio.Event().wait()
+                failed = count == 3 and "FAIL" in prompt
+                token = ord(character)
+                likeliest = {token + i: -0.5 - i for i in range(params.logprobs or 0)}
+                yield RequestOutput(
+                    request_id=request_id,
+                    text=character,
+                    token_ids=[token],
+                    logprobs=None if params.logprobs is None else [TokenLogprobs(token, -0.5, likeliest)],
+                    finish_reason="error" if failed else finish,
+                    error="not finite" if failed else None,
+                    prompt_tokens=len(prompt_token_ids),
+                    completion_tokens=count,
+                    cached_tokens=2,
+                )
+                if failed:
+                    return
+        finally:
+            self.running.discard(request_id)

@@ -1,0 +1,113 @@
+"""Batch files on the fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from fake_engine import REPLY
+
+from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.batch_mode import run_batch
+
+
+def line(custom_id, url="/v1/completions", method="POST", **body):
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
+
+
+@pytest.fixture
+def run(engine, tmp_path):
+    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+    def go(lines, concurrency=4):
+        files.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        files.check()
+        return run_batch(engine, "fake", files, concurrency)
+
+    go.files = files
+    return go
+
+
+def records(path):
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_bad_lines_become_records_and_the_rest_go_on(run, engine, capsys):
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    lines = [
+        line("chat", "/v1/chat/completions", model="fake", **chat),
+        "",
+        line("text", prompt="Hi", max_tokens=3),
+        "{not json",
+        "[1]",
+        line(5, prompt="Hi"),
+        line("text", prompt="again"),
+        line("get", method="GET", prompt="Hi"),
+        line("url", "/v1/embeddings", prompt="Hi"),
+        json.dumps({"custom_id": "body", "method": "POST", "url": "/v1/completions", "body": 3}),
+        line("param", prompt="Hi", echo=True),
+        line("model", prompt="Hi", model="other"),
+        line("long", prompt="x" * 300),
+        line("stream", prompt="Hi", stream=True),
+        line("fails", prompt="FAIL"),
+        line("last", prompt="Hi"),
+    ]
+    assert run(lines) == 0
+    found = records(run.files.output)
+    assert len(found) == len(lines) - 1 and len({record["id"] for record in found}) == len(found)
+    assert all(set(record) == {"id", "custom_id", "response", "error"} for record in found)
+    refused = [record["error"] for record in found if record["response"] is None]
+    assert sorted(error["code"] for error in refused) == sorted(
+        ["invalid_json", "duplicate_custom_id", "invalid_method", "invalid_url"] + ["invalid_request"] * 3
+    )
+    assert any(error["message"].startswith("line 4: not valid JSON") for error in refused)
+    answered = {record["custom_id"]: record["response"] for record in found if record["response"] is not None}
+    assert all(record["error"] is None for record in found if record["response"] is not None)
+    statuses = {name: response["status_code"] for name, response in answered.items()}
+    assert statuses == dict(chat=200, text=200, last=200, param=400, model=404, long=400, stream=400, fails=500)
+    assert answered["chat"]["body"]["choices"][0]["message"]["content"] == REPLY
+    assert answered["text"]["body"]["choices"][0]["text"] == REPLY[:3]
+    assert answered["text"]["request_id"] == answered["text"]["body"]["id"]
+    assert answered["long"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert not run.files.partial.exists()
+    assert "15 requests, 12 failed" in capsys.readouterr().out
+
+
+def test_requests_run_together_up_to_the_limit(run, engine):
+    assert run([line(str(i), prompt="Hi") for i in range(20)], concurrency=6) == 0
+    assert engine.most_running == 6
+    assert sorted(int(record["custom_id"]) for record in records(run.files.output)) == list(range(20))
+
+
+def test_empty_file(run):
+    assert run([]) == 0
+    assert records(run.files.output) == []
+
+
+def test_a_dead_engine_ends_the_run_and_keeps_what_is_done(run, capsys):
+    lines = [line("first", prompt="Hi"), line("second", prompt="DIE"), line("third", prompt="Hi")]
+    assert run(lines, concurrency=1) == 1
+    assert [record["custom_id"] for record in records(run.files.partial)] == ["first"]
+    assert "the engine has died: boom" in capsys.readouterr().err
+    assert not run.files.output.exists()
+    with pytest.raises(ValueError, match="interrupted run"):
+        run.files.check()
+
+
+def test_interrupt_keeps_what_is_done(run, engine, capsys):
+    def interrupt():
+        while not (run.files.partial.exists() and run.files.partial.read_text(encoding="utf-8").endswith("\n")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)  # to the process, as Ctrl-C: it wakes the main thread
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run([line("first", prompt="Hi"), line("second", prompt="HANG")]) == 130
+    thread.join()
+    assert [record["custom_id"] for record in records(run.files.partial)] == ["first"]
+    assert str(run.files.partial) in capsys.readouterr().err
+    assert not engine.running

@@ -1,0 +1,82 @@
+"""The command line: what is wrong is said in a line, before a model is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shadowkv.serve import __main__ as command
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    def load(config):
+        raise MemoryError("not even one sequence fits")
+
+    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+
+
+def error_line(capsys) -> str:
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_help_needs_no_torch():
+    start = time.monotonic()
+    code = (
+        "import sys, shadowkv.serve.__main__ as m\ntry: m.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--served-model-name" in result.stdout and "--kv" in result.stdout
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "flags, words", [(["--max-num-seqs", "0"], "max_num_seqs=0"), (["--port", "0"], "not even one")]
+)
+def test_config_and_load_errors(capsys, flags, words):
+    assert command.main(flags) == 2
+    assert words in error_line(capsys)
+
+
+def test_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert command.main(["--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1 port" in error_line(capsys)
+
+
+def test_unknown_host(capsys):
+    assert command.main(["--host", "no such host"]) == 2
+    assert "cannot listen on no such host" in error_line(capsys)
+
+
+def test_batch_files(capsys, tmp_path):
+    source = tmp_path / "in.jsonl"
+    assert command.main(["--input", str(source), "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert f"--input {source} is not a file" in error_line(capsys)
+    source.touch()
+    assert command.main(["--input", str(source), "--output", str(tmp_path / "no" / "out.jsonl")]) == 2
+    assert f"the folder {tmp_path / 'no'} does not exist" in error_line(capsys)
+    assert command.main(["--input", str(source), "--output", str(tmp_path)]) == 2
+    assert "cannot be written" in error_line(capsys)
+
+
+@pytest.mark.parametrize("flags", [["--input", "x"], ["--output", "x"], ["--port", "70000"], ["--no-such-flag"]])
+def test_flags(capsys, flags):
+    with pytest.raises(SystemExit) as ended:
+        command.main(flags)
+    assert ended.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_interrupt_while_loading(monkeypatch, capsys):
+    def load(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_load", load)
+    assert command.main(["--port", "0"]) == 130

@@ -1,0 +1,105 @@
+"""Shapes of /v1/completions."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import REPLY
+from replies import events
+
+
+def test_answer(post, engine):
+    body = post("completions", model="fake").json()
+    assert body["object"] == "text_completion" and body["model"] == "fake" and body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": REPLY, "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": len(REPLY),
+        "total_tokens": 3 + len(REPLY),
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    "prompt, seen",
+    [
+        ("Hi", ["\x01Hi"]),
+        (["Hi", "Ho"], ["\x01Hi", "\x01Ho"]),
+        ([72, 105], ["Hi"]),
+        ([[72, 105], [72]], ["Hi", "H"]),
+    ],
+)
+def test_prompt_forms(post, engine, prompt, seen):
+    body = post("completions", prompt=prompt, max_tokens=4).json()
+    assert engine.prompts == seen
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(seen)))
+    assert {choice["text"] for choice in body["choices"]} == {REPLY[:4]}
+    assert body["usage"]["prompt_tokens"] == sum(map(len, seen))
+    assert body["usage"]["completion_tokens"] == 4 * len(seen)
+
+
+def test_n_choices_of_a_seeded_request_have_their_own_seeds(post, engine):
+    body = post("completions", prompt=["Hi", "Ho"], n=2, seed=7).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [params.seed for params in engine.params] == [7, 8, 7, 8]
+    assert engine.prompts == ["\x01Hi", "\x01Hi", "\x01Ho", "\x01Ho"]
+    assert body["usage"]["prompt_tokens"] == 6
+
+
+def test_parameters_reach_the_engine(post, engine):
+    asked = {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "seed": 3,
+        "logprobs": 2,
+    }
+    assert post("completions", stop="x", stop_token_ids=[9], **asked).status_code == 200
+    (params,) = engine.params
+    assert {name: getattr(params, name) for name in asked} == asked
+    assert (params.stop, params.stop_token_ids) == (("x",), (9,))
+
+
+def test_null_and_harmless_parameters_are_as_if_left_out(post, engine):
+    empty = {
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "echo": False,
+        "best_of": 1,
+        "suffix": None,
+    }
+    body = post("completions", temperature=None, n=None, user="me", metadata={"a": 1}, store=True, **empty)
+    assert body.status_code == 200
+    assert engine.params[0].temperature == 1
+
+
+def test_logprobs(post):
+    logprobs = post("completions", max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["H", "e"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"H": -0.5, "I": -1.5}, {"e": -0.5, "f": -1.5}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_stream(post):
+    response = post("completions", stream=True, n=2, logprobs=0, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last = events(response)
+    for index in (0, 1):
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == REPLY
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(REPLY) - 1) + ["stop"]
+        offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+        assert offsets == list(range(len(REPLY)))
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2 * len(REPLY)
+
+
+def test_stream_without_usage(post):
+    assert all("usage" not in chunk for chunk in events(post("completions", stream=True)))

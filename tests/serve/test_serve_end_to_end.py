@@ -1,0 +1,148 @@
+"""The real engine and a small real model behind the API, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import openai
+import pytest
+from http_server import http_server
+
+from shadowkv.engine.async_engine import AsyncEngine
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.api import build_app
+from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.batch_mode import run_batch
+
+SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
+FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(EngineConfig(**SMALL))
+    engine.start()
+    yield engine
+    engine.shutdown(10)
+
+
+@pytest.fixture(scope="module")
+def client(engine: AsyncEngine) -> Iterator[openai.OpenAI]:
+    with (
+        http_server(build_app(engine, engine.model_name)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def ask(client, messages=FRANCE, **options):
+    options = {"max_tokens": 16, "temperature": 0, **options}
+    return client.chat.completions.create(model="smollm2-135m-instruct", messages=messages, **options)
+
+
+def test_chat_and_its_next_turn(client):
+    first = ask(client)
+    assert "Paris" in first.choices[0].message.content and first.choices[0].finish_reason == "stop"
+    assert first.usage.total_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
+    further = [*FRANCE, first.choices[0].message, {"role": "user", "content": "And of Italy?"}]
+    second = ask(client, further)
+    assert "Rome" in second.choices[0].message.content
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
+def test_stream_equals_answer_with_stop_string_and_logprobs(client):
+    messages = [{"role": "user", "content": "Tell me a story about a café."}]
+    options = {"max_tokens": 40, "stop": [" the "], "logprobs": True, "top_logprobs": 2}
+    whole = ask(client, messages, **options).choices[0]
+    chunks = [chunk.choices[0] for chunk in ask(client, messages, stream=True, **options)]
+    assert whole.finish_reason == "stop" and " the " not in whole.message.content
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+    assert chunks[-1].finish_reason == whole.finish_reason
+    streamed = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole.logprobs.content]
+    assert "".join(entry.token for entry in streamed).startswith(whole.message.content)
+    for entry in streamed:
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+
+
+def test_seeded_choices_repeat_and_differ(client):
+    options = {"model": "smollm2-135m-instruct", "prompt": "Once upon a time", "max_tokens": 12, "n": 3, "seed": 5}
+    texts = [[choice.text for choice in client.completions.create(**options).choices] for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) == 3
+
+
+def test_too_long(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, [{"role": "user", "content": "word " * 2000}])
+    assert caught.value.code == "context_length_exceeded"
+    assert "1024" in caught.value.message and "16" in caught.value.message
+
+
+def test_a_token_that_does_not_exist(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="smollm2-135m-instruct", prompt=[1, 10**6])
+    assert caught.value.param == "prompt"
+    assert "Paris" in ask(client).choices[0].message.content
+
+
+def test_abandoned_stream_frees_its_sequence(client, engine):
+    for _ in range(2 * SMALL["max_num_seqs"]):
+        stream = ask(client, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        next(stream)
+        stream.close()
+    assert "Paris" in ask(client).choices[0].message.content
+    assert engine.engine.num_running == 0
+
+
+def test_batch_with_a_bad_line(engine, tmp_path):
+    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    body = {"messages": FRANCE, "max_tokens": 16, "temperature": 0}
+    lines = [
+        json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for i in range(6)
+    ]
+    files.input.write_text("\n".join([*lines, "bad"]), encoding="utf-8")
+    assert run_batch(engine, engine.model_name, files, 8) == 0
+    records = [json.loads(line) for line in files.output.read_text(encoding="utf-8").splitlines()]
+    assert sum(record["error"] is not None for record in records) == 1
+    answers = [record["response"]["body"] for record in records if record["error"] is None]
+    assert len(answers) == 6
+    assert all("Paris" in answer["choices"][0]["message"]["content"] for answer in answers)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shadowkv.serve", "--port", "0", "--served-model-name", "small", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not lines or not lines[-1].startswith("ready: "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.communicate()
+        with openai.OpenAI(base_url=lines[-1].split()[1], api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list().data] == ["small"]
+            options = {"max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
+            stream = client.chat.completions.create(model="small", messages=FRANCE, **options)
+            next(stream)
+            process.send_signal(number)
+            with pytest.raises(openai.APIError, match="shut down"):
+                list(stream)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == code
+        assert "Traceback" not in errors and "ERROR" not in errors, errors
+    finally:
+        process.kill()
+        process.communicate()

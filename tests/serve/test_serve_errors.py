@@ -1,0 +1,142 @@
+"""Every refusal: an OpenAI-shaped body that names the parameter."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import REPLY
+from replies import events
+
+UNSUPPORTED = {
+    "logit_bias": {"5": 1},
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "echo": True,
+    "suffix": "x",
+    "best_of": 2,
+    "min_tokens": 1,
+    "no_such_parameter": 1,
+}
+WRONG = {
+    "temperature": "hot",
+    "top_p": 0,
+    "top_k": 1.5,
+    "min_p": 2,
+    "max_tokens": 0,
+    "n": 0,
+    "seed": 2**63,
+    "stop": [""],
+    "stop_token_ids": ["a"],
+    "stream": "yes",
+    "stream_options": {"include_usage": True},
+    "repetition_penalty": -1,
+}
+
+
+def error_of(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("name, value", [*UNSUPPORTED.items(), *WRONG.items()])
+def test_parameters(post, engine, endpoint, name, value):
+    error = error_of(post(endpoint, **{name: value}))
+    assert error["param"].split("[")[0] == name and name in error["message"]
+    assert not engine.prompts
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], 3, {}, [1, "a"], [1.0], [True], [[1], ["a"]], "\ud800"])
+def test_prompts(call, prompt):
+    body = '{"prompt": "\\ud800"}' if prompt == "\ud800" else None
+    options = (
+        {"content": body, "headers": {"Content-Type": "application/json"}} if body else {"json": {"prompt": prompt}}
+    )
+    assert error_of(call("POST", "/v1/completions", **options))["param"] == "prompt"
+
+
+def test_a_prompt_is_required(call):
+    assert error_of(call("POST", "/v1/completions", json={}))["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "messages, param",
+    [
+        ([], "messages"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "the template refuses this"}], "messages"),
+    ],
+)
+def test_messages(post, messages, param):
+    error = error_of(post("chat", messages=messages))
+    assert error["param"] == param or error["param"].startswith(f"{param}.") or error["message"].startswith(param)
+
+
+def test_top_logprobs_needs_logprobs(post):
+    assert error_of(post("chat", top_logprobs=2))["param"] == "top_logprobs"
+    assert error_of(post("chat", logprobs=True, top_logprobs=21))["param"] == "logprobs"
+
+
+def test_a_long_list_of_wrong_tokens_gives_a_short_message(post):
+    assert len(error_of(post("completions", prompt=["a", *range(10_000)]))["message"]) < 200
+    assert len(error_of(post("completions", stop_token_ids=["a"] * 10_000))["message"]) < 600
+
+
+def test_unknown_model(post, call):
+    for response in (post("chat", model="other"), call("GET", "/v1/models/other")):
+        error = error_of(response, 404)
+        assert error["code"] == "model_not_found" and "other" in error["message"]
+
+
+def test_body_is_no_json(call):
+    headers = {"Content-Type": "application/json"}
+    for content in (b'{"prompt": ', b"", b"[1]", b"\xff\xfe", b"[" * 100_000):
+        error_of(call("POST", "/v1/completions", content=content, headers=headers))
+    assert "Content-Type" in error_of(call("POST", "/v1/completions", content=b'{"prompt": "a"}'))["message"]
+
+
+def test_unknown_path_and_method(call):
+    error_of(call("GET", "/v2"), 404)
+    error_of(call("GET", "/v1/completions"), 405)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_long(post, engine, stream):
+    error = error_of(post("completions", prompt="x" * 150, max_tokens=60, stream=stream))
+    assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
+    assert all(number in error["message"] for number in ("151", "60", "200"))
+    assert not engine.prompts
+
+
+def test_one_bad_prompt_of_many_starts_none(post, engine):
+    error_of(post("completions", prompt=["fine", "x" * 300]))
+    assert not engine.prompts
+
+
+@pytest.mark.parametrize(
+    "prompt, status, message",
+    [("FAIL", 500, "not finite"), ("DIE", 503, "the engine has died: boom"), ("BUG", 500, "internal error")],
+)
+def test_failures_on_the_way(post, engine, prompt, status, message):
+    assert message in error_of(post("completions", prompt=["fine", prompt]), status)["message"]
+    assert not engine.running
+    engine.is_alive = True
+    *chunks, last = events(post("completions", prompt=prompt, stream=True))
+    assert message in last["error"]["message"] and "secret" not in str(last)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ("" if prompt == "BUG" else REPLY[:2])
+
+
+def test_dead_engine(post, call, engine):
+    assert call("GET", "/health").status_code == 200
+    engine.is_alive = False
+    assert call("GET", "/health").status_code == 503
+    assert error_of(post("chat", stream=True), 503)["code"] == "engine_dead"
