@@ -141,3 +141,22 @@ class KVSpec:
             return context
         tail = context - PAGE * self.sealed_pages(context)
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
+
+    def in_words(self, shape: ModelShape) -> str:
+        """One line that names every part and number of a resolved policy."""
+        if not self.seals:
+            return "every key and value exact on the device, every token attended"
+        keys = f"{self.keys} keys" + (f" (rank {self.rank} of {shape.kv_dim})" if self.rank is not None else "")
+        values = f"{self.values} values on the {self.place}"
+        words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
+        if self.index != "none":
+            words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
+        words.append(f"newest {self.local} tokens exact, all up to {self.dense_limit}")
+        return ", ".join(words)
+
+    def _budget_in_words(self) -> str:
+        if self.budget is None:
+            return f"budget {DEFAULT_BUDGET:.2%} of the context, at least {DEFAULT_BUDGET_FLOOR} tokens"
+        if isinstance(self.budget, int):
+            return f"budget {self.budget} tokens"
+        return f"budget {self.budget:.2%} of the context"

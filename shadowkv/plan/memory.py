@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,3 @@ def largest_batch(need: SequenceBytes, device_bytes: int, host_bytes: int | None
     device = max(0, device_bytes) // need.device
     host = host_bytes // need.host if need.host and host_bytes is not None else None
     return LargestBatch(device, host, device if host is None else min(device, host))
-
-
-def prefill_bytes(shape: ModelShape, hidden_size: int, context: int, dtype: torch.dtype) -> int:
-    """Device bytes that the engine leaves free for a prefill at its longest.
-
-    Hidden states twice, and one layer's keys (before and after the rotation) and values.
-    """
-    return context * (2 * hidden_size + 3 * shape.kv_dim) * dtype.itemsize

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from shadowkv.engine.sizing import GIB, prefill_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.plan.memory import LargestBatch, SequenceBytes, largest_batch, prefill_bytes, sequence_bytes
+from shadowkv.plan.memory import LargestBatch, SequenceBytes, largest_batch, sequence_bytes
 from shadowkv.plan.traffic import StepReads, step_reads
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shadowkv.engine.sizing import GIB
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import DEFAULT_BUDGET, DEFAULT_BUDGET_FLOOR, KVSpec
-from shadowkv.plan.planner import GIB, Plan, Planner, StepFloor
-
-
-def spec_in_words(spec: KVSpec, shape: ModelShape) -> str:
-    """One line that names every part and number of a resolved policy."""
-    if not spec.seals:
-        return "every key and value exact on the device, every token attended"
-    keys = spec.keys + (f" keys (rank {spec.rank} of {shape.kv_dim})" if spec.rank is not None else " keys")
-    words = [keys, f"{spec.index} index", f"{spec.values} values on the {spec.place}", f"chunks of {spec.chunk} tokens"]
-    if spec.index != "none":
-        words.append(_budget_in_words(spec.budget))
-        words.append(f"{spec.outliers} outlier chunks per kv head")
-    words.append(f"newest {spec.local} tokens exact, all up to {spec.dense_limit}")
-    return ", ".join(words)
-
-
-def _budget_in_words(budget: float | int | None) -> str:
-    if budget is None:
-        return f"budget {DEFAULT_BUDGET:.2%} of the context, at least {DEFAULT_BUDGET_FLOOR} tokens"
-    return f"budget {budget} tokens" if isinstance(budget, int) else f"budget {budget:.2%} of the context"
+from shadowkv.plan.planner import Plan, Planner, StepFloor
 
 
 def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
@@ -44,7 +25,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
         f"= {planner.cache_bytes / GIB:.2f} GiB for the cache; read at {machine.device_bandwidth_tbs:g} TB/s",
         f"host     {host}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
-        *(f"policy   {plan.kv}: {spec_in_words(plan.spec, shape)}" for plan in plans),
+        *(f"policy   {plan.kv}: {plan.spec.in_words(shape)}" for plan in plans),
         "",
     ]
     rows = [("", [plan.kv for plan in plans]), *_rows(plans)]
@@ -113,7 +94,7 @@ def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
     return {
         "kv": plan.kv,
         "spec": asdict(plan.spec),
-        "spec_in_words": spec_in_words(plan.spec, shape),
+        "spec_in_words": plan.spec.in_words(shape),
         "device_bytes_per_sequence": need.device,
         "device_gib_per_sequence": need.device / GIB,
         "host_bytes_per_sequence": need.host,

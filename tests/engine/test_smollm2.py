@@ -15,10 +15,12 @@ from shadowkv.models.catalogue import fetch
 from shadowkv.models.loader import LoadedModel
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-TOPICS = """the sea, a lighthouse, bread, the number seven, a train journey, Lisbon, winter, bees, an old clock, chess,
-glass, a letter, volcanoes, the moon, cats, rivers, a bakery, opera, bridges, mathematics""".replace("\n", " ").split(
-    ", "
+TOPICS = (
+    *("the sea", "a lighthouse", "bread", "the number seven", "a train journey", "Lisbon", "winter", "bees"),
+    *("an old clock", "chess", "glass", "a letter", "volcanoes", "the moon", "cats", "rivers", "a bakery"),
+    *("opera", "bridges", "mathematics"),
 )
+NOUNS = ("grass", "sky", "river", "stone", "wind", "road", "tree", "cloud", "field", "light", "house", "bird", "hill")
 
 
 def chat(llm: LLM, text: str) -> list[int]:
@@ -29,26 +31,8 @@ def chat(llm: LLM, text: str) -> list[int]:
 def filler(llm: LLM, count: int, seed: int) -> list[int]:
     """Dull text of exactly ``count`` tokens."""
     rng, ids = random.Random(seed), []
-    words = [
-        "grass",
-        "sky",
-        "river",
-        "stone",
-        "wind",
-        "road",
-        "tree",
-        "cloud",
-        "field",
-        "light",
-        "house",
-        "morning",
-        "evening",
-        "bird",
-        "water",
-        "hill",
-    ]
     while len(ids) < count:
-        a, b, c = rng.sample(words, 3)
+        a, b, c = rng.sample(NOUNS, 3)
         ids += llm.tokenizer.encode(f" The {a} is near the {b}, and the {c} is far away.", add_special_tokens=False)
     return ids[:count]
 
@@ -114,9 +98,7 @@ def test_second_turn_extends_the_cached_sequence(llm: LLM, loaded: LoadedModel, 
     second = answer[-1:] + llm.tokenizer.encode(
         "<|im_end|>\n<|im_start|>user\nName three birds and where they live.<|im_end|>\n<|im_start|>assistant\n"
     )
-    forced = llm.tokenizer.encode(
-        " Robins live in gardens, gulls live by the sea and owls live in old trees and barns."
-    )
+    forced = llm.tokenizer.encode(" Robins live in gardens, gulls by the sea and owls in old trees and barns.")
     extended = session.force(second, forced)
     fresh = Session(loaded, preset(kv), 2000).force(first + answer[:-1] + second, forced)
     assert compare(fresh, extended).mean_kl <= limit

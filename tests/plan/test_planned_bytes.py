@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shadowkv.engine.sizing import prefill_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.memory import OutOfPages
@@ -13,7 +14,7 @@ from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.rotate.tables import RopeConfig
-from shadowkv.plan.memory import SequenceBytes, largest_batch, prefill_bytes, sequence_bytes
+from shadowkv.plan.memory import SequenceBytes, largest_batch, sequence_bytes
 from shadowkv.plan.traffic import StepReads, step_reads
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
