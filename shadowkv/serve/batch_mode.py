@@ -73,6 +73,13 @@ class BatchRun:
                 await asyncio.gather(*workers, return_exceptions=True)
         self.files.partial.replace(self.files.output)
 
+    def kept(self) -> str:
+        """After a run that was cut short: how many answers there are, and where."""
+        if not self.done:
+            self.files.partial.unlink(missing_ok=True)
+            return "no answers yet"
+        return f"{self.done} answers are in {self.files.partial}"
+
     async def _work(self, lines: Iterator[tuple[int, bytes]], sink: TextIO, bar: tqdm[None]) -> None:
         for number, line in lines:
             record = await self._record(number, line)
@@ -142,10 +149,10 @@ def run_batch(engine: AsyncEngine, model: str, files: BatchFiles, concurrency: i
     try:
         asyncio.run(run.run(concurrency))
     except KeyboardInterrupt:
-        print(f"interrupted: {run.done} answers are in {files.partial}", file=sys.stderr)
+        print(f"interrupted: {run.kept()}", file=sys.stderr)
         return 130
     except ApiError as error:
-        print(f"error: {error}; {run.done} answers are in {files.partial}", file=sys.stderr)
+        print(f"error: {error}; {run.kept()}", file=sys.stderr)
         return 1
     seconds = monotonic() - run.start
     print(f"{run.done} requests, {run.failed} failed, {run.tokens} tokens in {seconds:.1f} s -> {files.output}")

@@ -98,6 +98,12 @@ def test_a_dead_engine_ends_the_run_and_keeps_what_is_done(run, capsys):
         run.files.check()
 
 
+def test_nothing_is_kept_of_a_run_without_answers(run, capsys):
+    assert run([line("first", prompt="DIE")]) == 1
+    assert "no answers yet" in capsys.readouterr().err
+    run.files.check()
+
+
 def test_interrupt_keeps_what_is_done(run, engine, capsys):
     def interrupt():
         while not (run.files.partial.exists() and run.files.partial.read_text(encoding="utf-8").endswith("\n")):
