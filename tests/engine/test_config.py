@@ -1,0 +1,146 @@
+"""EngineConfig, its flags and its errors."""
+
+import argparse
+from dataclasses import fields, replace
+
+import pytest
+
+from shadowkv.engine.config import EngineConfig, parse_budget
+from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.spec import KVSpec
+
+SET = EngineConfig(
+    model="some/model",
+    adapter="lora",
+    load_format="dummy",
+    max_num_seqs=3,
+    max_model_len=4096,
+    max_num_batched_tokens=512,
+    max_cached_seqs=0,
+    default_max_tokens=77,
+    kv="quest",
+    kv_rank=12,
+    kv_budget=0.25,
+    kv_chunk=4,
+    kv_outliers=5,
+    gpu_memory_utilization=0.5,
+    host_memory_gib=2.5,
+    dtype="bfloat16",
+    device="cpu",
+    rope_theta=5e6,
+)
+
+
+def parse(*flags: str) -> EngineConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    EngineConfig.add_arguments(parser)
+    return EngineConfig.from_args(parser.parse_args(flags))
+
+
+def flags_of(config: EngineConfig) -> list[str]:
+    """Every field as the flag of its name with dashes."""
+    return [
+        part
+        for field in fields(config)
+        if getattr(config, field.name) is not None
+        for part in ("--" + field.name.replace("_", "-"), str(getattr(config, field.name)))
+    ]
+
+
+def test_every_field_of_the_example_differs_from_its_default():
+    assert [field.name for field in fields(SET) if getattr(SET, field.name) == field.default] == []
+
+
+@pytest.mark.parametrize("config", [EngineConfig(), SET, replace(SET, kv_budget=2048)], ids=["default", "set", "count"])
+def test_every_field_is_a_flag_of_its_name(config):
+    parsed = parse(*flags_of(config))
+    assert parsed == config
+    for field in fields(config):
+        assert type(getattr(parsed, field.name)) is type(getattr(config, field.name)), field.name
+
+
+def test_no_flags_give_the_defaults():
+    assert parse() == EngineConfig()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
+def test_one_flag_changes_one_field(name):
+    value = getattr(SET, name)
+    assert parse("--" + name.replace("_", "-"), str(value)) == replace(EngineConfig(), **{name: value})
+
+
+def test_batch_is_another_name_of_max_num_seqs():
+    assert parse("--batch", "5") == parse("--max-num-seqs", "5") == EngineConfig(max_num_seqs=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"), [("0.0156", 0.0156), ("2048", 2048), ("1.0", 1.0), ("1", 1), ("1.", 1.0), (".5", 0.5)]
+)
+def test_a_budget_with_a_point_is_a_fraction_and_one_without_a_count(text, budget):
+    assert parse_budget(text) == budget
+    assert type(parse_budget(text)) is type(budget)
+    assert parse("--kv-budget", text).spec().budget == budget
+
+
+def test_words_are_no_budget():
+    with pytest.raises(ValueError):
+        parse_budget("some")
+    with pytest.raises(argparse.ArgumentError, match="kv-budget"):
+        parse("--kv-budget", "some")
+
+
+@pytest.mark.parametrize("flag", ["--kv", "--load-format", "--dtype"])
+def test_a_choice_that_is_not_known_is_refused_with_the_known_ones(flag):
+    known = {"--kv": "shadowkv", "--load-format": "dummy", "--dtype": "float16"}[flag]
+    with pytest.raises(argparse.ArgumentError, match=known):
+        parse(flag, "nope")
+
+
+def test_errors_list_every_value_that_cannot_be():
+    bad = {
+        "max_num_seqs": 0,
+        "max_num_batched_tokens": -1,
+        "max_cached_seqs": -2,
+        "default_max_tokens": 0,
+        "max_model_len": 0,
+        "gpu_memory_utilization": 1.5,
+        "host_memory_gib": -0.5,
+        "rope_theta": 0.0,
+    }
+    with pytest.raises(ValueError) as error:
+        EngineConfig(**bad)
+    for name, value in bad.items():
+        assert f"{name}={value}" in str(error.value)
+        with pytest.raises(ValueError, match=f"{name}={value} must") as alone:
+            EngineConfig(**{name: value})
+        assert str(alone.value).count(" must ") == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_cached_seqs": 0, "default_max_tokens": 1},
+        {"max_model_len": 1},
+        {"gpu_memory_utilization": 1.0, "host_memory_gib": 0.0},
+    ],
+    ids=str,
+)
+def test_values_at_the_ends_of_their_ranges_are_allowed(values):
+    EngineConfig(**values)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_policy_is_the_preset_with_what_was_overridden(name):
+    assert EngineConfig(kv=name).spec() == PRESETS[name]
+    changed = EngineConfig(kv=name, kv_rank=9, kv_budget=100, kv_chunk=4, kv_outliers=0).spec()
+    assert changed == replace(PRESETS[name], rank=9, budget=100, chunk=4, outliers=0)
+
+
+def test_a_spec_is_taken_as_it_is():
+    spec = KVSpec(keys="low-rank", rank=5)
+    assert EngineConfig(kv=spec).spec() is spec
+
+
+def test_an_unknown_preset_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'nope'.*shadowkv"):
+        EngineConfig(kv="nope").spec()

@@ -1,0 +1,286 @@
+"""The sampler against its formulas: candidate sets, shares, penalties, log-probabilities, repeatability."""
+
+import math
+import random
+import secrets
+
+import pytest
+import torch
+
+from shadowkv.engine.request import Request
+from shadowkv.engine.sampler import sample
+from shadowkv.engine.sampling_params import SamplingParams
+
+
+@pytest.fixture(params=["fixed", "fresh"])
+def seed(request: pytest.FixtureRequest) -> int:
+    value = 20241028 if request.param == "fixed" else secrets.randbits(32)
+    print(f"seed {value}")
+    torch.manual_seed(value)
+    return value
+
+
+def request(seed: int = 0, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object) -> Request:
+    return Request("r", list(prompt), SamplingParams(**params), 100, seed, output_token_ids=list(output))
+
+
+def draws(logits: torch.Tensor, count: int, first_seed: int = 0, **params: object) -> list[int]:
+    """Tokens that ``count`` requests, alike but for their seeds, draw from the same logits [V]."""
+    requests = [request(first_seed + i, **params) for i in range(count)]
+    return sample(logits.expand(count, -1).clone(), requests)[0]
+
+
+def assert_drawn_from(tokens: list[int], shares: torch.Tensor) -> None:
+    """Pearson's chi-square test at about one false alarm in 10^5."""
+    expected = shares.double() * len(tokens)
+    seen = torch.bincount(torch.tensor(tokens), minlength=len(shares)).double()
+    possible = expected > 0
+    assert seen[~possible].sum() == 0
+    statistic = float(((seen - expected)[possible] ** 2 / expected[possible]).sum())
+    freedom = int(possible.sum()) - 1
+    assert statistic < freedom + 6 * math.sqrt(2 * freedom) + 12, f"{statistic:.1f} at {freedom} degrees of freedom"
+
+
+def test_temperature_zero_takes_the_likeliest_token_whatever_the_seed(seed):
+    logits = torch.randn(20, 500)
+    requests = [request(i, temperature=0, top_p=0.3, top_k=7) for i in range(20)]
+    assert sample(logits.clone(), requests)[0] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}], ids=str)
+def test_a_single_candidate_is_the_greedy_one(seed, params):
+    logits = torch.randn(30, 500)
+    requests = [request(i + seed, **params) for i in range(30)]
+    assert sample(logits.clone(), requests)[0] == logits.argmax(-1).tolist()
+
+
+def test_a_seeded_draw_does_not_depend_on_the_batch(seed):
+    pick = random.Random(seed)
+    choices = [
+        {"temperature": pick.choice([0, 0.5, 1, 2]), "top_k": pick.choice([0, -1, 5, 50]), "top_p": pick.random() or 1}
+        for _ in range(16)
+    ]
+    logits = 3 * torch.randn(16, 300)
+    requests = [request(pick.randrange(2**63), output=(1,) * pick.randrange(5), **params) for params in choices]
+    together = sample(logits.clone(), requests)[0]
+    alone = [sample(logits[i : i + 1].clone(), requests[i : i + 1])[0][0] for i in range(16)]
+    assert together == alone
+    order = list(range(16))
+    pick.shuffle(order)
+    assert sample(logits[order], [requests[i] for i in order])[0] == [together[i] for i in order]
+
+
+def test_the_same_seed_and_step_repeat_and_other_steps_and_seeds_do_not():
+    logits = torch.zeros(1, 1000)
+
+    def text(seed: int) -> list[int]:
+        return [sample(logits.clone(), [request(seed, output=(5,) * step)])[0][0] for step in range(20)]
+
+    assert text(7) == text(7)
+    assert len(set(text(7))) > 15
+    assert sum(a == b for a, b in zip(text(7), text(8))) < 5
+    assert sum(a == b for a, b in zip(text(7)[1:], text(8))) < 5  # nor is one seed the next one, a step on
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_follow_the_softmax_at_the_temperature(seed, temperature):
+    logits = torch.randn(12)
+    tokens = draws(logits, 4000, seed, temperature=temperature)
+    assert_drawn_from(tokens, torch.softmax(logits.double() / temperature, -1))
+
+
+def test_successive_steps_of_one_request_follow_the_softmax_too(seed):
+    logits = torch.randn(8)
+    requests = [request(seed, output=(0,) * step) for step in range(2000)]
+    tokens = sample(logits.expand(2000, -1).clone(), requests)[0]
+    assert_drawn_from(tokens, torch.softmax(logits.double(), -1))
+
+
+def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """Shares of the candidates, by the definitions; logits are distinct."""
+    order = logits.double().argsort(descending=True)
+    order = order[:top_k] if top_k > 0 else order
+    shares = torch.softmax(logits.double()[order], -1)
+    mass, smallest = 0.0, []
+    for token, share in zip(order.tolist(), shares.tolist()):
+        if mass >= top_p:
+            break
+        mass += share
+        if share >= min_p * float(shares[0]):
+            smallest.append(token)
+    result = torch.zeros(len(logits), dtype=torch.float64)
+    result[smallest] = torch.softmax(logits.double()[smallest], -1)
+    return result
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 3},
+        {"top_k": 1000},
+        {"top_k": -1},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"top_p": 1.0},
+        {"min_p": 0.2},
+        {"min_p": 0.01},
+        {"top_k": 10, "top_p": 0.6, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_draws_come_from_the_candidates_alone_and_by_their_shares(seed, params):
+    logits = 2 * torch.randn(40)
+    shares = kept(logits, **params)
+    tokens = draws(logits, 3000, seed, **params)
+    assert set(tokens) <= set(shares.nonzero().flatten().tolist())
+    likely = shares * 3000 > 10
+    assert set(likely.nonzero().flatten().tolist()) <= set(tokens)
+    rare = len(shares)  # one class of all the others, for the test's sake
+    pooled = [token if likely[token] else rare for token in tokens]
+    assert_drawn_from(pooled, torch.cat((shares * likely, shares[~likely].sum()[None])))
+
+
+def test_top_p_keeps_the_token_that_reaches_the_mass_and_none_after_it():
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert set(draws(logits, 500, top_p=0.5)) == {0}
+    assert set(draws(logits, 500, top_p=0.51)) == {0, 1}
+    assert set(draws(logits, 500, top_p=0.76)) >= {0, 1}
+    assert len(set(draws(logits, 500, top_p=0.76))) == 3  # one of the two that tie
+
+
+def test_candidates_follow_the_temperature():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert set(draws(logits, 500, top_p=0.6)) == {0, 1}
+    assert set(draws(logits, 500, top_p=0.6, temperature=0.3)) == {0}
+    assert set(draws(logits, 500, min_p=0.5, temperature=100.0)) == {0, 1, 2}
+
+
+def test_requests_of_one_batch_keep_their_own_candidates(seed):
+    logits = 2 * torch.randn(40)
+    choices = [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.3}, {"temperature": 0}, {"top_k": 5, "temperature": 3.0}]
+    requests = [request(seed + i, **choices[i % 5]) for i in range(1000)]
+    tokens = sample(logits.expand(1000, -1).clone(), requests)[0]
+    for i, params in enumerate(choices):
+        shares = kept(logits, **{key: value for key, value in params.items() if key != "temperature"})
+        allowed = {int(logits.argmax())} if params.get("temperature") == 0 else set(shares.nonzero().flatten().tolist())
+        assert set(tokens[i::5]) == allowed or set(tokens[i::5]) < allowed
+
+
+def penalise(logits: torch.Tensor, seen: set[int], penalty: float) -> torch.Tensor:
+    result = logits.clone()
+    for token in seen:
+        value = float(logits[token])
+        result[token] = value / penalty if value > 0 else value * penalty
+    return result
+
+
+@pytest.mark.parametrize("penalty", [1.3, 5.0, 0.5])
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_tokens_seen(seed, penalty):
+    logits = torch.randn(3, 200)
+    prompt, output = (3, 3, 17, 100, int(logits[0].argmax())), (5, 17, 6, 6)
+    requests = [
+        request(prompt=prompt, output=output, temperature=0, repetition_penalty=penalty),
+        request(prompt=prompt, output=output, temperature=0),
+        request(seed, prompt=prompt, output=output, top_k=1, repetition_penalty=penalty),
+    ]
+    changed = logits.clone()
+    tokens = sample(changed, requests)[0]
+    expected = [penalise(row, {*prompt, *output}, penalty) for row in logits]
+    torch.testing.assert_close(changed, torch.stack([expected[0], logits[1], expected[2]]))
+    assert tokens == [int(expected[0].argmax()), int(logits[1].argmax()), int(expected[2].argmax())]
+
+
+def test_repetition_penalty_changes_what_is_chosen():
+    logits = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
+    assert sample(logits.clone(), [request(prompt=(0,), temperature=0, repetition_penalty=1.5)])[0] == [1]
+    assert sample(logits.clone(), [request(prompt=(1,), temperature=0, repetition_penalty=1.5)])[0] == [0]
+    both = torch.tensor([[-1.0, -1.2]])
+    assert sample(both.clone(), [request(prompt=(0,), temperature=0, repetition_penalty=1.5)])[0] == [1]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.3, "top_k": 4}, {"repetition_penalty": 2.0}])
+def test_logprobs_are_those_of_the_models_own_logits_likeliest_first(seed, params):
+    logits = torch.randn(3, 100)
+    requests = [
+        request(seed, logprobs=5, **params),
+        request(seed + 1, **params),
+        request(seed + 2, logprobs=0, **params),
+    ]
+    tokens, logprobs, _ = sample(logits.clone(), requests)
+    expected = torch.log_softmax(logits.double(), -1)
+    assert logprobs[1] is None
+    for row, count in ((0, 5), (2, 0)):
+        got = logprobs[row]
+        assert got.token_id == tokens[row]
+        assert got.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
+        best = expected[row].argsort(descending=True)[:count].tolist()
+        assert list(got.top) == best
+        assert list(got.top.values()) == pytest.approx([float(expected[row, token]) for token in best], abs=1e-5)
+
+
+def test_each_request_gets_as_many_alternatives_as_it_asked_for():
+    requests = [request(logprobs=count) for count in (0, 20, 1, 7)]
+    logprobs = sample(torch.randn(4, 64), requests)[1]
+    assert [len(entry.top) for entry in logprobs] == [0, 20, 1, 7]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_row_that_is_not_finite_is_flagged_and_leaves_the_others_alone(seed, broken, everywhere):
+    logits = torch.randn(5, 100)
+    params = [
+        {"temperature": 0, "logprobs": 3},
+        {"logprobs": 2},
+        {"top_p": 0.5},
+        {"temperature": 0.7, "repetition_penalty": 1.4, "min_p": 0.1, "logprobs": 1},
+        {"top_k": 3},
+    ]
+    requests = [request(seed + i, prompt=(i, 50), **each) for i, each in enumerate(params)]
+    good = sample(logits.clone(), requests)
+    assert good[2] == [True] * 5
+    for row in range(5):
+        bad = logits.clone()
+        bad[row, slice(None) if everywhere else 50] = broken
+        tokens, logprobs, finite = sample(bad, requests)
+        assert finite == [i != row for i in range(5)]
+        assert 0 <= tokens[row] < 100
+        for i in set(range(5)) - {row}:
+            assert tokens[i] == good[0][i]
+            assert logprobs[i] == good[1][i]
+
+
+def test_a_large_vocabulary_with_extreme_logits_stays_within_its_candidates(seed):
+    logits = torch.full((50_000,), -60.0)
+    logits[[7, 49_999]] = 80.0
+    assert set(draws(logits, 50, seed)) == {7, 49_999}
+
+
+def test_sampling_params_list_every_value_out_of_range():
+    with pytest.raises(ValueError) as error:
+        SamplingParams(
+            max_tokens=0, temperature=-1, top_p=0, top_k=-2, min_p=2, repetition_penalty=0, logprobs=21, stop=("",)
+        )
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "stop")
+    for name in names:
+        assert name in str(error.value), name
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_nan_is_out_of_range(name):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: math.nan})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": -1}, {"top_p": 1.0}, {"min_p": 1.0}, {"logprobs": 0}, {"logprobs": 20}, {"temperature": 0}],
+    ids=str,
+)
+def test_values_at_the_ends_of_their_ranges_are_allowed(params):
+    SamplingParams(**params)
+
+
+def test_a_request_counts_all_tokens_but_the_last_sampled_as_cached():
+    one = request(prompt=(1, 2, 3), output=(4,))
+    assert one.token_ids == [1, 2, 3, 4]
+    assert one.capacity == 3 + 100 - 1

@@ -1,0 +1,212 @@
+"""The attention ops against a softmax per head, and their parts merged against one softmax over everything."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend, attend_rows, poison
+from torch import Tensor
+
+from shadowkv.ops.paged_attention import reference as paged_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def check(out: tuple[Tensor, Tensor], rows: list[tuple], dtype: torch.dtype) -> None:
+    """Outputs and log-sum-exps [n, H_q, …] against one (q, k, v) per row."""
+    exact, sums = attend_rows(rows)
+    assert out[0].dtype == dtype
+    assert out[1].dtype == torch.float32
+    if dtype == torch.float32:
+        assert_close(out[0], exact)
+        assert_close(out[1], sums)
+        return
+    low, low_sums = attend_rows(rows, dtype)
+    assert_close_like_lowp(out[0], exact, low)
+    full = sums.isfinite()
+    assert torch.equal(out[1] == -math.inf, ~full)
+    assert_close_like_lowp(out[1][full], sums[full], low_sums[full])
+
+
+def paged_case(heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple:
+    """Shuffled pages with gaps, NaN in every row and page that no count covers; and the plain rows."""
+    counts = torch.tensor(
+        [
+            [1, 0, 0, 0, 0],
+            [0, 0, 0, 0, 64],
+            [64, 64, 64, 64, 64],
+            [64, 0, 7, 63, 0],
+            [0, 33, 0, 1, 2],
+        ]
+    )
+    counts[3, 3] = torch.randint(1, 65, ())
+    names = torch.randperm(40)
+    pages = names[:25].view(5, 5)
+    # Views as a pool has them: keys and values of a page side by side, and some bytes between pages.
+    pool = torch.randn(40, 3, heads, 64, dim).to(dtype)
+    used = torch.zeros(40, 64, dtype=torch.bool)
+    for row in range(5):
+        for column in range(5):
+            used[pages[row, column], : counts[row, column]] = True
+    pool = poison(pool.permute(0, 3, 1, 2, 4), used).permute(0, 2, 3, 1, 4).contiguous()
+    k, v = pool[:, 0], pool[:, 1]
+    q = (2 * torch.randn(5, heads * group, dim)).to(dtype)
+    rows = []
+    for row in range(5):
+        parts = [[x[pages[row, e], :, : counts[row, e]] for e in range(5)] for x in (k, v)]
+        rows.append((q[row], *(torch.cat(part, dim=1) for part in parts)))
+    return (q, k, v, pages, counts), rows
+
+
+@shapes
+@dtypes
+def test_paged_attention_reads_only_the_valid_tokens(ops, seed, heads, group, dim, dtype):
+    args, rows = paged_case(heads, group, dim, dtype)
+    check(ops.paged_attention(*args), rows, dtype)
+
+
+def test_paged_attention_of_one_token_is_its_value(ops, seed):
+    k, v, q = torch.randn(3, 2, 64, 64), torch.randn(3, 2, 64, 64), torch.randn(1, 4, 64)
+    out, lse = ops.paged_attention(q, k, v, torch.tensor([[2]]), torch.tensor([[1]]))
+    assert_close(out[0], v[2, :, 0].repeat_interleave(2, 0))
+    assert_close(lse[0], (q[0] * k[2, :, 0].repeat_interleave(2, 0)).sum(-1) / 8)
+
+
+def test_paged_attention_survives_large_scores(ops, seed):
+    (q, k, v, pages, counts), rows = paged_case(2, 3, 64, torch.float32)
+    out, lse = ops.paged_attention(q * 200, k, v, pages, counts)
+    exact, sums = attend_rows([(query * 200, *rest) for query, *rest in rows])
+    assert_close(out, exact, atol=2e-3)
+    assert_close(lse, sums, atol=2e-3)
+    assert sums.abs().max() > 200  # exp of it overflows float32
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 14])
+def test_paged_attention_may_gather_its_pages_in_any_number_of_steps(seed, monkeypatch, at_once):
+    args, rows = paged_case(2, 3, 64, torch.float32)
+    monkeypatch.setattr(paged_reference, "PAGES_AT_ONCE", at_once)
+    check(paged_reference.paged_attention(*args), rows, torch.float32)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 7), (1, 40), (5, 23)])
+def test_causal_attention_sees_each_position_up_to_its_own(ops, seed, heads, group, dim, dtype, n, m):
+    q = torch.randn(n, heads * group, dim).to(dtype)
+    k, v = torch.randn(2, m, heads, dim).to(dtype)
+    rows = [(q[i], k[: m - n + i + 1].transpose(0, 1), v[: m - n + i + 1].transpose(0, 1)) for i in range(n)]
+    out = ops.causal_attention(q, k, v)
+    check((out, attend_rows(rows)[1].float()), rows, dtype)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (4, 64), (6, 37)])
+def test_block_attention_attends_to_the_valid_keys_of_a_block(ops, seed, heads, group, dim, dtype, causal, n, m):
+    q = torch.randn(n, heads * group, dim).to(dtype)
+    k, v = torch.randn(2, heads, m, dim).to(dtype)
+    for valid in (None, torch.rand(heads, m) < 0.5):
+        if valid is not None:
+            valid[0] = False  # a head with nothing to see
+            k, v = poison(k, valid), poison(v, valid)
+        seen = torch.ones(heads, m, dtype=torch.bool) if valid is None else valid
+        rows = []
+        for i in range(n):
+            mask = seen.clone()
+            mask[:, m - n + i + 1 if causal else m :] = False
+            rows.append((q[i], *([x[head][mask[head]] for head in range(heads)] for x in (k, v))))
+        check(ops.block_attention(q, k, v, valid, causal), rows, dtype)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("m", [1, 8, 41])
+def test_selected_attention_attends_to_the_valid_rows(ops, seed, heads, group, dim, dtype, m):
+    q = torch.randn(4, heads * group, dim).to(dtype)
+    k, v = torch.randn(2, 4, heads, m, dim).to(dtype)
+    valid = torch.rand(4, heads, m) < 0.6
+    valid[0], valid[1], valid[2, -1] = True, False, False
+    k, v = poison(k, valid), poison(v, valid)
+    rows = [
+        (q[b], [k[b, h][valid[b, h]] for h in range(heads)], [v[b, h][valid[b, h]] for h in range(heads)])
+        for b in range(4)
+    ]
+    out = ops.selected_attention(q, k, v, valid)
+    check(out, rows, dtype)
+    assert (out[0][1] == 0).all()  # a row with nothing to see
+    assert (out[1][1] == -math.inf).all()
+
+
+def test_selected_attention_over_no_rows_at_all_is_zero(ops):
+    q, none = torch.randn(2, 6, 64), torch.zeros(2, 3, 0, 64)
+    out, lse = ops.selected_attention(q, none, none, torch.zeros(2, 3, 0, dtype=torch.bool))
+    assert torch.equal(out, torch.zeros(2, 6, 64))
+    assert torch.equal(lse, torch.full((2, 6), -math.inf))
+
+
+@dtypes
+def test_merged_parts_equal_one_softmax_over_all_of_them(ops, seed, dtype):
+    q, (k, v) = torch.randn(3, 6, 64).to(dtype), torch.randn(2, 2, 50, 64).to(dtype)
+    borders = [0, 0, 1, 30, 50]  # an empty part, one of length 1, two longer ones
+    parts = []
+    for start, end in pairwise(borders):
+        out, lse = attend_rows([(query, k[:, start:end], v[:, start:end]) for query in q])
+        parts.append((out.to(dtype), lse.float()))
+    rows = [(query, k, v) for query in q]
+    merged = ops.merge_attention(parts)
+    assert merged.dtype == dtype
+    if dtype == torch.float32:
+        assert_close(merged, attend_rows(rows)[0])
+    else:
+        assert_close_like_lowp(merged, attend_rows(rows)[0], attend_rows(rows, dtype)[0])
+
+
+def test_merge_weighs_parts_by_the_exponential_of_their_log_sum_exp(ops, seed):
+    outs = torch.randn(3, 2, 5, 8)
+    lse = torch.stack([torch.full((2, 5), value) for value in (900.0, 901.0, 890.0)])  # exp of each overflows
+    lse[1, 0] = -math.inf
+    weights = torch.tensor([[1, 0, math.exp(-10)], [1, math.e, math.exp(-10)]], dtype=torch.float64)
+    weights /= weights.sum(1, keepdim=True)
+    expected = torch.einsum("bp,pbhd->bhd", weights, outs.double())
+    assert_close(ops.merge_attention(list(zip(outs, lse))), expected, atol=1e-5)
+
+
+def test_merge_of_a_single_part_is_that_part(ops, seed):
+    out = torch.randn(2, 3, 8)
+    assert torch.equal(ops.merge_attention([(out, torch.randn(2, 3))]), out)
+
+
+@shapes
+def test_blocks_and_a_causal_last_block_merge_into_causal_attention(ops, seed, heads, group, dim):
+    n, m, step = 9, 70, 24
+    q, (k, v) = torch.randn(n, heads * group, dim), torch.randn(2, m, heads, dim)
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    parts = [
+        ops.block_attention(q, keys[:, start : min(start + step, m - n)], values[:, start : min(start + step, m - n)])
+        for start in range(0, m - n, step)
+    ]
+    parts.append(ops.block_attention(q, keys[:, m - n :], values[:, m - n :], causal=True))
+    rows = [(q[i], keys[:, : m - n + i + 1], values[:, : m - n + i + 1]) for i in range(n)]
+    merged = ops.merge_attention(parts)
+    assert_close(merged, attend_rows(rows)[0])
+    torch.testing.assert_close(merged, ops.causal_attention(q, k, v), atol=2e-5, rtol=2e-5)
+
+
+def test_paged_and_selected_parts_merge_into_one_attention(ops, seed):
+    args, rows = paged_case(2, 3, 64, torch.float32)
+    q = args[0]
+    k, v = torch.randn(2, 5, 2, 16, 64)
+    valid = torch.rand(5, 2, 16) < 0.5
+    valid[4] = False
+    merged = ops.merge_attention(
+        [ops.paged_attention(*args), ops.selected_attention(q, poison(k, valid), poison(v, valid), valid)]
+    )
+    for b, (query, keys, values) in enumerate(rows):
+        both = [
+            [torch.cat((old[h], new[b, h][valid[b, h]])) for h in range(2)] for old, new in ((keys, k), (values, v))
+        ]
+        assert_close(merged[b], attend(query, *both)[0])

@@ -1,0 +1,166 @@
+"""Chunk scores, top-k and outliers against brute force."""
+
+import math
+
+import pytest
+import torch
+from plain_formulas import SHAPES, assert_close, group_shares, poison
+
+shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+
+
+def scoring_case(heads: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page names of 4 ragged sequences out of 20 pages, and the chunks that may not be selected."""
+    pages = torch.randperm(20)[:12].view(4, 3)
+    ends = [3 * chunks, 2 * chunks + 1, 1, 0]  # the last sequence has nothing to select
+    excluded = torch.arange(3 * chunks) >= torch.tensor(ends)[:, None, None]
+    excluded = excluded | (torch.rand(4, heads, 3 * chunks) < 0.3)
+    excluded[2, :, 0] = False
+    return pages, excluded
+
+
+def by_page(excluded: torch.Tensor, pages: torch.Tensor, chunks: int) -> torch.Tensor:
+    """bool [20, H, C]: pages' chunks that some sequence may select."""
+    allowed = torch.zeros(20, excluded.shape[1], chunks, dtype=torch.bool)
+    for row, names in enumerate(pages.tolist()):
+        for column, name in enumerate(names):
+            allowed[name] = ~excluded[row, :, column * chunks : (column + 1) * chunks]
+    return allowed
+
+
+@shapes
+@pytest.mark.parametrize("chunks", [8, 1, 4])
+def test_chunk_mean_scores_are_the_groups_largest_softmax_shares(ops, seed, heads, group, dim, chunks):
+    pages, excluded = scoring_case(heads, chunks)
+    q, landmarks = 3 * torch.randn(4, heads * group, dim), torch.randn(20, 2, heads, chunks, dim)[:, 1]
+    landmarks = poison(landmarks, by_page(excluded, pages, chunks))
+    scores = ops.chunk_mean_scores(q, landmarks, pages, excluded)
+    for b in range(4):
+        for h in range(heads):
+            keys = torch.cat([landmarks[name, h] for name in pages[b]]).double()
+            logits = q[b, h * group : (h + 1) * group].double() @ keys.T / math.sqrt(dim)
+            assert_close(scores[b, h], group_shares(logits, ~excluded[b, h]))
+
+
+@shapes
+@pytest.mark.parametrize("chunks", [4, 1])
+def test_min_max_scores_are_shares_of_the_largest_product_within_the_bounds(ops, seed, heads, group, dim, chunks):
+    pages, excluded = scoring_case(heads, chunks)
+    q = torch.randn(4, heads * group, dim)
+    q[0, :, 3] = 0
+    bounds = torch.randn(20, heads, 2, chunks, dim).sort(dim=2).values
+    allowed = by_page(excluded, pages, chunks)
+    bounds = poison(bounds.transpose(2, 3), allowed).transpose(2, 3)
+    scores = ops.min_max_scores(q, bounds, pages, excluded)
+    for b in range(4):
+        for h in range(heads):
+            low, high = (torch.cat([bounds[name, h, end] for name in pages[b]]).double() for end in (0, 1))
+            queries = q[b, h * group : (h + 1) * group].double().unsqueeze(1)
+            logits = torch.maximum(queries * low, queries * high).sum(-1) / math.sqrt(dim)
+            assert_close(scores[b, h], group_shares(logits, ~excluded[b, h]))
+
+
+@pytest.mark.parametrize("op", ["chunk_mean_scores", "min_max_scores"])
+def test_scores_in_bfloat16_are_float32_and_near_the_exact_ones(ops, seed, op):
+    q, keys = torch.randn(2, 6, 64).bfloat16(), torch.randn(3, 2, 2, 8, 64).bfloat16().sort(dim=2).values
+    pages, excluded = torch.tensor([[2, 0], [1, 1]]), torch.rand(2, 2, 16) < 0.2
+    index = keys if op == "min_max_scores" else keys[:, :, 0]
+    scores = getattr(ops, op)(q, index, pages, excluded)
+    exact = getattr(ops, op)(q.float(), index.float(), pages, excluded)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, exact, atol=0.01, rtol=0.03)
+
+
+def test_bounds_of_one_key_score_like_that_key_as_landmark(ops, seed):
+    q, keys, pages = torch.randn(2, 6, 64), torch.randn(5, 2, 8, 64), torch.tensor([[4, 0], [1, 3]])
+    excluded = torch.rand(2, 2, 16) < 0.2
+    bounds = keys.unsqueeze(2).expand(5, 2, 2, 8, 64)
+    torch.testing.assert_close(
+        ops.min_max_scores(q, bounds, pages, excluded), ops.chunk_mean_scores(q, keys, pages, excluded)
+    )
+
+
+def check_selection(scores: torch.Tensor, budget: torch.Tensor, selected: torch.Tensor) -> None:
+    """Each row holds ``budget`` distinct chunks that may be selected, none of them worse than one left out."""
+    batch, heads, chunks = scores.shape
+    assert selected.shape == (batch, heads, min(int(budget.max()), chunks))
+    assert selected.dtype == torch.int64
+    for b in range(batch):
+        for h in range(heads):
+            row = scores[b, h]
+            chosen = [place for place in selected[b, h].tolist() if place != -1]
+            candidates = set((row > -math.inf).nonzero().flatten().tolist())
+            assert len(chosen) == len(set(chosen)) == min(int(budget[b]), len(candidates))
+            assert set(chosen) <= candidates
+            left = candidates - set(chosen)
+            if chosen and left:
+                assert row[chosen].min() >= max(row[place] for place in left)
+
+
+@pytest.mark.parametrize("budgets", [[5, 1, 9, 3], [2, 2, 2, 2], [40, 7, 24, 1], [0, 3, 1, 2], [1, 1, 1, 1]])
+def test_select_chunks_takes_the_best_of_each_sequence(ops, seed, budgets):
+    scores = torch.rand(4, 3, 24).masked_fill(torch.rand(4, 3, 24) < 0.4, -math.inf)
+    budget = torch.tensor(budgets)
+    check_selection(scores, budget, ops.select_chunks(scores, budget, max(budgets)))
+
+
+def test_select_chunks_may_break_ties_either_way(ops, seed):
+    scores = torch.randint(0, 3, (4, 3, 24)).float().masked_fill(torch.rand(4, 3, 24) < 0.3, -math.inf)
+    budget = torch.tensor([4, 11, 24, 1])
+    check_selection(scores, budget, ops.select_chunks(scores, budget, 24))
+    check_selection(torch.zeros(4, 3, 24), budget, ops.select_chunks(torch.zeros(4, 3, 24), budget, 24))
+
+
+@pytest.mark.parametrize("candidates", [0, 1, 3])
+def test_select_chunks_fills_up_with_minus_one_where_candidates_are_too_few(ops, seed, candidates):
+    scores = torch.full((2, 2, 16), -math.inf)
+    places = torch.stack([torch.randperm(16)[:candidates] for _ in range(4)]).view(2, 2, candidates)
+    scores.scatter_(2, places, torch.rand(2, 2, candidates))
+    selected = ops.select_chunks(scores, torch.tensor([5, 8]), 8)
+    check_selection(scores, torch.tensor([5, 8]), selected)
+    assert ((selected >= 0).sum(-1) == candidates).all()
+    assert set(selected[selected < 0].tolist()) == {-1}
+
+
+def worst_similarity(rotated: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[chunks, H]: smallest cosine between a chunk's mean and one of its members, float64."""
+    tokens, heads, _ = rotated.shape
+    worst = torch.empty(tokens // chunk, heads, dtype=torch.float64)
+    for c in range(tokens // chunk):
+        for h in range(heads):
+            members = rotated[c * chunk : (c + 1) * chunk, h].double()
+            mean = members.mean(0)
+            worst[c, h] = min((m @ mean / (m.norm() * mean.norm())).item() for m in members)
+    return worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk", "chunks", "count"), [(8, 20, 5), (8, 2, 1), (4, 9, 8), (16, 5, 0), (2, 30, 7)])
+def test_find_outliers_finds_the_least_similar_chunks(ops, seed, dtype, chunk, chunks, count):
+    rotated = (torch.randn(chunk * chunks, 3, 64) + 0.5 * torch.randn(64)).to(dtype)
+    found = ops.find_outliers(rotated, chunk, count)
+    assert found.shape == (3, count)
+    assert found.dtype == torch.int64
+    worst = worst_similarity(rotated, chunk)
+    for h in range(3):
+        chosen = set(found[h].tolist())
+        assert len(chosen) == count
+        assert chosen <= set(range(1, chunks))
+        left = set(range(1, chunks)) - chosen
+        if chosen and left:
+            assert worst[list(chosen), h].max() <= worst[list(left), h].min() + 1e-6
+
+
+def test_find_outliers_names_a_planted_chunk_per_head_but_never_the_first(ops, seed):
+    rotated = torch.randn(64) + 0.01 * torch.randn(80, 2, 64)
+    rotated[3] *= -1  # the sink is no candidate, however odd
+    rotated[24, 0] *= -1
+    rotated[79, 1] *= -1
+    assert ops.find_outliers(rotated, 8, 1).tolist() == [[3], [9]]
+
+
+def test_find_outliers_ignores_the_length_of_the_keys(ops, seed):
+    rotated = torch.randn(64) + torch.randn(80, 2, 64)
+    longer = rotated * (1 + 9 * torch.rand(10, 2, 1)).repeat_interleave(8, 0)  # one length per chunk
+    expected = ops.find_outliers(rotated, 8, 3).sort().values
+    assert torch.equal(ops.find_outliers(longer, 8, 3).sort().values, expected)

@@ -1,0 +1,149 @@
+"""Gathering, rebuilding and the low-rank basis."""
+
+import pytest
+import torch
+from plain_formulas import assert_close, assert_close_like_lowp, turn
+
+from shadowkv.ops.low_rank_basis import reference as basis_reference
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+
+def selection(heads: int, chunks: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page names of 3 sequences of 3 pages out of 11, and ragged selections padded with -1."""
+    pages = torch.randperm(11)[:9].view(3, 3)
+    selected = torch.stack([torch.randperm(3 * chunks)[:k] for _ in range(3 * heads)]).view(3, heads, k)
+    selected[1, :, k // 2 :] = -1
+    selected[2] = -1
+    return pages, selected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("heads", "chunks", "chunk", "dim"), [(2, 8, 8, 64), (3, 4, 16, 96), (1, 64, 1, 128)])
+@pytest.mark.parametrize("k", [1, 5, 0])
+def test_gather_chunks_copies_rows_bit_for_bit(ops, seed, dtype, heads, chunks, chunk, dim, k):
+    pages, selected = selection(heads, chunks, k)
+    pool = torch.randint(-100, 100, (11, 2, heads, chunks, chunk, dim)).to(dtype)
+    rows = pool[:, 1]  # strided, as a field of a page is
+    out = ops.gather_chunks(rows, pages, selected)
+    assert out.shape == (3, heads, k * chunk, dim)
+    assert out.dtype == dtype
+    for b in range(3):
+        for h in range(heads):
+            for i, number in enumerate(selected[b, h].tolist()):
+                got = out[b, h, i * chunk : (i + 1) * chunk]
+                if number >= 0:
+                    assert torch.equal(got, rows[pages[b, number // chunks], h, number % chunks])
+                else:
+                    own = rows[pages[b], h].flatten(0, 1)
+                    assert any(torch.equal(got, row) for row in own), "not a row of this sequence"
+
+
+ROTATIONS = {
+    "halves": RopeConfig(64, 1e4),
+    "interleaved": RopeConfig(64, 1e4, interleaved=True),
+    "partial": RopeConfig(96, 5e5, rotary_dim=48),
+    "yarn": RopeConfig(64, 1e4, scaling="yarn", factor=4.0, original_max_position=128),
+}
+
+
+@pytest.mark.parametrize("config", ROTATIONS.values(), ids=ROTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("heads", "chunks", "rank", "k"), [(2, 8, 20, 4), (3, 4, 7, 1)])
+def test_rebuild_keys_is_the_rotated_product_of_latents_and_basis(ops, seed, config, dtype, heads, chunks, rank, k):
+    pages, selected = selection(heads, chunks, k)
+    chunk = 64 // chunks
+    latents = torch.randn(11, chunks, chunk, rank).to(dtype)
+    basis = (torch.randn(5, rank, heads, config.head_dim) / rank**0.5).to(dtype)
+    slots = torch.tensor([4, 0, 3])
+    out = ops.rebuild_keys(latents, basis, slots, pages, selected, RotaryTables(config, 192))
+    assert out.shape == (3, heads, k * chunk, config.head_dim)
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    wanted, exact, low = [], [], []
+    for b in range(2):
+        for h in range(heads):
+            for i, number in enumerate(selected[b, h].tolist()):
+                for t in range(chunk if number >= 0 else 0):
+                    latent, own = latents[pages[b, number // chunks], number % chunks, t], basis[slots[b], :, h]
+                    wanted.append(out[b, h, i * chunk + t])
+                    exact.append(turn(latent.double() @ own.double(), number * chunk + t, config))
+                    low.append(turn(latent @ own, number * chunk + t, config).to(dtype))
+    if dtype == torch.float32:
+        assert_close(torch.stack(wanted), torch.stack(exact))
+    else:
+        assert_close_like_lowp(torch.stack(wanted), torch.stack(exact), torch.stack(low))
+
+
+def low_rank_keys(rows: int, columns: int, decay: float) -> torch.Tensor:
+    """Keys with singular values that fall by ``decay``, so that subspaces are well defined."""
+    u = torch.linalg.qr(torch.randn(rows, columns, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(columns, columns, dtype=torch.float64)).Q
+    return (u * (100 * decay ** torch.arange(columns))) @ v.T
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(300, 64, 8), (97, 96, 20), (64, 48, 48), (70, 64, 1)])
+def test_low_rank_basis_spans_the_leading_right_singular_vectors(ops, seed, rows, columns, rank):
+    keys = low_rank_keys(rows, columns, 0.9)
+    basis, kept = ops.low_rank_basis(keys.float(), rank)
+    _, values, vh = torch.linalg.svd(keys, full_matrices=False)
+    assert basis.shape == (rank, columns)
+    assert basis.dtype == kept.dtype == torch.float32
+    assert kept.shape == ()
+    assert_close(basis @ basis.T, torch.eye(rank, dtype=torch.float64), atol=1e-5)
+    assert_close(basis.T @ basis, vh[:rank].T @ vh[:rank], atol=1e-3)
+    assert_close(kept, (values[:rank] ** 2).sum() / (values**2).sum())
+
+
+def test_low_rank_basis_has_the_strongest_direction_first(ops, seed):
+    keys = low_rank_keys(200, 32, 0.7)
+    basis, _ = ops.low_rank_basis(keys.float(), 6)
+    vh = torch.linalg.svd(keys, full_matrices=False).Vh
+    cosines = (basis.double() * vh[:6]).sum(-1).abs()
+    assert (cosines > 0.999).all(), cosines
+
+
+def test_full_rank_reconstructs_the_keys(ops, seed):
+    keys = torch.randn(150, 64)
+    basis, kept = ops.low_rank_basis(keys, 64)
+    assert_close(keys @ basis.T @ basis, keys, atol=1e-4)
+    assert kept == pytest.approx(1, abs=1e-6)
+
+
+def test_keys_of_that_rank_are_kept_whole(ops, seed):
+    keys = torch.randn(200, 5) @ torch.randn(5, 48)
+    basis, kept = ops.low_rank_basis(keys, 5)
+    assert_close(keys @ basis.T @ basis, keys, atol=1e-3)
+    assert kept == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 10])
+def test_low_rank_basis_of_fewer_rows_than_the_rank_is_still_orthonormal(ops, seed, rows):
+    keys = torch.randn(rows, 64)
+    basis, kept = ops.low_rank_basis(keys, 16)
+    assert_close(basis @ basis.T, torch.eye(16, dtype=torch.float64), atol=1e-5)
+    assert_close(keys @ basis.T @ basis, keys, atol=1e-3)
+    assert kept == pytest.approx(1, abs=1e-5)
+
+
+def test_low_rank_basis_of_zero_keys_is_finite(ops):
+    basis, kept = ops.low_rank_basis(torch.zeros(20, 16), 4)
+    assert basis.isfinite().all()
+    assert kept.isfinite()
+
+
+def test_low_rank_basis_of_bfloat16_keys_is_computed_in_float32(ops, seed):
+    keys = low_rank_keys(200, 32, 0.8).bfloat16()
+    basis, kept = ops.low_rank_basis(keys, 8)
+    same, same_kept = ops.low_rank_basis(keys.float(), 8)
+    assert basis.dtype == kept.dtype == torch.float32
+    assert_close(basis.T @ basis, same.T @ same, atol=1e-5)
+    assert_close(kept, same_kept)
+
+
+def test_low_rank_basis_adds_up_blocks_of_rows(seed, monkeypatch):
+    keys = low_rank_keys(101, 24, 0.8).float()
+    basis, kept = basis_reference.low_rank_basis(keys, 5)
+    monkeypatch.setattr(basis_reference, "ROWS_AT_ONCE", 10)
+    blocked, blocked_kept = basis_reference.low_rank_basis(keys, 5)
+    assert_close(blocked.T @ blocked, basis.T @ basis, atol=1e-5)
+    assert_close(blocked_kept, kept)
