@@ -21,6 +21,7 @@ lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) scripts/typecheck.py
+	$(PY) scripts/structure.py --check
 
 format: .venv/.installed-lint ## Format the code and fix what ruff can
 	$(PY) -m ruff check --fix .

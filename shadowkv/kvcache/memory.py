@@ -101,6 +101,8 @@ class Tier:
         return views
 
     def _view(self, layer: int, offset: int, field: Field) -> Tensor:
+        if not self.num_blocks:
+            return self.arena.new_empty(0, *field.shape, dtype=field.dtype)
         size = field.dtype.itemsize
         flat = self.arena[layer].view(field.dtype)
         strides = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]

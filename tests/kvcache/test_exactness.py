@@ -41,7 +41,7 @@ def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str) -> None:
     if cache.spec.seals:
         assert (cache.pool.table.sealed > 0).any(), "nothing was sealed: the test would show nothing"
     for stream in streams:
-        torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
         cache.pool.release(stream.sequence)
     assert cache.pool.free == cache.pool.total
 
@@ -57,7 +57,7 @@ def test_dense_sequence_is_compressed_when_decoding_outgrows_the_limit() -> None
     assert cache.pool.table.sealed[stream.sequence.slot] == 320  # (399 - local 32) // 64 pages
     assert not stream.sequence.dense
     assert (cache.pool.total - cache.pool.free).device < owned.device
-    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
 
 def test_truncated_sequence_continues_differently() -> None:
@@ -75,7 +75,7 @@ def test_truncated_sequence_continues_differently() -> None:
     prefill(cache, [(stream, 50)])
     for _ in range(10):
         decode(cache, [stream])
-    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
 
 def test_stale_nans_in_recycled_pages_do_not_leak() -> None:
@@ -87,4 +87,4 @@ def test_stale_nans_in_recycled_pages_do_not_leak() -> None:
     prefill(cache, [(stream, 1000)])
     for _ in range(100):
         decode(cache, [stream])
-    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
