@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.config import DTYPES, EngineConfig
 from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.cache import KVCache
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--model", default=EngineConfig.model)
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(arguments)
     capacity = args.prompt_tokens + args.new_tokens

@@ -10,6 +10,8 @@ from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.spec import KVSpec
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,22 @@ class EngineConfig:
             )
             if getattr(self, name) is not None and getattr(self, name) < least
         ]
+        bad += [
+            f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
+            for name, known in (("dtype", DTYPES), ("load_format", LOAD_FORMATS))
+            if getattr(self, name) not in known
+        ]
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
-        if self.host_memory_gib is not None and self.host_memory_gib < 0:
+        if self.host_memory_gib is not None and not self.host_memory_gib >= 0:
             bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
-        if self.rope_theta is not None and self.rope_theta <= 0:
+        if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
         if bad:
             raise ValueError("; ".join(bad))
 
     def spec(self) -> KVSpec:
         """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
-        if isinstance(self.kv, KVSpec):
-            return self.kv
         return preset(self.kv, rank=self.kv_rank, budget=self.kv_budget, chunk=self.kv_chunk, outliers=self.kv_outliers)
 
     @classmethod
@@ -82,11 +87,11 @@ class EngineConfig:
         model = parser.add_argument_group("model")
         add(model, "--model", help="name, Hugging Face directory or hub id, or .gguf file (default: %(default)s)")
         add(model, "--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
-        add(model, "--load-format", choices=("auto", "dummy"), help="dummy: random weights (default: %(default)s)")
+        add(model, "--load-format", choices=LOAD_FORMATS, help="dummy: random weights (default: %(default)s)")
         add(
             model,
             "--dtype",
-            choices=("auto", "float32", "bfloat16", "float16"),
+            choices=DTYPES,
             help="auto: bfloat16 on a GPU, else float32",
         )
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")

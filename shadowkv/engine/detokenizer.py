@@ -27,9 +27,11 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The rest of the text, when generation has ended for another reason."""
+        if self.stopped:
+            return ""
         text = self._release(self._stream.flush())
         held, self._held = self._held, ""
-        return text + ("" if self.stopped else held)
+        return text + held
 
     def _release(self, text: str) -> str:
         text = self._held + text

@@ -176,7 +176,7 @@ class Engine:
         if reason is None and len(request.output_token_ids) >= request.max_tokens:
             reason = "length"
         if reason is not None:
-            added += "" if text.stopped else text.finish()
+            added += text.finish()
             del self._text[request.request_id]
             self.scheduler.finish(running, keep=True)
         return self._output(request, added, [token], None if logprobs is None else [logprobs], reason)

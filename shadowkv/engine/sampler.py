@@ -10,7 +10,11 @@ from torch import Tensor
 
 from shadowkv.engine.request import Request, TokenLogprobs
 
+COLDEST = 1e-5
+"""Temperatures up to this are greedy: dividing by less could overflow."""
 
+
+@torch.inference_mode()
 def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
     """One token per request.
 
@@ -19,8 +23,8 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
         requests: B of them.
 
     Returns:
-        token ids, log-probabilities where asked for (of the unscaled logits), and whether a row's logits are all
-        finite; the token of a row that is not has no meaning.
+        token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
+        row's logits are all finite: the token of a row that is not has no meaning.
     """
     finite = logits.isfinite().all(-1)
     raw = logits
@@ -30,7 +34,7 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
         for row in penalised:
             _penalise(logits[row], requests[row])
     tokens = logits.argmax(-1)
-    drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    drawn = [row for row, request in enumerate(requests) if request.params.temperature > COLDEST]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
     chosen = tokens.tolist()
@@ -38,7 +42,7 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
 
 
 def _penalise(logits: Tensor, request: Request) -> None:
-    seen = torch.tensor(request.token_ids, device=logits.device).unique()
+    seen = torch.tensor(request.token_ids, dtype=torch.int64, device=logits.device).unique()
     values, penalty = logits[seen], request.params.repetition_penalty
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -48,7 +52,7 @@ def _draw(logits: Tensor, requests: list[Request]) -> Tensor:
         values = [float(getattr(request.params, name)) for request in requests]
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-    ordered, order = (logits / column("temperature")).sort(dim=-1, descending=True)
+    ordered, order = (logits / column("temperature")).sort(dim=-1, descending=True, stable=True)
     top_k = column("top_k")
     rank = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
@@ -77,7 +81,8 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if rows:
         logprobs = logits[rows].log_softmax(-1)
-        values, ids = logprobs.topk(max(1, max(requests[row].params.logprobs or 0 for row in rows)), dim=-1)
+        most = max(requests[row].params.logprobs or 0 for row in rows)
+        values, ids = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
         for i, row in enumerate(rows):
             count = requests[row].params.logprobs or 0
             top = dict(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))

@@ -17,11 +17,13 @@ PRESETS: dict[str, KVSpec] = {
 }
 
 
-def preset(name: str, **overrides: Any) -> KVSpec:
-    """The preset called ``name`` with the fields in ``overrides`` that are not None replaced.
+def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
+    """The preset of that name, or the given policy, with the fields in ``overrides`` that are not None replaced.
 
     Raises ValueError for an unknown name.
     """
-    if name not in PRESETS:
-        raise ValueError(f"unknown KV preset {name!r}; known: {', '.join(PRESETS)}")
-    return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
+    if isinstance(kv, str):
+        if kv not in PRESETS:
+            raise ValueError(f"unknown KV preset {kv!r}; known: {', '.join(PRESETS)}")
+        kv = PRESETS[kv]
+    return replace(kv, **{key: value for key, value in overrides.items() if value is not None})

@@ -45,9 +45,12 @@ class Ops:
         unknown = sorted(set(overrides) - set(NAMES))
         if unknown:
             raise ValueError(f"unknown ops {', '.join(unknown)}; known: {', '.join(NAMES)}")
+        kind = torch.device(device).type
+        if kind not in PREFERENCE:
+            raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
         self.backends: dict[str, str] = {}
         for name in NAMES:
-            wanted = (overrides[name],) if name in overrides else PREFERENCE[torch.device(device).type]
+            wanted = (overrides[name],) if name in overrides else PREFERENCE[kind]
             function = next((found for backend in wanted if (found := self._load(name, backend))), None)
             if function is None:
                 raise ValueError(f"op {name!r} has no backend {wanted[0]!r} here")

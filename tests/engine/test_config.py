@@ -138,9 +138,18 @@ def test_the_policy_is_the_preset_with_what_was_overridden(name):
 
 def test_a_spec_is_taken_as_it_is():
     spec = KVSpec(keys="low-rank", rank=5)
-    assert EngineConfig(kv=spec).spec() is spec
+    assert EngineConfig(kv=spec).spec() == spec
 
 
 def test_an_unknown_preset_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'nope'.*shadowkv"):
         EngineConfig(kv="nope").spec()
+
+
+def test_unknown_dtype_and_load_format_are_named_together():
+    with pytest.raises(ValueError, match=r"dtype='nope'.*load_format='pickle'"):
+        EngineConfig(dtype="nope", load_format="pickle")
+
+
+def test_overrides_apply_to_a_policy_given_as_a_value():
+    assert EngineConfig(kv=KVSpec(index="min-max"), kv_budget=0.5).spec().budget == 0.5

@@ -284,3 +284,15 @@ def test_a_request_counts_all_tokens_but_the_last_sampled_as_cached():
     one = request(prompt=(1, 2, 3), output=(4,))
     assert one.token_ids == [1, 2, 3, 4]
     assert one.capacity == 3 + 100 - 1
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-38, 1e-6])
+def test_coldest_temperatures_are_greedy(temperature):
+    request = Request("r", [0], SamplingParams(temperature=temperature), 9, 3)
+    assert sample(torch.tensor([[1.0, 9.0, 3.0, 0.0]]), [request])[0] == [1]
+
+
+def test_more_logprobs_than_tokens_give_every_token():
+    request = Request("r", [0], SamplingParams(temperature=0, logprobs=20), 9, 3)
+    _, (found,), _ = sample(torch.tensor([[1.0, 9.0, 3.0, 0.0]]), [request])
+    assert sorted(found.top) == [0, 1, 2, 3]

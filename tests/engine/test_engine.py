@@ -1,0 +1,294 @@
+"""Scheduling, admission, aborts and faults, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shadowkv import SamplingParams
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.request import RequestError, RequestOutput
+from shadowkv.kvcache.layout import Blocks
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def make(tiny: Path) -> Any:
+    def build(**options: Any) -> Engine:
+        settings = {"max_num_seqs": 4, "max_cached_seqs": 2, **options}
+        return Engine(EngineConfig(model=str(tiny), load_format="dummy", **settings))
+
+    return build
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 256) for _ in range(length)]
+
+
+def drain(engine: Engine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def assert_empty(engine: Engine) -> None:
+    while engine.scheduler.finished.evict():
+        pass
+    assert engine.cache.pool.free == engine.cache.pool.total
+    assert engine.cache.pool.free_slots == engine.config.max_num_seqs + engine.config.max_cached_seqs
+
+
+def leave_blocks(engine: Engine, device: int, host: int) -> None:
+    """Shrinks the tiers, as on a machine with less memory."""
+    for tier, count in ((engine.cache.store.device, device), (engine.cache.store.host, host)):
+        tier.num_blocks = min(count, tier.num_blocks)
+        tier._free = tier._free[-tier.num_blocks :] if tier.num_blocks else []
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv", "quest"])
+def test_admission_never_exceeds_either_budget_and_keeps_the_order(make: Any, kv: str) -> None:
+    engine = make(kv=kv, max_num_seqs=6)
+    pool = engine.cache.pool
+    leave_blocks(engine, 60, 40)
+    rng, started = random.Random(5), []
+    for number in range(25):
+        length = rng.choice([1, 5, 64, 200, 900])
+        engine.add_request(str(number), prompt(number, length), GREEDY)
+    most = 0
+    admit = engine.scheduler.admit
+
+    def checked() -> list[Any]:
+        nonlocal most
+        new = admit()
+        owners = engine.scheduler.running + new
+        need = Blocks(0, 0)
+        for owner in owners:
+            need += pool.demand(len(owner.request.prompt_token_ids), owner.request.capacity)
+        assert need.within(pool.total)
+        assert len(owners) <= 6
+        if engine.scheduler.waiting and len(owners) < 6:
+            head = engine.scheduler.waiting[0]
+            assert not pool.demand(len(head.prompt_token_ids), head.capacity).within(pool.total - need)
+        most = max(most, len(owners))
+        return new
+
+    engine.scheduler.admit = checked
+    while engine.has_work:
+        for output in engine.step():
+            if output.request_id not in started:
+                started.append(output.request_id)
+    assert started == sorted(started, key=int)
+    assert most > 1
+    assert_empty(engine)
+
+
+def test_answers_do_not_depend_on_who_else_runs(make: Any) -> None:
+    lengths = [1, 30, 64, 130, 700, 900, 1000]
+    crowd = make(kv="shadowkv", max_num_seqs=3)
+    for number, length in enumerate(lengths):
+        crowd.add_request(str(number), prompt(number, length), GREEDY)
+    together = drain(crowd)
+    for number, length in enumerate(lengths):
+        alone = make(kv="shadowkv", max_num_seqs=1)
+        alone.add_request("x", prompt(number, length), GREEDY)
+        assert tokens(drain(alone)["x"]) == tokens(together[str(number)])
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make: Any) -> None:
+    engine = make(kv="shadowkv", max_model_len=1000)
+    with pytest.raises(RequestError, match=r"1000 tokens.*990 tokens.*20 more") as caught:
+        engine.validate(prompt(0, 990), SamplingParams(max_tokens=20))
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(RequestError, match="1500 tokens") as caught:
+        engine.validate(prompt(0, 1500), SamplingParams())
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match="empty"):
+        engine.validate([], GREEDY)
+    with pytest.raises(RequestError, match="token id 300"):
+        engine.validate([5, 300], GREEDY)
+    leave_blocks(engine, 3, 3)
+    with pytest.raises(RequestError, match="blocks"):
+        engine.validate(prompt(0, 900), GREEDY)
+
+
+def test_without_max_tokens_a_default_is_reserved_not_the_context(make: Any) -> None:
+    engine = make(default_max_tokens=32)
+    assert engine.max_tokens(100, SamplingParams()) == 32
+    assert engine.max_tokens(2040, SamplingParams()) == 8
+
+
+def test_contexts_that_never_seal_start(make: Any) -> None:
+    engine = make(kv="shadowkv", max_model_len=512)
+    engine.add_request("a", prompt(0, 500), GREEDY)
+    assert len(tokens(drain(engine)["a"])) == 8
+
+
+def test_too_little_memory_for_one_sequence_names_both_amounts(make: Any) -> None:
+    with pytest.raises(MemoryError, match=r"2048 tokens needs .* GiB of device and .* GiB of host .* there are"):
+        make(kv="shadowkv", max_model_len=2048, host_memory_gib=0.0)
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str) -> None:
+    engine = make(kv="shadowkv", max_num_seqs=1 if when == "waiting" else 4)
+    engine.runner.block_tokens = 100
+    engine.add_request("first", prompt(1, 10), SamplingParams(max_tokens=60, ignore_eos=True))
+    while not engine.scheduler.running:
+        engine.step()
+    engine.add_request("victim", prompt(2, 1500), SamplingParams(max_tokens=60, ignore_eos=True))
+    engine._decode_seconds = 0.0
+    seen = engine.step()
+    if when == "prefilling":
+        engine._decode_seconds = 0.0
+        assert [r.request.request_id for r in engine._prefilling] == ["victim"]
+    while when == "decoding" and not any(output.request_id == "victim" for output in seen):
+        seen = engine.step()
+    engine.abort("victim")
+    engine.abort("victim")
+    outputs = drain(engine)
+    assert "victim" not in outputs
+    assert outputs["first"][-1].finish_reason == "length"
+    assert_empty(engine)
+
+
+def test_an_abort_among_prompts_prefilled_together(make: Any) -> None:
+    engine = make(kv="full")
+    engine.runner.block_tokens = 16
+    for name, seed in (("a", 1), ("b", 2), ("c", 3)):
+        engine.add_request(name, prompt(seed, 40), GREEDY)
+    engine._start_prefill()
+    next(engine._prefill)
+    engine.abort("b")
+    outputs = drain(engine)
+    assert set(outputs) == {"a", "c"}
+    assert_empty(engine)
+
+
+def test_decodes_go_on_while_a_long_prompt_is_prefilled(make: Any) -> None:
+    engine = make(kv="shadowkv")
+    engine.runner.block_tokens = 50
+    engine.add_request("short", prompt(1, 10), SamplingParams(max_tokens=2000, ignore_eos=True))
+    engine.step()
+    engine.add_request("long", prompt(2, 1500), GREEDY)
+    during = 0
+    while True:
+        engine._decode_seconds = 0.0  # a prefill then stops at every chance
+        outputs = engine.step()
+        if any(output.request_id == "long" for output in outputs):
+            break
+        during += len(outputs)
+    assert during >= 30  # 2 layers of 30 blocks
+    engine.abort("short")
+    drain(engine)
+    assert_empty(engine)
+
+
+def test_nan_logits_fail_their_request_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = make(kv="full")
+    healthy.add_request("b", prompt(2, 20), GREEDY)
+    wanted = tokens(drain(healthy)["b"])
+    engine = make(kv="full")
+    decode = engine.runner.decode
+
+    def poisoned(sequences: list[Any], last: list[int]) -> torch.Tensor:
+        logits = decode(sequences, last).clone()
+        if len(sequences) == 2:
+            logits[0] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine.runner, "decode", torch.inference_mode()(poisoned))
+    engine.add_request("a", prompt(1, 20), GREEDY)
+    engine.add_request("b", prompt(2, 20), GREEDY)
+    outputs = drain(engine)
+    assert outputs["a"][-1].finish_reason == "error"
+    assert "not finite" in outputs["a"][-1].error
+    assert tokens(outputs["b"]) == wanted
+    assert_empty(engine)
+
+
+def test_finished_sequences_give_way_oldest_first(make: Any) -> None:
+    engine = make(kv="full", max_num_seqs=1, max_cached_seqs=1)
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.add_request(name, prompt(seed, 100), GREEDY)
+    first = drain(engine)
+    assert len(engine.scheduler.finished) == 2
+    engine.add_request("c", prompt(3, 100), GREEDY)  # takes the slot of a
+    drain(engine)
+    turns = {name: prompt(seed, 100) + tokens(first[name]) + [7, 8] for name, seed in (("a", 1), ("b", 2))}
+    engine.add_request("b2", turns["b"], GREEDY)
+    assert drain(engine)["b2"][-1].cached_tokens == 107
+    engine.add_request("a2", turns["a"], GREEDY)
+    assert drain(engine)["a2"][-1].cached_tokens == 0
+
+
+def test_a_common_start_does_not_use_up_a_long_conversation(make: Any) -> None:
+    engine = make(kv="full")
+    engine.add_request("long", prompt(1, 500), GREEDY)
+    drain(engine)
+    engine.add_request("other", prompt(1, 20) + prompt(9, 50), GREEDY)
+    assert drain(engine)["other"][-1].cached_tokens == 0
+
+
+def test_stop_token_ends_without_text_and_with_reason_stop(make: Any) -> None:
+    engine = make(kv="full")
+    engine.add_request("a", prompt(4, 30), GREEDY)
+    answer = drain(engine)["a"]
+    stop = tokens(answer)[3]
+    engine.add_request("b", prompt(4, 30), SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=(stop,)))
+    ended = drain(engine)["b"]
+    assert ended[-1].finish_reason == "stop"
+    assert tokens(ended) == tokens(answer)[: tokens(answer).index(stop) + 1]
+
+
+def test_repetition_penalty_works_in_decode(make: Any) -> None:
+    engine = make(kv="full")
+    params = SamplingParams(max_tokens=30, temperature=0.0, repetition_penalty=100.0, ignore_eos=True)
+    engine.add_request("a", prompt(1, 20), params)
+    answer = tokens(drain(engine)["a"])
+    assert len(set(answer)) == 30
+
+
+def test_seeded_sampling_is_the_same_in_any_company(make: Any) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
+    alone, crowd = make(kv="shadowkv"), make(kv="shadowkv")
+    alone.add_request("x", prompt(1, 50), params)
+    for number in range(5):
+        crowd.add_request(str(number), prompt(number, 10 + number), SamplingParams(max_tokens=9, ignore_eos=True))
+    crowd.add_request("x", prompt(1, 50), params)
+    assert tokens(drain(alone)["x"]) == tokens(drain(crowd)["x"])
