@@ -93,7 +93,7 @@ class Session:
                 try:
                     next(run)
                 except StopIteration as end:
-                    return end.value[0]
+                    return end.value[0][0]
 
     def step(self, token: int) -> Tensor:
         """Decodes one token; returns logits [V] of the next."""

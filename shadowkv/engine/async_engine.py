@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.engine import Engine
+from shadowkv.engine.engine import Engine, EngineStats
 from shadowkv.engine.request import RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 class EngineDead(RuntimeError):
     """The engine's thread has ended; no request can be served."""
+
+
+class EngineBusy(RuntimeError):
+    """As many requests wait as may."""
 
 
 class AsyncEngine:
@@ -54,6 +58,10 @@ class AsyncEngine:
         """Whether requests are being served."""
         return self._thread.is_alive() and not self._stopped
 
+    def stats(self) -> EngineStats:
+        """Requests in flight and memory in use."""
+        return self.engine.stats()
+
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises RequestError for a request that can never be served."""
         self.engine.validate(prompt_token_ids, params)
@@ -63,9 +71,12 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator aborts it.
 
-        Raises RequestError if it can never be served, EngineDead if the engine has stopped.
+        Raises RequestError if it can never be served, EngineBusy if too many wait, EngineDead if the engine has
+        stopped.
         """
         self.validate(prompt_token_ids, params)
+        if len(self._sinks) - self.engine.num_running >= self.engine.config.max_queued_seqs:
+            raise EngineBusy(f"{self.engine.config.max_queued_seqs} requests are waiting already")
         name = request_id or uuid.uuid4().hex
         if name in self._sinks:
             raise RequestError(f"request id {name!r} is in use", "request_id")

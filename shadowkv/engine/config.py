@@ -29,6 +29,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 8192
     max_cached_seqs: int = 8
+    max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
     kv: str | KVSpec = "shadowkv"
     kv_rank: int | None = None
@@ -48,6 +49,7 @@ class EngineConfig:
                 ("max_num_seqs", 1),
                 ("max_num_batched_tokens", 1),
                 ("max_cached_seqs", 0),
+                ("max_queued_seqs", 1),
                 ("default_max_tokens", 1),
                 ("max_model_len", 1),
             )
@@ -125,6 +127,13 @@ class EngineConfig:
             type=int,
             metavar="N",
             help="finished sequences kept for a next turn beside the running ones (default: %(default)s)",
+        )
+        add(
+            batch,
+            "--max-queued-seqs",
+            type=int,
+            metavar="N",
+            help="requests that may wait; more are refused (default: %(default)s)",
         )
         add(
             batch,

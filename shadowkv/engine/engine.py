@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Generator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,9 +23,24 @@ from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
 
+Scores = list[TokenLogprobs | None]
+"""Log-probabilities of a prompt's tokens."""
+
 PREFILL_PER_DECODE = 3.0
 """While sequences decode, time that prefill gets between two of their steps, in decode steps: full batches soon pay
 for the wait, and nobody waits for a whole prompt."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Requests in flight, and bytes of each tier of the KV cache; finished sequences that are kept count as used."""
+
+    running: int
+    waiting: int
+    device_used_bytes: int
+    device_total_bytes: int
+    host_used_bytes: int
+    host_total_bytes: int
 
 
 class Engine:
@@ -43,7 +59,7 @@ class Engine:
         self.max_model_len = self.cache.pool.max_model_len
         self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
         self._prefilling: list[Running] = []
-        self._prefill: Generator[None, None, Tensor] | None = None
+        self._prefill: Generator[None, None, tuple[Tensor, list[Tensor]]] | None = None
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
         self._decode_seconds = 0.0
@@ -59,9 +75,10 @@ class Engine:
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises RequestError for a request that can never be served."""
         vocab = self.model_config.vocab_size
-        for token in (min(prompt_token_ids, default=0), max(prompt_token_ids, default=0)):
-            if not 0 <= token < vocab:
-                raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", "prompt")
+        for name, ids in (("prompt", prompt_token_ids), ("logit_bias", list(params.logit_bias))):
+            for token in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= token < vocab:
+                    raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", name)
         self.scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -71,7 +88,8 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         seed = random.getrandbits(64) if params.seed is None else params.seed
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
-        self.scheduler.add(Request(request_id, list(prompt_token_ids), params, max_tokens, seed))
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
+        self.scheduler.add(Request(request_id, list(prompt_token_ids), params, max_tokens, seed, stop_ids))
         self._text[request_id] = Detokenizer(self.tokenizer.stream(), params.stop)
 
     def abort(self, request_id: str) -> None:
@@ -100,6 +118,12 @@ class Engine:
         """Requests that own a sequence."""
         return len(self.scheduler.running) + len(self._prefilling)
 
+    def stats(self) -> EngineStats:
+        """What is in flight and in memory now; may be called from any thread."""
+        tiers = self.cache.store.device, self.cache.store.host
+        device, host = ((tier.used_bytes, tier.num_blocks * tier.bytes_per_block) for tier in tiers)
+        return EngineStats(self.num_running, len(self.scheduler.waiting), *device, *host)
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -116,6 +140,8 @@ class Engine:
     def _start_prefill(self) -> None:
         self._prefilling = self.scheduler.admit()
         if self._prefilling:
+            for running in self._prefilling:
+                running.request.times.scheduled = time.monotonic()
             work = [(r.sequence, r.request.prompt_token_ids[r.request.cached_tokens :]) for r in self._prefilling]
             self._prefill = self.runner.prefill(work)
 
@@ -129,10 +155,11 @@ class Engine:
                     if self.scheduler.running and time.monotonic() >= deadline:
                         return []
             except StopIteration as end:
-                done, logits = self._prefilling, end.value
+                done, (logits, hidden) = self._prefilling, end.value
                 self._prefilling, self._prefill = [], None
                 self.scheduler.running += done
-                outputs = self._take_tokens(done, logits)
+                scores = [self._score(one.request, row) for one, row in zip(done, hidden, strict=True)]
+                outputs = self._take_tokens(done, logits, scores)
         for running in done:
             if running.request.request_id in self._aborted:
                 self._aborted.discard(running.request.request_id)
@@ -158,19 +185,35 @@ class Engine:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _take_tokens(self, running: list[Running], logits: Tensor) -> list[RequestOutput]:
+    def _score(self, request: Request, hidden: Tensor) -> Scores | None:
+        count = request.params.prompt_logprobs
+        return None if count is None else self.runner.prompt_logprobs(hidden, request.prompt_token_ids, count)
+
+    def _take_tokens(
+        self, running: list[Running], logits: Tensor, scores: list[Scores | None] | None = None
+    ) -> list[RequestOutput]:
         tokens, logprobs, finite = sample(logits, [r.request for r in running])
-        return [
-            self._take_token(one, token, logprob) if sound else self._fail(one)
-            for one, token, logprob, sound in zip(running, tokens, logprobs, finite, strict=True)
-            if one.request.request_id in self._text
-        ]
+        outputs = []
+        for row, one in enumerate(running):
+            if one.request.request_id not in self._text:
+                continue  # aborted while its prompt was prefilled
+            if not finite[row]:
+                outputs.append(self._fail(one))
+                continue
+            output = self._take_token(one, tokens[row], logprobs[row])
+            outputs.append(output if scores is None else replace(output, prompt_logprobs=scores[row]))
+        return outputs
 
     def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         request, text = running.request, self._text[running.request.request_id]
+        now = time.monotonic()
+        request.times.first_token, request.times.last_token = request.times.first_token or now, now
+        if not request.max_tokens:  # the prompt was to be scored, and nothing more
+            del self._text[request.request_id]
+            self.scheduler.finish(running, keep=True)
+            return self._output(request, "", [], None, "length")
         request.output_token_ids.append(token)
-        params = request.params
-        ends = token in params.stop_token_ids or (token in self._stop_ids and not params.ignore_eos)
+        ends = token in request.stop_ids
         added = "" if ends else text.push(token)
         reason = "stop" if ends or text.stopped else None
         if reason is None and len(request.output_token_ids) >= request.max_tokens:
@@ -207,4 +250,5 @@ class Engine:
             len(request.prompt_token_ids),
             len(request.output_token_ids),
             request.cached_tokens,
+            request.times,
         )

@@ -24,6 +24,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -84,6 +85,7 @@ class LLM:
                     answer.token_ids += output.token_ids
                     answer.logprobs += output.logprobs or []
                     answer.finish_reason, answer.cached_tokens = output.finish_reason, output.cached_tokens
+                    answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
                     if output.error is not None:
                         raise RuntimeError(f"{output.request_id}: {output.error}")
                     bar.update(output.finish_reason is not None)

@@ -17,6 +17,16 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+@dataclass
+class RequestTimes:
+    """When what happened to a request, in seconds of ``time.monotonic``; None while it has not."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """What one step added to a request.
@@ -27,6 +37,8 @@ class RequestOutput:
         logprobs: one per new token, if asked for.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
         error: what went wrong, where the reason is ``error``.
+        times: of the request so far.
+        prompt_logprobs: one per prompt token, None for the first, on the first output, if asked for.
         prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not computed anew.
     """
 
@@ -39,6 +51,8 @@ class RequestOutput:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    times: RequestTimes
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(eq=False)
@@ -50,7 +64,8 @@ class Request:
     params: SamplingParams
     max_tokens: int
     seed: int
-    arrival: float = field(default_factory=time.monotonic)
+    stop_ids: frozenset[int] = frozenset()
+    times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -62,7 +77,7 @@ class Request:
     @property
     def capacity(self) -> int:
         """Tokens that can ever be in the cache: the last one sampled never is."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
+        return len(self.prompt_token_ids) + max(1, self.max_tokens) - 1
 
 
 class RequestError(ValueError):

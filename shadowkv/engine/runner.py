@@ -8,6 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.sampler import logprobs_of
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.layers.decoder_layer import DecoderLayer
@@ -15,6 +17,9 @@ from shadowkv.models.decoder import Decoder
 
 BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens that go through a layer together; a prefill can be paused between blocks."""
+
+SCORED_TOKENS = 512
+"""Prompt tokens whose logits are held at once."""
 
 
 class Runner:
@@ -25,8 +30,9 @@ class Runner:
         self.layers = cast("list[DecoderLayer]", list(model.layers))
         self.block_tokens = BLOCK_TOKENS[cache.device.type]
 
-    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, Tensor]:
-        """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last.
+    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+        """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last, and
+        the final hidden states [tokens, D] of each one.
 
         Yields wherever it may be paused for a decode step, or closed for good; the sequences of a closed prefill can
         only be released.
@@ -49,7 +55,18 @@ class Runner:
                     yield
             cache.finish_prefill(number, batch)
         cache.end_prefill(batch)
-        return model.logits(hidden[[segment.stop - 1 for segment in batch.segments]])
+        states = [hidden[segment.start : segment.stop] for segment in batch.segments]
+        return model.logits(torch.stack([state[-1] for state in states])), states
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
+        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D]; the first token has none."""
+        found: list[TokenLogprobs | None] = [None]
+        for start in range(0, len(tokens) - 1, SCORED_TOKENS):
+            wanted = tokens[start + 1 : start + 1 + SCORED_TOKENS]
+            logits = self.model.logits(hidden[start : start + len(wanted)])
+            found += logprobs_of(logits, wanted, [count] * len(wanted))
+        return found
 
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence], tokens: list[int]) -> Tensor:

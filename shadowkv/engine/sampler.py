@@ -5,6 +5,8 @@ A draw depends on the request's seed and its step alone, so a seeded request giv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -28,11 +30,11 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
     """
     finite = logits.isfinite().all(-1)
     raw = logits
-    penalised = [row for row, request in enumerate(requests) if request.params.repetition_penalty != 1]
-    if penalised:
+    changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
+    if changed:
         raw = logits.clone()
-        for row in penalised:
-            _penalise(logits[row], requests[row])
+        for row in changed:
+            _change(logits[row], requests[row])
     tokens = logits.argmax(-1)
     drawn = [row for row, request in enumerate(requests) if request.params.temperature > COLDEST]
     if drawn:
@@ -41,10 +43,24 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
     return chosen, _logprobs(raw, chosen, requests), finite.tolist()
 
 
-def _penalise(logits: Tensor, request: Request) -> None:
-    seen = torch.tensor(request.token_ids, dtype=torch.int64, device=logits.device).unique()
-    values, penalty = logits[seen], request.params.repetition_penalty
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+def _change(logits: Tensor, request: Request) -> None:
+    params = request.params
+
+    def ids(tokens: Iterable[int]) -> Tensor:
+        return torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)
+
+    if params.repetition_penalty != 1:
+        seen = ids(request.token_ids).unique()
+        values, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        used, times = ids(request.output_token_ids).unique(return_counts=True)
+        logits[used] -= params.presence_penalty + params.frequency_penalty * times
+    if params.logit_bias:
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits[ids(params.logit_bias)] += bias
+    if len(request.output_token_ids) < params.min_tokens:
+        logits[ids(request.stop_ids)] = float("-inf")
 
 
 def _draw(logits: Tensor, requests: list[Request]) -> Tensor:
@@ -80,11 +96,20 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
     result: list[TokenLogprobs | None] = [None] * len(requests)
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if rows:
-        logprobs = logits[rows].log_softmax(-1)
-        most = max(requests[row].params.logprobs or 0 for row in rows)
-        values, ids = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
-        for i, row in enumerate(rows):
-            count = requests[row].params.logprobs or 0
-            top = dict(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))
-            result[row] = TokenLogprobs(tokens[row], float(logprobs[i, tokens[row]]), top)
+        counts = [requests[row].params.logprobs or 0 for row in rows]
+        for row, found in zip(rows, logprobs_of(logits[rows], [tokens[row] for row in rows], counts), strict=True):
+            result[row] = found
     return result
+
+
+def logprobs_of(logits: Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], with the ``counts`` likeliest beside each."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1).tolist()
+    values, ids = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    return [
+        TokenLogprobs(token, value, dict(zip(row_ids[:count], row_values[:count], strict=True)))
+        for token, value, count, row_ids, row_values in zip(
+            tokens, chosen, counts, ids.tolist(), values.tolist(), strict=True
+        )
+    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -10,56 +11,77 @@ class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        max_tokens: tokens to generate at the most; None means the server's default.
+        max_tokens: tokens to generate at the most; None means the server's default, 0 only scores the prompt.
+        min_tokens: tokens before which no end token is chosen.
         temperature: 0 is greedy.
         top_p, top_k, min_p: candidates kept: smallest set of mass ``top_p``, the ``top_k`` likeliest (0 is all), those
             at least ``min_p`` times as likely as the likeliest.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen before; 1 is off.
+        presence_penalty, frequency_penalty: taken off the logits of tokens generated before, once, and once per time.
+        logit_bias: added to the logits, by token id.
         stop: strings that end the text and are not part of it.
         stop_token_ids: tokens that end the text, beside the model's own.
         ignore_eos: go on after the model's end tokens.
         seed: makes sampling repeatable, whatever else is in the batch.
         logprobs: alternatives to report per token, 0 the chosen one alone; None is off.
+        prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
         ValueError: a value is out of range; the message lists every one.
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        least = 1 if self.prompt_logprobs is None else 0
         bad = [
-            text
-            for broken, text in (
+            f"{name}={getattr(self, name)} must be {rule}"
+            for name, fine, rule in (
+                ("max_tokens", self.max_tokens is None or self.max_tokens >= least, f"at least {least}"),
                 (
-                    self.max_tokens is not None and self.max_tokens < 1,
-                    f"max_tokens={self.max_tokens} must be at least 1",
+                    "min_tokens",
+                    0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
+                    "between 0 and max_tokens",
                 ),
-                (not 0 <= self.temperature <= 100, f"temperature={self.temperature} must be between 0 and 100"),
-                (not 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]"),
-                (self.top_k < -1, f"top_k={self.top_k} must be at least 1, or 0 or -1 for all"),
-                (not 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]"),
-                (
-                    not 0 < self.repetition_penalty <= 100,
-                    f"repetition_penalty={self.repetition_penalty} must be in (0, 100]",
-                ),
-                (
-                    self.logprobs is not None and not 0 <= self.logprobs <= 20,
-                    f"logprobs={self.logprobs} must be 0 to 20",
-                ),
-                (any(not text for text in self.stop), "stop must not hold an empty string"),
+                ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
+                ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+                ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all"),
+                ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+                ("repetition_penalty", 0 < self.repetition_penalty <= 100, "in (0, 100]"),
+                ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+                ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+                ("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
+                ("stop", all(self.stop), "free of empty strings"),
+                ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
+                ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "0 to 20"),
             )
-            if broken
+            if not fine
         ]
         if bad:
             raise ValueError("; ".join(bad))
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and candidates touches the logits."""
+        return bool(
+            self.min_tokens
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+        )

@@ -40,7 +40,7 @@ class Scheduler:
 
     def validate(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if a request of this size could never be admitted."""
-        capacity, limit = prompt_tokens + max_tokens - 1, self.pool.max_model_len
+        capacity, limit = prompt_tokens + max(1, max_tokens) - 1, self.pool.max_model_len
         if not prompt_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if prompt_tokens + max_tokens > limit:
@@ -66,7 +66,9 @@ class Scheduler:
         tokens = 0
         while self.waiting and len(self.running) + busy + len(admitted) < self.max_num_seqs:
             request = self.waiting[0]
-            found = self.finished.match(request.prompt_token_ids)
+            # Scores of the prompt need all of it to be computed.
+            scored = request.params.prompt_logprobs is not None
+            found = None if scored else self.finished.match(request.prompt_token_ids)
             new = len(request.prompt_token_ids) - (found[1] if found else 0)
             if admitted and tokens + new > self.max_num_batched_tokens:
                 break

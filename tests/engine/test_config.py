@@ -17,6 +17,7 @@ SET = EngineConfig(
     max_model_len=4096,
     max_num_batched_tokens=512,
     max_cached_seqs=0,
+    max_queued_seqs=77,
     default_max_tokens=77,
     kv="quest",
     kv_rank=12,

@@ -292,3 +292,48 @@ def test_seeded_sampling_is_the_same_in_any_company(make: Any) -> None:
         crowd.add_request(str(number), prompt(number, 10 + number), SamplingParams(max_tokens=9, ignore_eos=True))
     crowd.add_request("x", prompt(1, 50), params)
     assert tokens(drain(alone)["x"]) == tokens(drain(crowd)["x"])
+
+
+def test_prompt_logprobs_are_those_of_generating_the_prompt(make: Any) -> None:
+    engine = make(kv="full")
+    wanted = prompt(3, 700)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    engine.add_request("score", wanted, params)
+    (scored,) = drain(engine)["score"]
+    assert (scored.finish_reason, scored.token_ids, len(scored.prompt_logprobs)) == ("length", [], 700)
+    assert scored.prompt_logprobs[0] is None
+    for place in (1, 513, 699):
+        # The token at this place, forced by a bias, reports its own log-probability before the bias.
+        forced = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, logit_bias={wanted[place]: 100.0})
+        engine.add_request("next", wanted[:place], forced)
+        (found,) = drain(engine)["next"][0].logprobs
+        assert found.token_id == scored.prompt_logprobs[place].token_id == wanted[place]
+        assert found.logprob == pytest.approx(scored.prompt_logprobs[place].logprob, abs=1e-4)
+        assert found.top == pytest.approx(scored.prompt_logprobs[place].top, abs=1e-4)
+    assert_empty(engine)
+
+
+def test_min_tokens_keep_end_tokens_away(make: Any) -> None:
+    engine = make(kv="full")
+    ends = {"stop_token_ids": (5,), "logit_bias": {5: 100.0}, "temperature": 0.0, "max_tokens": 9}
+    engine.add_request("a", prompt(1, 20), SamplingParams(**ends))
+    engine.add_request("b", prompt(1, 20), SamplingParams(**ends, min_tokens=4))
+    outputs = drain(engine)
+    assert tokens(outputs["a"]) == [5]
+    answer = tokens(outputs["b"])
+    assert len(answer) == 5
+    assert answer.index(5) == 4
+
+
+def test_times_and_stats(make: Any) -> None:
+    engine = make(kv="shadowkv")
+    engine.add_request("a", prompt(1, 900), GREEDY)
+    before = engine.stats()
+    assert (before.running, before.waiting, before.device_used_bytes) == (0, 1, 0)
+    engine.step()
+    during = engine.stats()
+    assert (during.running, during.waiting) == (1, 0)
+    assert 0 < during.device_used_bytes <= during.device_total_bytes
+    assert 0 < during.host_used_bytes <= during.host_total_bytes
+    times = drain(engine)["a"][-1].times
+    assert times.arrival <= times.scheduled <= times.first_token < times.last_token

@@ -296,3 +296,22 @@ def test_more_logprobs_than_tokens_give_every_token():
     request = Request("r", [0], SamplingParams(temperature=0, logprobs=20), 9, 3)
     _, (found,), _ = sample(torch.tensor([[1.0, 9.0, 3.0, 0.0]]), [request])
     assert sorted(found.top) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("penalties", "chosen"),
+    [
+        ({"presence_penalty": 0.9}, 1),
+        ({"presence_penalty": 1.1}, 2),
+        ({"frequency_penalty": 0.2}, 1),
+        ({"frequency_penalty": 0.3}, 2),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.1}, 1),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.2}, 2),
+        ({"logit_bias": {3: 2.9}}, 1),
+        ({"logit_bias": {3: 3.1}}, 3),
+    ],
+)
+def test_penalties_count_generated_tokens_and_biases_are_added(penalties, chosen):
+    request = Request("r", [2, 2, 2], SamplingParams(temperature=0, **penalties), 9, 3)
+    request.output_token_ids = [1, 1, 1, 1]
+    assert sample(torch.tensor([[0.0, 3.0, 2.0, 0.0]]), [request])[0] == [chosen]
