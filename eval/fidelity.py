@@ -100,6 +100,14 @@ class Session:
         assert self.sequence is not None, "feed a prompt first"
         return self.runner.decode([self.sequence], [token])[0]
 
+    def figures(self) -> dict[str, float | int]:
+        """Tokens that the last step attended to, and the smallest share of the keys' energy that a layer kept."""
+        assert self.sequence is not None, "feed a prompt first"
+        length = int(self.cache.pool.table.length[self.sequence.slot])
+        figures: dict[str, float | int] = {"attended_tokens": self.cache.spec.attended_tokens(length)}
+        kept = self.cache.kept_energy(self.sequence)
+        return figures if kept is None else {**figures, "least_kept_energy": round(float(kept.min()), 4)}
+
     def force(self, prompt: list[int], tokens: list[int]) -> Tensor:
         """Logits [len(tokens), V] that predict each of ``tokens`` after ``prompt``."""
         return torch.stack([self.feed(prompt), *(self.step(token) for token in tokens[:-1])])
@@ -145,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
         session = Session(loaded, preset(name), capacity)
         found = compare(torch.stack(reference), session.force(prompt, tokens))
         bar.update(args.new_tokens)
-        row = {"kv": name, **asdict(found), "spec": asdict(session.cache.spec)}
+        row = {"kv": name, **asdict(found), **session.figures(), "spec": asdict(session.cache.spec)}
         bar.write(json.dumps(row))
     bar.close()
     return 0

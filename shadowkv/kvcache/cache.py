@@ -80,6 +80,15 @@ class KVCache:
         """Makes the new tokens part of their sequences, after the last layer."""
         self.prefill.end(batch)
 
+    def kept_energy(self, sequence: Sequence) -> Tensor | None:
+        """Share of the squared norm of a compressed sequence's keys that its low-rank form keeps, float32 [num_layers].
+
+        None where the policy has no low-rank keys or the sequence is dense.
+        """
+        if "kept_energy" not in self.store.state or not self.pool.table.sealed[sequence.slot]:
+            return None
+        return self.store.state["kept_energy"][:, sequence.slot, 0]
+
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def decode_batch(self, sequences: Items[Sequence]) -> DecodeBatch:
