@@ -49,6 +49,15 @@ class Tokenizer:
         """Tokens that it knows; a model's embedding may be padded to more."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as the tokeniser writes it -> its id."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether tokens are bytes in GPT-2's alphabet, not SentencePiece's text with byte fallback."""
+        return '"type":"ByteLevel"' in json.dumps(json.loads(self.backend.to_str())["decoder"], separators=(",", ":"))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether ``apply_chat_template`` works."""

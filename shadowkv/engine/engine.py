@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.detokenizer import Detokenizer
+from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.runner import Runner
@@ -58,6 +59,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = self.cache.pool.max_model_len
         self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
+        self._grammars = GrammarCompiler(self.tokenizer, loaded.config.vocab_size, self._stop_ids)
         self._prefilling: list[Running] = []
         self._prefill: Generator[None, None, tuple[Tensor, list[Tensor]]] | None = None
         self._text: dict[str, Detokenizer] = {}
@@ -79,6 +81,12 @@ class Engine:
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < vocab:
                     raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", name)
+        if params.json_schema is not None:
+            if params.min_tokens or params.ignore_eos:
+                raise RequestError(
+                    "a JSON schema says where the output ends: no min_tokens or ignore_eos with it", "response_format"
+                )
+            self._grammars.compile(params.json_schema)
         self.scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -89,7 +97,8 @@ class Engine:
         seed = random.getrandbits(64) if params.seed is None else params.seed
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
-        self.scheduler.add(Request(request_id, list(prompt_token_ids), params, max_tokens, seed, stop_ids))
+        constraint = None if params.json_schema is None else self._grammars.constraint(params.json_schema)
+        self.scheduler.add(Request(request_id, list(prompt_token_ids), params, max_tokens, seed, stop_ids, constraint))
         self._text[request_id] = Detokenizer(self.tokenizer.stream(), params.stop)
 
     def abort(self, request_id: str) -> None:
@@ -215,7 +224,8 @@ class Engine:
         request.output_token_ids.append(token)
         ends = token in request.stop_ids
         added = "" if ends else text.push(token)
-        reason = "stop" if ends or text.stopped else None
+        complete = request.constraint is not None and request.constraint.accept(token)
+        reason = "stop" if ends or complete or text.stopped else None
         if reason is None and len(request.output_token_ids) >= request.max_tokens:
             reason = "length"
         if reason is not None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shadowkv.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from shadowkv.engine.grammar import Constraint
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Request:
     max_tokens: int
     seed: int
     stop_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0

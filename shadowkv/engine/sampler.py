@@ -59,6 +59,8 @@ def _change(logits: Tensor, request: Request) -> None:
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[ids(params.logit_bias)] += bias
+    if request.constraint is not None:
+        request.constraint.mask(logits)
     if len(request.output_token_ids) < params.min_tokens:
         logits[ids(request.stop_ids)] = float("-inf")
 

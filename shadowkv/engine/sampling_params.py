@@ -23,6 +23,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, beside the model's own.
         ignore_eos: go on after the model's end tokens.
         seed: makes sampling repeatable, whatever else is in the batch.
+        json_schema: JSON schema (as JSON text) that the output follows; ``{}`` is any JSON.
         logprobs: alternatives to report per token, 0 the chosen one alone; None is off.
         prompt_logprobs: the same for the prompt's tokens.
 
@@ -44,6 +45,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    json_schema: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -84,4 +86,5 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
+            or self.json_schema is not None
         )
