@@ -45,6 +45,10 @@ class Endpoint(ABC):
     def prompts(self, request: Any) -> list[list[int]]:
         """Token ids of every prompt; raises ApiError."""
 
+    def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
+        """What each prompt's answers begin with, if the request asks for that."""
+        return None
+
     @abstractmethod
     def choice(self, piece: Piece) -> dict[str, Any]:
         """A whole choice."""
@@ -71,6 +75,15 @@ class Completions(Endpoint):
             return [self.tokenizer.encode(text) if isinstance(text, str) else text for text in request.prompt]
         except ValueError as error:  # text that is no UTF-8
             raise ApiError(str(error), param="prompt") from error
+
+    def echo(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str] | None:
+        if not request.echo:
+            return None
+        pairs = zip(request.prompt, prompts, strict=True)
+        return [
+            text if isinstance(text, str) else self.tokenizer.decode(ids, skip_special_tokens=False)
+            for text, ids in pairs
+        ]
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         return {

@@ -7,13 +7,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.request import RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.endpoints import Endpoint, Piece
 from shadowkv.serve.errors import ApiError
+from shadowkv.serve.logprobs import scored_prompt
 from shadowkv.serve.merge import merge
 from shadowkv.serve.protocol import GenerationRequest
 
@@ -31,6 +32,7 @@ class Job:
     model: str
     prompts: list[list[int]]
     params: list[SamplingParams]
+    echo: list[str] | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -47,8 +49,17 @@ class Job:
                 if output.finish_reason in ("error", "abort"):
                     status = 500 if output.finish_reason == "error" else 503
                     raise ApiError(output.error or "the request was aborted", status=status, code="generation_failed")
+                first = index not in self.counts
                 self.counts[index] = output
-                yield index, output
+                yield index, self._with_prompt(index, output) if first else output
+
+    def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
+        """A choice's first output, with the prompt in front if it is to be echoed."""
+        if self.echo is None:
+            return output
+        which = index // len(self.params)
+        steps = scored_prompt(self.prompts[which], output.prompt_logprobs)
+        return replace(output, text=self.echo[which] + output.text, logprobs=[*steps, *(output.logprobs or ())])
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; the choices of one prompt share its tokens."""
@@ -76,13 +87,13 @@ async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRe
         raise ApiError("the engine is not running", status=503, code="engine_dead")
     params = request.sampling()
 
-    def encode() -> list[list[int]]:
+    def encode() -> Job:
         prompts = endpoint.prompts(request)
         for prompt in prompts:
             _validate(engine, prompt, params[0])
-        return prompts
+        return Job(engine, endpoint, request, model, prompts, params, endpoint.echo(request, prompts))
 
-    return Job(engine, endpoint, request, model, await asyncio.to_thread(encode), params)
+    return await asyncio.to_thread(encode)
 
 
 def _validate(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> None:
@@ -91,7 +102,7 @@ def _validate(engine: AsyncEngine, prompt: list[int], params: SamplingParams) ->
     try:
         engine.validate(prompt, params)
     except RequestError as error:
-        too_long = len(prompt) + (params.max_tokens or 1) > engine.max_model_len
+        too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
         code = "context_length_exceeded" if too_long else None
         raise ApiError(str(error), param=error.param, code=code) from error
 
@@ -105,12 +116,17 @@ async def answer(job: Job) -> dict[str, Any]:
         async for index, output in outputs:
             texts[index].append(output.text)
             logprobs[index] += output.logprobs or ()
-    choices = [
-        job.endpoint.choice(
-            Piece(index, "".join(texts[index]), logprobs[index] if asked else None, job.counts[index].finish_reason)
-        )
-        for index in range(count)
-    ]
+
+    def shape() -> list[dict[str, Any]]:
+        return [
+            job.endpoint.choice(
+                Piece(index, "".join(texts[index]), logprobs[index] if asked else None, job.counts[index].finish_reason)
+            )
+            for index in range(count)
+        ]
+
+    # The log-probabilities of a long prompt take a while to write down.
+    choices = await asyncio.to_thread(shape) if job.echo else shape()
     return {**job.head(job.endpoint.kind), "choices": choices, "usage": job.usage()}
 
 
@@ -127,7 +143,9 @@ async def chunks(job: Job) -> AsyncGenerator[dict[str, Any], None]:
             first, offset = index not in offsets, offsets.get(index, 0)
             offsets[index] = offset + job.endpoint.width(logprobs or [])
             piece = Piece(index, output.text, logprobs, output.finish_reason, first, offset)
-            for choice in job.endpoint.delta(piece):
+            delta = job.endpoint.delta
+            pieces = await asyncio.to_thread(delta, piece) if first and job.echo else delta(piece)
+            for choice in pieces:
                 yield {**head, "choices": [choice]}
     if job.request.include_usage:
         yield {**head, "choices": [], "usage": job.usage()}

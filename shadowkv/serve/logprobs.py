@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,12 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return twice[len(once) :]
 
 
+def scored_prompt(token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None) -> list[TokenLogprobs]:
+    """A prompt's tokens as steps; one without a score (the first, which nothing precedes) gets NaN."""
+    known = scores or [None] * len(token_ids)
+    return [step or TokenLogprobs(token, math.nan, {}) for token, step in zip(token_ids, known, strict=True)]
+
+
 def completion_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
     """Shape of ``/v1/completions``; ``offset`` is where in the text the first token begins, in characters."""
     tokens = [token_text(tokenizer, step.token_id) for step in steps]
@@ -34,16 +41,19 @@ def completion_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], of
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [max(step.logprob, LOWEST) for step in steps],
-        "top_logprobs": [
-            {
-                token_text(tokenizer, token_id): max(logprob, LOWEST)
-                for token_id, logprob in ({step.token_id: step.logprob} | step.top).items()
-            }
-            for step in steps
-        ],
+        "token_logprobs": [None if math.isnan(step.logprob) else max(step.logprob, LOWEST) for step in steps],
+        "top_logprobs": [None if math.isnan(step.logprob) else _by_text(tokenizer, step) for step in steps],
         "text_offset": offsets,
     }
+
+
+def _by_text(tokenizer: Tokenizer, step: TokenLogprobs) -> dict[str, float]:
+    likeliest: dict[str, float] = {}
+    for token_id, logprob in ({step.token_id: step.logprob} | step.top).items():
+        text = token_text(tokenizer, token_id)
+        # Parts of characters share the text U+FFFD: the likeliest one stands for them.
+        likeliest[text] = max(logprob, likeliest.get(text, LOWEST))
+    return likeliest
 
 
 def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A parameter that would change the answer and is not supported is an error, never
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -20,9 +21,6 @@ IGNORED = frozenset(
 """Parameters that do not change the answer."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -32,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
-    "min_tokens": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
@@ -43,6 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
 }
 """Parameters that are not supported, and the values of them that ask for nothing."""
+
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -78,6 +77,16 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _biases(value: Any) -> Any:
+    """JSON's keys are strings; whatever is no token id is left for the field's own check to refuse."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,9}", key) else key: value[key] for key in value}
+
+
+LogitBias = Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])]
+
+
 class GenerationRequest(Body):
     """What completions and chat completions have in common."""
 
@@ -85,11 +94,15 @@ class GenerationRequest(Body):
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = SamplingParams.min_tokens
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
     top_k: int = SamplingParams.top_k
     min_p: float = SamplingParams.min_p
     repetition_penalty: float = SamplingParams.repetition_penalty
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    logit_bias: LogitBias = {}
     stop: Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -117,14 +130,19 @@ class GenerationRequest(Body):
         raise NotImplementedError
 
     @property
+    def prompt_alternatives(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> list[SamplingParams]:
         """One per choice; choices of a seeded request differ by their seeds."""
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name != "logprobs"}
-        values |= {"max_tokens": self.limit, "logprobs": self.alternatives}
+        own = {"max_tokens": self.limit, "logprobs": self.alternatives, "prompt_logprobs": self.prompt_alternatives}
+        values = own | {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys() - own.keys()}
         values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
         seeds = [None if self.seed is None else self.seed + choice for choice in range(self.n)]
         try:
@@ -165,10 +183,16 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=Prompt)]
     logprobs: int | None = None
+    echo: bool = False
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        # Nothing is to be generated: the engine takes that as a request to score the prompt.
+        return (self.logprobs or 0) if self.echo and (self.logprobs is not None or self.max_tokens == 0) else None
 
 
 class TextPart(Body):

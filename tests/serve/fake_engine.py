@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from shadowkv.engine.async_engine import EngineDead
-from shadowkv.engine.request import RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.async_engine import EngineBusy, EngineDead
+from shadowkv.engine.engine import EngineStats
+from shadowkv.engine.request import RequestError, RequestOutput, RequestTimes, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 
 REPLY = "Hello wörld."
@@ -32,7 +34,7 @@ class FakeEngine:
     """Says ``REPLY``, a character at a time.
 
     A prompt with FAIL ends with an error after two tokens, with DIE the engine dies there, with HANG the answer stops
-    there and never ends, with BUG it raises at once.
+    there and never ends, with BUG it raises at once, with BUSY the queue is full, with SLEEP nothing comes for a while.
     """
 
     model_name = "fake"
@@ -47,8 +49,11 @@ class FakeEngine:
         self.running: set[str] = set()
         self.most_running = 0
 
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), 3, 10, 100, 20, 200)
+
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        asked = params.max_tokens or 1
+        asked = 1 if params.max_tokens is None else params.max_tokens
         if len(prompt_token_ids) + asked > self.max_model_len:
             text = (
                 f"{len(prompt_token_ids)} prompt tokens + {asked} are more than the {self.max_model_len} of the model"
@@ -67,6 +72,17 @@ class FakeEngine:
         try:
             if "BUG" in prompt:
                 raise KeyError("a secret")
+            if "BUSY" in prompt:
+                raise EngineBusy("7 requests are waiting already")
+            if "SLEEP" in prompt:
+                await asyncio.sleep(0.5)
+            times = RequestTimes(time.monotonic() - 4, *(time.monotonic() - ago for ago in (3, 1, 0.5)))
+            scores = None
+            if params.prompt_logprobs is not None:
+                scores = [None, *(self._scores(token, params.prompt_logprobs) for token in prompt_token_ids[1:])]
+            if params.max_tokens == 0:
+                count = len(prompt_token_ids)
+                yield RequestOutput(request_id, "", [], None, "length", None, count, 0, 0, times, scores)
             reply = REPLY[: params.max_tokens]
             for count, character in enumerate(reply, 1):
                 await asyncio.sleep(0)
@@ -78,19 +94,24 @@ class FakeEngine:
                     await asyncio.Event().wait()
                 failed = count == 3 and "FAIL" in prompt
                 token = ord(character)
-                likeliest = {token + i: -0.5 - i for i in range(params.logprobs or 0)}
                 yield RequestOutput(
                     request_id=request_id,
                     text=character,
                     token_ids=[token],
-                    logprobs=None if params.logprobs is None else [TokenLogprobs(token, -0.5, likeliest)],
+                    logprobs=None if params.logprobs is None else [self._scores(token, params.logprobs)],
                     finish_reason="error" if failed else finish,
                     error="not finite" if failed else None,
                     prompt_tokens=len(prompt_token_ids),
                     completion_tokens=count,
                     cached_tokens=2,
+                    times=times,
+                    prompt_logprobs=scores if count == 1 else None,
                 )
                 if failed:
                     return
         finally:
             self.running.discard(request_id)
+
+    @staticmethod
+    def _scores(token: int, alternatives: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -0.5, {token + i: -0.5 - i for i in range(alternatives)})

@@ -49,7 +49,7 @@ def test_bad_lines_become_records_and_the_rest_go_on(run, engine, capsys):
         line("get", method="GET", prompt="Hi"),
         line("url", "/v1/embeddings", prompt="Hi"),
         json.dumps({"custom_id": "body", "method": "POST", "url": "/v1/completions", "body": 3}),
-        line("param", prompt="Hi", echo=True),
+        line("param", prompt="Hi", suffix="x"),
         line("model", prompt="Hi", model="other"),
         line("long", prompt="x" * 300),
         line("stream", prompt="Hi", stream=True),

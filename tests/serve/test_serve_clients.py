@@ -62,7 +62,7 @@ def test_errors(client):
     with pytest.raises(openai.NotFoundError, match="other"):
         client.chat.completions.create(model="other", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="fake", messages=MESSAGES, logit_bias={"1": 2})
+        client.chat.completions.create(model="fake", messages=MESSAGES, logit_bias={"1": 200})
     assert (caught.value.param, caught.value.type) == ("logit_bias", "invalid_request_error")
     with pytest.raises(openai.APIError, match="not finite"):
         list(client.completions.create(model="fake", prompt="FAIL", stream=True))

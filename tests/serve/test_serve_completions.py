@@ -56,10 +56,14 @@ def test_parameters_reach_the_engine(post, engine):
         "ignore_eos": True,
         "seed": 3,
         "logprobs": 2,
+        "min_tokens": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
     }
-    assert post("completions", stop="x", stop_token_ids=[9], **asked).status_code == 200
+    assert post("completions", stop="x", stop_token_ids=[9], logit_bias={"5": 1}, **asked).status_code == 200
     (params,) = engine.params
     assert {name: getattr(params, name) for name in asked} == asked
+    assert params.logit_bias == {5: 1} and params.prompt_logprobs is None
     assert (params.stop, params.stop_token_ids) == (("x",), (9,))
 
 

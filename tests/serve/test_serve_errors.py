@@ -7,16 +7,11 @@ from fake_engine import REPLY
 from replies import events
 
 UNSUPPORTED = {
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "response_format": {"type": "json_object"},
-    "echo": True,
     "suffix": "x",
     "best_of": 2,
-    "min_tokens": 1,
     "no_such_parameter": 1,
 }
 WRONG = {
@@ -25,6 +20,10 @@ WRONG = {
     "top_k": 1.5,
     "min_p": 2,
     "max_tokens": 0,
+    "min_tokens": -1,
+    "presence_penalty": 2.5,
+    "frequency_penalty": -3,
+    "logit_bias": {"5": 101},
     "n": 0,
     "seed": 2**63,
     "stop": [""],
@@ -49,6 +48,16 @@ def test_parameters(post, engine, endpoint, name, value):
     error = error_of(post(endpoint, **{name: value}))
     assert error["param"].split("[")[0] == name and name in error["message"]
     assert not engine.prompts
+
+
+@pytest.mark.parametrize("bias", [{"a": 1}, {"5": "x"}, {"-1": 1}, {"9" * 5000: 1}, {"1.5": 1}, [1], 3])
+def test_logit_bias(post, bias):
+    assert error_of(post("completions", logit_bias=bias))["param"].startswith("logit_bias")
+
+
+def test_echo_is_of_completions_only(post):
+    assert error_of(post("chat", echo=True))["param"] == "echo"
+    assert error_of(post("completions", max_tokens=0, logprobs=1))["param"] == "max_tokens"
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], 3, {}, [1, "a"], [1.0], [True], [[1], ["a"]], "\ud800"])
