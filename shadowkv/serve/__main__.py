@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -40,6 +41,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     server.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     server.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: its own)")
+    ServerSettings.add_arguments(server)
     batch = parser.add_argument_group("batch mode, instead of a server")
     batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
     batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
@@ -54,7 +56,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
-            config = EngineConfig.from_args(args)
+            config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
             # Whatever is cheap to find wrong is found before the model is loaded.
             if args.input is not None:
                 files = BatchFiles(args.input, args.output)
@@ -75,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
             return run_batch(engine, name, files, CONCURRENCY * config.max_num_seqs)
         from shadowkv.serve.server import serve
 
-        serve(engine, name, listener)
+        serve(engine, name, listener, settings)
     return 0
 
 

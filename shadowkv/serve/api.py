@@ -1,23 +1,28 @@
-"""The HTTP API: completions, chat completions, models and health, as in the OpenAI API."""
+"""The HTTP API: completions, chat completions and models as in the OpenAI API; health, version and metrics."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from shadowkv.serve.disconnect import EventStream, unless_disconnected
+from shadowkv import __version__
+from shadowkv.serve.disconnect import unless_disconnected
 from shadowkv.serve.endpoints import ChatCompletions, Completions, Endpoint
-from shadowkv.serve.errors import ApiError, as_api_error, from_validation
-from shadowkv.serve.jobs import Job, answer, chunks, prepare
+from shadowkv.serve.errors import ApiError, as_api_error, error_response, from_validation
+from shadowkv.serve.event_stream import EventStream
+from shadowkv.serve.guard import BodyTooLarge, Guard, too_large
+from shadowkv.serve.jobs import answer, chunks, prepare
+from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.token_routes import token_routes
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -25,9 +30,13 @@ if TYPE_CHECKING:
 CLIENT_CLOSED_REQUEST = 499
 
 
-def build_app(engine: AsyncEngine, served_name: str) -> FastAPI:
+def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | None = None) -> FastAPI:
     """The application; ``served_name`` is the model's name to clients."""
+    settings = settings or ServerSettings()
     app = FastAPI(title="shadowkv", docs_url="/docs", redoc_url=None)
+    app.add_middleware(Guard, settings=settings)
+    app.include_router(token_routes(engine, served_name))
+    metrics = Metrics(engine, served_name)
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)
     model = {
         "id": served_name,
@@ -38,12 +47,19 @@ def build_app(engine: AsyncEngine, served_name: str) -> FastAPI:
     }
 
     async def respond(endpoint: Endpoint, body: GenerationRequest, request: Request) -> Response:
+        deadline = time.monotonic() + settings.request_timeout if settings.request_timeout else None
+
         async def work() -> Response:
             try:
                 job = await prepare(engine, endpoint, body, served_name)
-                return EventStream(events(job)) if body.stream else JSONResponse(await answer(job))
+                job.deadline, job.metrics = deadline, metrics
+                if body.stream:
+                    return EventStream(chunks(job), settings.keep_alive_interval)
+                whole = await answer(job)
+                # The log-probabilities of a long prompt take a while to write down.
+                return await asyncio.to_thread(JSONResponse, whole) if job.echo else JSONResponse(whole)
             except Exception as error:
-                return _error_response(as_api_error(error))
+                return error_response(as_api_error(error))
 
         return await unless_disconnected(request.receive, work()) or Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -70,27 +86,16 @@ def build_app(engine: AsyncEngine, served_name: str) -> FastAPI:
         alive = engine.is_alive
         return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
 
+    @app.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics", response_model=None)
+    async def get_metrics() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
     _handle_errors(app)
     return app
-
-
-async def events(job: Job) -> AsyncGenerator[str, None]:
-    """The answer as server-sent events; an error is the last but one, since the status has long been sent."""
-    try:
-        async with aclosing(chunks(job)) as stream:
-            async for chunk in stream:
-                yield _event(chunk)
-    except Exception as error:
-        yield _event(as_api_error(error).body())
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status)
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -98,17 +103,21 @@ def _handle_errors(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         # Refused on purpose: a web page may post any other type to a local server without the browser asking first.
         if "json" not in request.headers.get("content-type", ""):
-            return _error_response(ApiError("the request needs the header Content-Type: application/json"))
+            return error_response(ApiError("the request needs the header Content-Type: application/json"))
         found = error.errors()
         if found[0]["type"] == "json_invalid":
-            return _error_response(ApiError(f"the body is not valid JSON: {found[0]['ctx']['error']}"))
-        return _error_response(from_validation(found))
+            return error_response(ApiError(f"the body is not valid JSON: {found[0]['ctx']['error']}"))
+        return error_response(from_validation(found))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(ApiError(message, status=error.status_code))
+        return error_response(ApiError(message, status=error.status_code))
+
+    @app.exception_handler(BodyTooLarge)
+    async def on_large(request: Request, error: BodyTooLarge) -> Response:
+        return too_large(error.detail)
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        return _error_response(error)
+        return error_response(error)

@@ -6,10 +6,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from shadowkv.engine.async_engine import EngineDead
+from fastapi.responses import JSONResponse
+
+from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.request import RequestError
+from shadowkv.serve.merge import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 2
+"""What a full queue advises."""
 
 MAX_REASONS = 5
 """A prompt of a million wrong items has as many reasons; the first ones tell the story."""
@@ -36,8 +42,18 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), param=error.param)
     if isinstance(error, EngineDead):
         return ApiError(str(error), status=503, code="engine_dead")
+    if isinstance(error, EngineBusy):
+        return ApiError(f"{error}; try again later", status=503, code="queue_full")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(str(error), status=504, code="timeout")
     logger.error("a request failed", exc_info=error)
     return ApiError("internal error; the server's log has the details", status=500)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The response for it."""
+    headers = {"Retry-After": str(RETRY_SECONDS)} if error.code == "queue_full" else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

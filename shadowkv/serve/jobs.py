@@ -20,6 +20,7 @@ from shadowkv.serve.protocol import GenerationRequest
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.serve.metrics import Metrics
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Job:
     prompts: list[list[int]]
     params: list[SamplingParams]
     echo: list[str] | None = None
+    deadline: float | None = None
+    metrics: Metrics | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -44,7 +47,10 @@ class Job:
         """What the engine says of each choice; raises ApiError where one fails."""
         pairs = [(prompt, params) for prompt in self.prompts for params in self.params]
         streams = [self.engine.generate(*pair, request_id=f"{self.id}-{i}") for i, pair in enumerate(pairs)]
-        async with aclosing(merge(streams)) as merged:
+        if self.metrics is not None:
+            streams = [self.metrics.watch(stream) for stream in streams]
+        timeout = None if self.deadline is None else self.deadline - time.monotonic()
+        async with aclosing(merge(streams, timeout)) as merged:
             async for index, output in merged:
                 if output.finish_reason in ("error", "abort"):
                     status = 500 if output.finish_reason == "error" else 503
@@ -78,11 +84,16 @@ class Job:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+def check_model(asked: str | None, model: str) -> None:
+    """Raises ApiError if another model is asked for than ``model``."""
+    if asked not in (None, model):
+        message = f"the model {asked!r} does not exist; this server has {model!r}"
+        raise ApiError(message, status=404, param="model", code="model_not_found")
+
+
 async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRequest, model: str) -> Job:
     """The request's job, nothing of it started; raises ApiError. Long prompts take seconds to tokenise: in a thread."""
-    if request.model not in (None, model):
-        message = f"the model {request.model!r} does not exist; this server has {model!r}"
-        raise ApiError(message, status=404, param="model", code="model_not_found")
+    check_model(request.model, model)
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")
     params = request.sampling()

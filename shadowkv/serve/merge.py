@@ -10,8 +10,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items with the number of their stream; one that fails ends them all, and so does closing this one."""
+class DeadlineExceeded(Exception):
+    """The streams took too long."""
+
+
+async def merge(
+    streams: Sequence[AsyncIterator[T]], timeout: float | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Items with the number of their stream; one that fails ends them all, and so does closing this one.
+
+    Raises DeadlineExceeded, all of them ended, after ``timeout`` seconds.
+    """
     items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def drain(index: int, stream: Any) -> None:
@@ -23,6 +32,10 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int
         except Exception as error:
             items.put_nowait(error)
 
+    timer = None
+    if timeout is not None:
+        late = DeadlineExceeded("the request took longer than this server allows")
+        timer = asyncio.get_running_loop().call_later(max(0.0, timeout), items.put_nowait, late)
     tasks = [asyncio.create_task(drain(index, stream)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)
@@ -35,6 +48,8 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int
             else:
                 yield item
     finally:
+        if timer is not None:
+            timer.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

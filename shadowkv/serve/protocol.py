@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.serve.response_format import json_schema
 
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -26,7 +27,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
@@ -107,15 +107,16 @@ class GenerationRequest(Body):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     seed: Int64 | None = None
+    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=dict[str, Any])] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
         if self.best_of not in (None, self.n):
-            raise _refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
+            raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "stream_options is only allowed with stream")
+            raise refusal("stream_options", "stream_options is only allowed with stream")
         self.sampling()
         return self
 
@@ -141,7 +142,12 @@ class GenerationRequest(Body):
 
     def sampling(self) -> list[SamplingParams]:
         """One per choice; choices of a seeded request differ by their seeds."""
-        own = {"max_tokens": self.limit, "logprobs": self.alternatives, "prompt_logprobs": self.prompt_alternatives}
+        own: dict[str, Any] = {
+            "max_tokens": self.limit,
+            "logprobs": self.alternatives,
+            "prompt_logprobs": self.prompt_alternatives,
+        }
+        own["json_schema"] = self.response_format
         values = own | {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys() - own.keys()}
         values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
         seeds = [None if self.seed is None else self.seed + choice for choice in range(self.n)]
@@ -149,10 +155,11 @@ class GenerationRequest(Body):
             return [SamplingParams(**{**values, "seed": seed}) for seed in seeds]
         except ValueError as error:
             # Every reason begins with its parameter: "top_p=2 must be …".
-            raise _refusal(str(error).split()[0].split("=")[0], str(error)) from error
+            raise refusal(str(error).split()[0].split("=")[0], str(error)) from error
 
 
-def _refusal(param: str, message: str) -> PydanticCustomError:
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """A parameter's refusal, to raise in a validator."""
     return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
 
 
@@ -172,6 +179,15 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if isinstance(prompt, list) and not prompt:
             raise PydanticCustomError("prompt", "prompt must not be empty")
     return prompts
+
+
+def _tokens(value: Any) -> list[int]:
+    if not _is_tokens(value):
+        raise PydanticCustomError("tokens", "{form}", {"form": "must be a list of token ids"})
+    return value
+
+
+TokenIds = Annotated[list[int], PlainValidator(_tokens, json_schema_input_type=list[int])]
 
 
 def _is_tokens(value: Any) -> bool:
@@ -231,9 +247,9 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
+            raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise _refusal("max_tokens", "max_tokens and max_completion_tokens differ; pass one of them")
+            raise refusal("max_tokens", "max_tokens and max_completion_tokens differ; pass one of them")
         return self
 
     @property

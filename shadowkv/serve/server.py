@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
+from time import monotonic
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from shadowkv.serve.api import build_app
+from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -17,31 +22,53 @@ ENGINE_SECONDS = 5.0
 CONNECTION_SECONDS = 5
 """How long a stop waits for the step at work, and then for clients to read what they still get."""
 
+POLL_SECONDS = 0.05
+
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with the engine's end as part of its own."""
+    """uvicorn's server, with the engine's end as part of its own.
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, url: str) -> None:
+    The first signal stops it: no more connections, and requests at work have ``drain`` seconds to end. The second one
+    ends the process there and then.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, url: str, drain: float) -> None:
         super().__init__(config)
-        self._engine, self._url = engine, url
+        self._engine, self._url, self._drain = engine, url, drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print(f"ready: {self._url}/v1", flush=True)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)  # no clean-up: the step at work may take minutes
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # First, so that requests in flight end with an error instead of keeping the server up until they are done.
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # idle ones at once, the others after their answer
+        tasks, end = self.server_state.tasks, monotonic() + self._drain
+        if tasks and self._drain:
+            print(f"stopping: {len(tasks)} requests have {self._drain:g} s to end", file=sys.stderr, flush=True)
+        while tasks and monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        # Before the connections' end: what is still at work ends with an error instead of keeping the server up.
         await asyncio.to_thread(self._engine.shutdown, ENGINE_SECONDS)
         await super().shutdown(sockets)
 
 
-def serve(engine: AsyncEngine, served_name: str, listener: socket.socket) -> None:
+def serve(engine: AsyncEngine, served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
     """Serves on a bound socket; raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
-        build_app(engine, served_name),
+        build_app(engine, served_name, settings),
         log_level="warning",
         timeout_graceful_shutdown=CONNECTION_SECONDS,
     )
-    _Server(config, engine, url).run(sockets=[listener])
+    _Server(config, engine, url, settings.shutdown_timeout).run(sockets=[listener])

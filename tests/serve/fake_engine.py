@@ -17,6 +17,8 @@ REPLY = "Hello wörld."
 class FakeTokenizer:
     """Every character is a token."""
 
+    vocab_size = 0x110000
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # as a real one, no lone surrogates
         return [1] * add_special_tokens + [ord(character) for character in text]

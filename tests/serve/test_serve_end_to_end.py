@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -116,11 +117,12 @@ def test_batch_with_a_bad_line(engine, tmp_path):
     assert all("Paris" in answer["choices"][0]["message"]["content"] for answer in answers)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
+@contextmanager
+def server_process(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its URL."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shadowkv.serve", "--port", "0", "--served-model-name", "small", *flags],
+        [sys.executable, "-m", "shadowkv.serve", "--port", "0", "--served-model-name", "small", *flags, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -132,17 +134,48 @@ def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
         while not lines or not lines[-1].startswith("ready: "):
             lines.append(process.stdout.readline())
             assert lines[-1], process.communicate()
-        with openai.OpenAI(base_url=lines[-1].split()[1], api_key="none", max_retries=0) as client:
-            assert [model.id for model in client.models.list().data] == ["small"]
-            options = {"max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
-            stream = client.chat.completions.create(model="small", messages=FRANCE, **options)
-            next(stream)
-            process.send_signal(number)
-            with pytest.raises(openai.APIError, match="shut down"):
-                list(stream)
-        _, errors = process.communicate(timeout=20)
-        assert process.returncode == code
-        assert "Traceback" not in errors and "ERROR" not in errors, errors
+        yield process, lines[-1].split()[1]
     finally:
         process.kill()
         process.communicate()
+
+
+def begin(url: str, max_tokens: int) -> openai.Stream:
+    """A stream of which the first chunk has come."""
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list().data] == ["small"]
+    options = {"max_tokens": max_tokens, "stream": True, "extra_body": {"ignore_eos": True}}
+    stream = client.chat.completions.create(model="small", messages=FRANCE, **options)
+    next(stream)
+    return stream
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
+    with server_process("--shutdown-timeout", "0.2") as (process, url):
+        stream = begin(url, 900)
+        process.send_signal(number)
+        with pytest.raises(openai.APIError, match="shut down"):
+            list(stream)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == code
+        assert "Traceback" not in errors and "ERROR" not in errors, errors
+
+
+def test_a_server_process_drains_and_a_second_signal_ends_it():
+    with server_process("--shutdown-timeout", "100") as (process, url):
+        stream = begin(url, 40)
+        process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        process.communicate(timeout=20)
+        assert process.returncode == 143
+    with server_process("--shutdown-timeout", "100") as (process, url):
+        stream = begin(url, 900)
+        process.send_signal(signal.SIGTERM)
+        next(stream)
+        with pytest.raises(openai.APIConnectionError):
+            while True:  # no new ones meanwhile
+                openai.OpenAI(base_url=url, api_key="none", max_retries=0).models.list()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=2)
+        assert process.returncode == 143

@@ -9,7 +9,7 @@ from replies import events
 UNSUPPORTED = {
     "tools": [{"type": "function"}],
     "tool_choice": "required",
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "grammar"},
     "suffix": "x",
     "best_of": 2,
     "no_such_parameter": 1,
@@ -133,15 +133,24 @@ def test_one_bad_prompt_of_many_starts_none(post, engine):
 
 @pytest.mark.parametrize(
     "prompt, status, message",
-    [("FAIL", 500, "not finite"), ("DIE", 503, "the engine has died: boom"), ("BUG", 500, "internal error")],
+    [("FAIL", 500, "not finite"), ("DIE", 503, "the engine has died: boom")],
 )
 def test_failures_on_the_way(post, engine, prompt, status, message):
     assert message in error_of(post("completions", prompt=["fine", prompt]), status)["message"]
     assert not engine.running
     engine.is_alive = True
     *chunks, last = events(post("completions", prompt=prompt, stream=True))
-    assert message in last["error"]["message"] and "secret" not in str(last)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ("" if prompt == "BUG" else REPLY[:2])
+    assert message in last["error"]["message"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == REPLY[:2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_at_once_have_their_status_in_a_stream_too(post, engine, stream):
+    error = error_of(post("completions", prompt=["fine", "BUG"], stream=stream), 500)
+    assert "internal error" in error["message"] and "secret" not in str(error)
+    busy = post("chat", messages=[{"role": "user", "content": "BUSY"}], stream=stream)
+    assert error_of(busy, 503)["code"] == "queue_full" and int(busy.headers["retry-after"]) > 0
+    assert not engine.running
 
 
 def test_dead_engine(post, call, engine):

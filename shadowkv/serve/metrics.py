@@ -1,0 +1,127 @@
+"""Prometheus metrics, named as vLLM's with our prefix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shadowkv.engine.async_engine import EngineBusy
+from shadowkv.engine.request import RequestError, RequestOutput
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
+REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
+"""Buckets: a prefill of a million tokens takes minutes."""
+
+
+class Metrics:
+    """One server's metrics, in a registry of its own."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineGauges(engine, model))
+        ProcessCollector(registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            made = Counter(f"shadowkv:{name}", text, ["model_name", *labels], registry=self.registry)
+            return made if labels else made.labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+            full = f"shadowkv:{name}_seconds"
+            return Histogram(full, text, ["model_name"], buckets=buckets, registry=self.registry).labels(model)
+
+        self._model = model
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
+        self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the KV cache, not computed anew.")
+        self._generated = counter("generation_tokens", "Tokens generated.")
+        self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
+        for reason in ("stop", "length", "abort", "error"):
+            self._ended.labels(model, reason)
+        self._to_first = histogram("time_to_first_token", "From arrival in the engine to the first token.")
+        self._between = histogram("inter_token_latency", "Between two outputs of a request.", TOKEN_SECONDS)
+        self._whole = histogram("e2e_request_latency", "From arrival in the engine to the last token.")
+        self._queue = histogram("request_queue_time", "From arrival in the engine to the start of prefill.")
+        self._prefill = histogram("request_prefill_time", "From the start of prefill to the first token.")
+
+    def text(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
+        """``stream``, counted as it goes by."""
+        last: float | None = None
+        reason: str | None = "error"
+        try:
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for output in stream:
+                    now = monotonic()
+                    if last is not None:
+                        self._between.observe(now - last)
+                    elif output.finish_reason != "error":
+                        self._begin(output)
+                    last, reason = now, output.finish_reason
+                    self._generated.inc(len(output.token_ids))
+                    if reason in ("stop", "length"):
+                        times = output.times
+                        self._whole.observe((times.last_token or now) - times.arrival)
+                    yield output
+        except (GeneratorExit, asyncio.CancelledError):
+            reason = reason if last is not None and reason else "abort"
+            raise
+        except (EngineBusy, RequestError):
+            reason = None  # never begun
+            raise
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            if reason is not None:
+                self._ended.labels(self._model, reason).inc()
+
+    def _begin(self, output: RequestOutput) -> None:
+        self._prompt.inc(output.prompt_tokens)
+        self._cached.inc(output.cached_tokens)
+        times = output.times
+        if times.scheduled is not None and times.first_token is not None:
+            self._to_first.observe(times.first_token - times.arrival)
+            self._queue.observe(times.scheduled - times.arrival)
+            self._prefill.observe(times.first_token - times.scheduled)
+
+
+class _EngineGauges(Collector):
+    """Gauges that are read off the engine when somebody asks."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for name, text, value in (
+            ("num_requests_running", "Requests that own a sequence.", stats.running),
+            ("num_requests_waiting", "Requests in the queue.", stats.waiting),
+        ):
+            gauge = GaugeMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, text, device, host in (
+            (
+                "kv_cache_used_bytes",
+                "KV cache in use, finished sequences that are kept included.",
+                stats.device_used_bytes,
+                stats.host_used_bytes,
+            ),
+            ("kv_cache_total_bytes", "KV cache there is.", stats.device_total_bytes, stats.host_total_bytes),
+        ):
+            gauge = GaugeMetricFamily(f"shadowkv:{name}", text, labels=["model_name", "tier"])
+            gauge.add_metric([self._model, "device"], device)
+            gauge.add_metric([self._model, "host"], host)
+            yield gauge

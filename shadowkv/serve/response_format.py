@@ -1,0 +1,30 @@
+"""``response_format``: plain text, any JSON object, or JSON that follows a schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+def json_schema(value: Any) -> str | None:
+    """The schema that the output has to follow, as JSON text; None for plain text. Raises PydanticCustomError."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        raise _refusal("its type must be text, json_object or json_schema")
+    named = value.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise _refusal("json_schema needs a schema, an object")
+    return json.dumps(schema)
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    return PydanticCustomError("response_format", "{message}", {"message": f"response_format: {message}"})

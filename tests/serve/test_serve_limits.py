@@ -1,0 +1,117 @@
+"""The key, the body limit, time limits, signs of life."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+from fake_engine import REPLY, FakeEngine
+from http_server import http_server
+
+from shadowkv.serve.api import build_app
+from shadowkv.serve.settings import KEY_VARIABLE, ServerSettings
+
+
+def asgi(engine, settings, *requests):
+    """Answers of the application to requests sent one after another."""
+
+    async def run():
+        transport = httpx.ASGITransport(build_app(engine, "fake", settings))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [await client.request(method, url, **options) for method, url, options in requests]
+
+    return asyncio.run(run())
+
+
+def test_key(engine):
+    settings = ServerSettings(api_key="s3cret")
+    body = {"json": {"prompt": "Hi"}}
+    right, wrong = ({"headers": {"Authorization": f"Bearer {key}"}, **body} for key in ("s3cret", "s3crets"))
+    ask = "/v1/completions"
+    requests = [("POST", ask, body), ("POST", ask, wrong), ("GET", "/v1/models", {}), ("POST", "/tokenize", body)]
+    for answer in asgi(engine, settings, *requests):
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert "s3cret" not in answer.text
+    assert not engine.prompts
+    requests = [("POST", ask, right), *(("GET", path, {}) for path in ("/health", "/version", "/metrics"))]
+    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 4
+    with http_server(build_app(engine, "fake", settings)) as url:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models.list()
+        assert openai.OpenAI(base_url=f"{url}/v1", api_key="s3cret").models.list().data
+
+
+def test_body_limit_by_its_length_and_while_it_comes_in(engine):
+    async def endless():
+        for _ in range(40):
+            yield b"[" * 1000
+
+    settings = ServerSettings(max_body_mib=1 / 64)
+    json_type = {"Content-Type": "application/json"}
+    long = [{"content": b'{"prompt": "' + b"x" * 20_000}, {"content": endless()}]
+    requests = [("POST", "/v1/completions", {**options, "headers": json_type}) for options in long]
+    with http_server(build_app(engine, "fake", settings)) as url:
+        answers = [httpx.request(method, url + path, **o) for method, path, o in requests[:1]]
+        body = b"".join(b"3e8\r\n" + b"[" * 1000 + b"\r\n" for _ in range(40)) + b"0\r\n\r\n"
+        assert b" 413 " in raw(url, b"Transfer-Encoding: chunked\r\n", body)
+        # A client that announces more than it sends is not waited for.
+        assert b" 413 " in raw(url, b"Content-Length: 9999999999\r\n", b"{}", timeout=1)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 15}).status_code == 200
+    for answer in [*answers, *asgi(engine, settings, *requests)]:
+        assert answer.status_code == 413 and "0.015625 MiB" in answer.json()["error"]["message"]
+    assert len(engine.prompts) == 1
+
+
+def raw(url, header, body, timeout=5.0):
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=timeout) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(head.encode() + header + b"\r\n" + body)
+        return connection.recv(4096)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_timeout(engine, stream):
+    body = {"json": {"prompt": ["HANG", "fine"], "stream": stream}}
+    (answer,) = asgi(engine, ServerSettings(request_timeout=0.3), ("POST", "/v1/completions", body))
+    if stream:
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))
+    else:
+        assert answer.status_code == 504
+        last = answer.json()
+    assert (last["error"]["code"], last["error"]["type"]) == ("timeout", "server_error")
+    assert not engine.running
+
+
+def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
+    body = {"json": {"prompt": "SLEEP", "stream": True}}
+    for interval, comments in ((0.1, range(2, 6)), (0, (0,)), (5, (0,))):
+        (answer,) = asgi(engine, ServerSettings(keep_alive_interval=interval), ("POST", "/v1/completions", body))
+        assert answer.text.count(": keep-alive\n\n") in comments
+        assert answer.text.startswith(": keep-alive" if interval == 0.1 else "data: ")
+    with http_server(build_app(engine, "fake", ServerSettings(keep_alive_interval=0.05))) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        start = time.monotonic()
+        chunks = client.completions.create(model="fake", prompt="SLEEP", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == REPLY
+        assert time.monotonic() - start >= 0.5
+
+
+def test_settings(monkeypatch):
+    with pytest.raises(ValueError, match=r"request_timeout=-1.0.*max_body_mib=0.*api_key"):
+        ServerSettings(api_key="", max_body_mib=0, request_timeout=-1.0)
+    parser = argparse.ArgumentParser()
+    ServerSettings.add_arguments(parser.add_argument_group())
+    monkeypatch.setenv(KEY_VARIABLE, "from outside")
+    assert ServerSettings.from_args(parser.parse_args([])) == ServerSettings(api_key="from outside")
+    asked = parser.parse_args(["--api-key", "k", "--max-body-mib", "2", "--shutdown-timeout", "0"])
+    assert ServerSettings.from_args(asked) == ServerSettings(api_key="k", max_body_mib=2, shutdown_timeout=0)

@@ -1,0 +1,108 @@
+"""/tokenize, /detokenize, /version, /metrics and response_format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_engine import REPLY
+from prometheus_client.parser import text_string_to_metric_families
+from test_serve_errors import error_of
+
+from shadowkv import __version__
+
+
+def test_tokenize(call):
+    def ask(**body):
+        return call("POST", "/tokenize", json=body)
+
+    assert ask(prompt="Hi").json() == {
+        "count": 3,
+        "max_model_len": 200,
+        "tokens": [1, 72, 105],
+        "token_strs": None,
+    }
+    strings = ask(prompt="Hi", add_special_tokens=False, return_token_strs=True, model="fake").json()
+    assert strings["tokens"] == [72, 105] and strings["token_strs"] == ["H", "i"]
+    messages = [{"role": "user", "content": "Hi"}]
+    whole = "".join(map(chr, ask(messages=messages).json()["tokens"]))
+    assert whole == "<user>Hi<assistant>"
+    open_end = ask(messages=messages, add_generation_prompt=False).json()["tokens"]
+    assert "".join(map(chr, open_end)) == "<user>Hi"
+    assert ask(prompt="").json()["count"] == 1
+    assert error_of(ask())["param"] == error_of(ask(prompt="a", messages=messages))["param"] == "prompt"
+    assert error_of(ask(prompt="a", model="other"), 404)["code"] == "model_not_found"
+    assert error_of(ask(messages=[{"role": "assistant", "content": "x"}]))["param"] == "messages"
+    assert error_of(ask(prompt="a", nonsense=1))["param"] == "nonsense"
+
+
+def test_detokenize(call):
+    assert call("POST", "/detokenize", json={"tokens": [72, 105]}).json() == {"prompt": "Hi"}
+    assert call("POST", "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    for tokens in (["a"], 3, [0.5], [-1], [2**40], [2**80], ["a"] * 10_000):
+        error = error_of(call("POST", "/detokenize", json={"tokens": tokens}))
+        assert error["param"] == "tokens" and len(error["message"]) < 200
+
+
+def test_version(call):
+    assert call("GET", "/version").json() == {"version": __version__}
+
+
+def metrics(call):
+    answer = call("GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            name = sample.name.removeprefix("shadowkv:")
+            found[(name, *labels.values())] = sample.value
+    return found
+
+
+def test_metrics(post, call, engine):
+    assert metrics(call)["prompt_tokens_total",] == 0
+    post("completions", prompt=["Hi", "Ho"])
+    post("completions", prompt="Hi", max_tokens=3, stream=True)
+    post("completions", prompt="FAIL")
+    post("completions", prompt=["HELLO", "DIE"])
+    post("completions", prompt="BUSY")
+    post("completions", prompt="x" * 300)
+    found = metrics(call)
+    assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
+    assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200
+    ended = {key[1]: value for key, value in found.items() if key[0] == "request_success_total"}
+    assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 2 and ended["abort"] == 1
+    assert found["prompt_tokens_total",] == 3 + 3 + 3 + 5 + 6 + 4
+    assert found["cached_prompt_tokens_total",] == 2 * 6
+    assert found["generation_tokens_total",] >= 2 * len(REPLY) + 3 + 3 + 2
+    assert found["e2e_request_latency_seconds_count",] == 3
+    assert found["e2e_request_latency_seconds_sum",] == pytest.approx(3 * 3.5, rel=0.01)
+    for name, mean in (("time_to_first_token", 3), ("request_queue_time", 1), ("request_prefill_time", 2)):
+        assert found[f"{name}_seconds_count",] == 6
+        assert found[f"{name}_seconds_sum",] == pytest.approx(6 * mean, rel=0.01)
+    assert found["inter_token_latency_seconds_count",] >= 2 * (len(REPLY) - 1) + 2
+    assert found["process_resident_memory_bytes",] > 2**20
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "asked, schema",
+    [
+        ({"type": "text"}, None),
+        (None, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}, SCHEMA),
+    ],
+)
+def test_response_format(post, engine, asked, schema):
+    assert post("chat", response_format=asked).status_code == 200
+    found = engine.params[0].json_schema
+    assert (found and json.loads(found)) == schema
+
+
+@pytest.mark.parametrize("asked", [3, "json", {}, {"type": "regex"}, {"type": "json_schema"}, {"type": [1]}])
+def test_wrong_response_format(post, asked):
+    assert error_of(post("completions", response_format=asked))["param"] == "response_format"
