@@ -45,9 +45,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     batch = parser.add_argument_group("batch mode, instead of a server")
     batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
     batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
+    batch.add_argument("--resume", action="store_true", help="skip requests that --output or its .partial answers")
     args = parser.parse_args(argv)
     if (args.input is None) != (args.output is None):
         parser.error("--input and --output go together")
+    if args.resume and args.output is None:
+        parser.error("--resume goes with --input and --output")
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be between 0 and 65535")
     return args
@@ -59,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
             config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
             # Whatever is cheap to find wrong is found before the model is loaded.
             if args.input is not None:
-                files = BatchFiles(args.input, args.output)
+                files = BatchFiles(args.input, args.output, args.resume)
                 files.check()
             else:
                 listener = stack.enter_context(_bind(args.host, args.port))

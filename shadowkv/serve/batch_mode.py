@@ -1,7 +1,8 @@
 """Answers a file of requests in the OpenAI batch format: the server's own code without HTTP.
 
 A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
-the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end.
+the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end; a run
+that was cut short can be resumed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.engine.async_engine import EngineBusy
+from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.endpoints import ENDPOINTS
 from shadowkv.serve.errors import ApiError, as_api_error, from_validation
 from shadowkv.serve.jobs import answer, prepare
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
 
 SERVICE_UNAVAILABLE = 503
+BUSY_SECONDS = 0.5
+"""Between two tries to get into a full queue."""
 
 
 class BadLine(Exception):
@@ -45,6 +49,7 @@ class BatchRun:
     model: str
     files: BatchFiles
     done: int = 0
+    skipped: int = 0
     failed: int = 0
     tokens: int = 0
     start: float = field(default_factory=monotonic)
@@ -52,15 +57,18 @@ class BatchRun:
     def __post_init__(self) -> None:
         self.endpoints = {url: endpoint(self.engine.tokenizer) for url, endpoint in ENDPOINTS.items()}
         self.seen: set[str] = set()
+        self.working = 0
+        self.answered = self.files.begin()
 
     async def run(self, concurrency: int) -> None:
-        """Answers every line; raises ApiError if the engine dies."""
+        """Answers every line that has no answer; raises ApiError if the engine dies, OSError if the disk is full."""
         with self.files.input.open("rb") as source:
             total = sum(1 for line in source if line.strip())
         with (
             self.files.input.open("rb") as source,
-            self.files.partial.open("x", encoding="utf-8") as sink,
-            tqdm(total=total, unit="request", file=sys.stderr) as bar,
+            Sink(self.files.partial) as sink,
+            # A log file gets a line now and then, a terminal a bar that moves.
+            tqdm(total=total, unit="request", file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 10) as bar,
         ):
             # One iterator for all workers: a file of long prompts is never in memory as a whole.
             lines = ((number, line) for number, line in enumerate(source, 1) if line.strip())
@@ -75,16 +83,20 @@ class BatchRun:
 
     def kept(self) -> str:
         """After a run that was cut short: how many answers there are, and where."""
-        if not self.done:
+        kept = self.done + self.skipped
+        if not kept:
             self.files.partial.unlink(missing_ok=True)
             return "no answers yet"
-        return f"{self.done} answers are in {self.files.partial}"
+        return f"{kept} answers are in {self.files.partial}; --resume goes on from there"
 
-    async def _work(self, lines: Iterator[tuple[int, bytes]], sink: TextIO, bar: tqdm[None]) -> None:
+    async def _work(self, lines: Iterator[tuple[int, bytes]], sink: Sink, bar: tqdm[None]) -> None:
         for number, line in lines:
             record = await self._record(number, line)
-            sink.write(json.dumps(record, ensure_ascii=False) + "\n")
-            sink.flush()
+            if record is None:
+                self.skipped += 1
+                bar.total -= 1  # so that the time left is that of the others
+                continue
+            sink.write(record)
             response = record["response"]
             self.done += 1
             if response is None or response["status_code"] != 200:
@@ -94,18 +106,24 @@ class BatchRun:
             bar.set_postfix_str(f"{self.tokens / (monotonic() - self.start):.1f} tokens/s", refresh=False)
             bar.update()
 
-    async def _record(self, number: int, line: bytes) -> dict[str, Any]:
+    async def _record(self, number: int, line: bytes) -> dict[str, Any] | None:
+        """A line's record; None if it has one already."""
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
         try:
             request = self._parse(line)
         except BadLine as bad:
             error = {"code": bad.code, "message": f"line {number}: {bad.message}"}
+            if (bad.custom_id, error["message"]) in self.answered:
+                return None
             return {**record, "custom_id": bad.custom_id, "response": None, "error": error}
+        if (request["custom_id"], None) in self.answered:
+            return None
         try:
-            status, body = 200, await self._answer(request)
+            status, body = 200, await self._patiently(request)
         except Exception as failure:
             wrong = as_api_error(failure)
-            if wrong.status == SERVICE_UNAVAILABLE:  # as would be every line from here on
+            # No engine, no answer to any line from here on.
+            if wrong.status == SERVICE_UNAVAILABLE and wrong.code != "queue_full":
                 raise wrong from failure
             status, body = wrong.status, wrong.body()
         response = {"status_code": status, "request_id": body.get("id", record["id"]), "body": body}
@@ -132,6 +150,19 @@ class BatchRun:
             raise BadLine("invalid_request", "body must be a JSON object", custom_id)
         return request
 
+    async def _patiently(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer, waiting for the others while the queue is full; a request that fills it alone is refused."""
+        while True:
+            self.working += 1
+            try:
+                return await self._answer(request)
+            except EngineBusy:
+                if self.working == 1:
+                    raise
+            finally:
+                self.working -= 1
+            await asyncio.sleep(BUSY_SECONDS)
+
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         endpoint = self.endpoints[request["url"]]
         try:
@@ -145,15 +176,21 @@ class BatchRun:
 
 def run_batch(engine: AsyncEngine, model: str, files: BatchFiles, concurrency: int) -> int:
     """Answers the file and says how it went; returns the exit code."""
-    run = BatchRun(engine, model, files)
+    try:
+        run = BatchRun(engine, model, files)
+    except (ValueError, OSError) as error:  # the earlier answers are none, or cannot be taken over
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     try:
         asyncio.run(run.run(concurrency))
     except KeyboardInterrupt:
         print(f"interrupted: {run.kept()}", file=sys.stderr)
         return 130
-    except ApiError as error:
+    except (ApiError, OSError) as error:
         print(f"error: {error}; {run.kept()}", file=sys.stderr)
         return 1
     seconds = monotonic() - run.start
+    if run.skipped:
+        print(f"{run.skipped} requests had been answered before")
     print(f"{run.done} requests, {run.failed} failed, {run.tokens} tokens in {seconds:.1f} s -> {files.output}")
     return 0

@@ -50,6 +50,7 @@ class FakeEngine:
         self.params: list[SamplingParams] = []
         self.running: set[str] = set()
         self.most_running = 0
+        self.room = 10**6
 
     def stats(self) -> EngineStats:
         return EngineStats(len(self.running), 3, 10, 100, 20, 200)
@@ -74,7 +75,7 @@ class FakeEngine:
         try:
             if "BUG" in prompt:
                 raise KeyError("a secret")
-            if "BUSY" in prompt:
+            if "BUSY" in prompt or len(self.running) > self.room:
                 raise EngineBusy("7 requests are waiting already")
             if "SLEEP" in prompt:
                 await asyncio.sleep(0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -23,7 +24,8 @@ def line(custom_id, url="/v1/completions", method="POST", **body):
 def run(engine, tmp_path):
     files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
-    def go(lines, concurrency=4):
+    def go(lines, concurrency=4, resume=False):
+        files = BatchFiles(go.files.input, go.files.output, resume)
         files.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
         files.check()
         return run_batch(engine, "fake", files, concurrency)
@@ -117,3 +119,64 @@ def test_interrupt_keeps_what_is_done(run, engine, capsys):
     assert [record["custom_id"] for record in records(run.files.partial)] == ["first"]
     assert str(run.files.partial) in capsys.readouterr().err
     assert not engine.running
+
+
+def test_resume_answers_the_rest_only(run, engine, capsys):
+    lines = [line(str(i), prompt=f"{i}") for i in range(6)] + ["{bad", line("2", prompt="twice"), line("x", "/v2")]
+    assert run([*lines[:3], *lines[6:], line("die", prompt="DIE")], concurrency=1) == 1
+    assert "6 answers are in" in capsys.readouterr().err
+    with run.files.partial.open("ab") as file:
+        file.write(b'{"id": "cut off in the mi')
+    engine.is_alive = True
+    engine.prompts.clear()
+    # The lines are others now, but for those that were no requests: their numbers say which they are.
+    assert run([*lines[:3], *lines[6:], *lines[3:6]], resume=True) == 0
+    assert engine.prompts == ["\x013", "\x014", "\x015"]
+    found = records(run.files.output)
+    assert [record["custom_id"] for record in found[:6]] == ["0", "1", "2", None, "2", "x"]
+    assert sorted(record["custom_id"] for record in found[6:]) == ["3", "4", "5"]
+    assert not run.files.partial.exists()
+    assert "6 requests had been answered before\n3 requests, 0 failed" in capsys.readouterr().out
+    engine.prompts.clear()
+    assert run([*lines[:3], *lines[6:], *lines[3:6], line("new", prompt="new")], resume=True) == 0
+    assert engine.prompts == ["\x01new"]
+    assert records(run.files.output)[:9] == found and len(records(run.files.output)) == 10
+
+
+def test_resume_of_what_is_no_output(run, capsys):
+    run.files.output.write_text('{"some": "data"}\n')
+    assert run([line("a", prompt="Hi")], resume=True) == 1
+    assert "line 1 is no record" in capsys.readouterr().err
+    assert run.files.output.read_text() == '{"some": "data"}\n'
+
+
+def test_a_full_disk_ends_the_run_and_leaves_whole_lines(run, engine, capsys, tmp_path):
+    lines = [line(str(i), prompt="Hi") for i in range(12)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))  # as a full disk: the write is short, the next one fails
+    try:
+        assert run(lines, concurrency=2) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    error = capsys.readouterr().err
+    kept = records(run.files.partial)
+    assert f"error: cannot write {run.files.partial}: File too large; {len(kept)} answers" in error
+    assert 1 < len(kept) < 12 and "Traceback" not in error
+    assert not engine.running and not run.files.output.exists()
+    assert run(lines, resume=True) == 0
+    assert sorted(int(record["custom_id"]) for record in records(run.files.output)) == list(range(12))
+
+
+def test_a_full_queue_is_waited_for(run, engine, monkeypatch):
+    monkeypatch.setattr("shadowkv.serve.batch_mode.BUSY_SECONDS", 0.01)
+    engine.room = 2
+    lines = [line(str(i), prompt=["Hi", "SLEEP"]) for i in range(3)] + [line("never", prompt=["a", "b", "c"])]
+    assert run(lines, concurrency=4) == 0
+    found = {record["custom_id"]: record["response"] for record in records(run.files.output)}
+    assert {name: response["status_code"] for name, response in found.items()} == {
+        **dict.fromkeys("012", 200),
+        "never": 503,
+    }
+    assert found["never"]["body"]["error"]["code"] == "queue_full"

@@ -1,0 +1,71 @@
+"""Prompts of 100K tokens, with a real tokenizer: the server answers others meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from http_server import http_server
+
+from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
+from shadowkv.models.sources import resolve
+from shadowkv.serve.api import build_app
+
+LONG = 100_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_from_gguf(GGUFFile(resolve("smollm2-135m-instruct", weights=True)))
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer):
+    """Words in no order: the tokenizer's cache is of little help."""
+    words = [tokenizer.decode([token]) for token in range(1000, 9000)]
+    return " ".join(random.Random(0).choice(words) for _ in range(LONG * 6 // 10))
+
+
+def slowest_health(url, post):
+    """Seconds of the slowest /health while ``post`` runs, and the response to that."""
+    answers, times = [], []
+    thread = threading.Thread(target=lambda: answers.append(post()))
+    with httpx.Client() as client:
+        client.get(f"{url}/health")
+        thread.start()
+        while thread.is_alive():
+            start = time.monotonic()
+            assert client.get(f"{url}/health").status_code == 200
+            times.append(time.monotonic() - start)
+            time.sleep(0.005)
+    return max(times), answers[0]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "ids", "echo", "tokenize", "refused"])
+def test_health(tokenizer, text, kind):
+    engine = FakeEngine()
+    engine.tokenizer = tokenizer
+    engine.max_model_len = 50 if kind == "refused" else 10**6
+    ids = tokenizer.encode(text)
+    assert len(ids) >= LONG
+    # The fake engine's reply is of characters: any token will do.
+    body = {
+        "text": {"prompt": text},
+        "refused": {"prompt": text},
+        "tokenize": {"prompt": text},
+        "ids": {"prompt": ids},
+        "echo": {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0},
+        "chat": {"messages": [{"role": "user", "content": text}]},
+    }[kind]
+    path = {"chat": "/v1/chat/completions", "tokenize": "/tokenize"}.get(kind, "/v1/completions")
+    with http_server(build_app(engine, "fake")) as url:
+        seconds, answer = slowest_health(url, lambda: httpx.post(url + path, json=body, timeout=60))
+    assert answer.status_code == (400 if kind == "refused" else 200), answer.text[:500]
+    if kind == "echo":
+        assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == len(ids)
+    assert seconds < 0.5
