@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them; lm_eval needs no other tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DetokenizeRequest(Body):
 
 
 def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
-    """The two routes; the work is done in threads, as long prompts take seconds."""
+    """The routes; the work is done in threads, as long prompts take seconds."""
     router, tokenizer = APIRouter(), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -80,5 +80,9 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
     async def post_detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         check_model(body.model, served_name)
         return await asyncio.to_thread(detokenize, body.tokens)
+
+    @router.get("/tokenizer_info")
+    async def get_tokenizer_info() -> dict[str, Any]:
+        return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size}
 
     return router

@@ -18,6 +18,7 @@ class FakeTokenizer:
     """Every character is a token."""
 
     vocab_size = 0x110000
+    special_tokens = {"bos_token": "\x01"}  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # as a real one, no lone surrogates

@@ -44,6 +44,10 @@ def test_detokenize(call):
         assert error["param"] == "tokens" and len(error["message"]) < 200
 
 
+def test_tokenizer_info(call):
+    assert call("GET", "/tokenizer_info").json() == {"eos_token": None, "bos_token": "\x01", "vocab_size": 0x110000}
+
+
 def test_version(call):
     assert call("GET", "/version").json() == {"version": __version__}
 
