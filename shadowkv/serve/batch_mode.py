@@ -186,6 +186,9 @@ def run_batch(engine: AsyncEngine, model: str, files: BatchFiles, concurrency: i
     except KeyboardInterrupt:
         print(f"interrupted: {run.kept()}", file=sys.stderr)
         return 130
+    except SystemExit:  # SIGTERM
+        print(f"terminated: {run.kept()}", file=sys.stderr)
+        raise
     except (ApiError, OSError) as error:
         print(f"error: {error}; {run.kept()}", file=sys.stderr)
         return 1

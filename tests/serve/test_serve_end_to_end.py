@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -76,6 +77,29 @@ def test_seeded_choices_repeat_and_differ(client):
     options = {"model": "smollm2-135m-instruct", "prompt": "Once upon a time", "max_tokens": 12, "n": 3, "seed": 5}
     texts = [[choice.text for choice in client.completions.create(**options).choices] for _ in range(2)]
     assert texts[0] == texts[1] and len(set(texts[0])) == 3
+
+
+def test_scores_of_a_prompt_are_those_of_its_generation(client):
+    ask = functools.partial(client.completions.create, model="smollm2-135m-instruct", temperature=0, logprobs=1)
+    prompt = [504, 3575, 282, 4649, 314]
+    generated = ask(prompt=prompt, max_tokens=6).choices[0]
+    ids = prompt + client.post("/../tokenize", body={"prompt": generated.text}, cast_to=object)["tokens"]
+    scored = ask(prompt=[ids, ids[:4]], max_tokens=0, echo=True)
+    first, second = (choice.logprobs for choice in scored.choices)
+    assert first.token_logprobs[0] is None and first.top_logprobs[0] is None
+    assert first.tokens[5:] == generated.logprobs.tokens
+    assert first.token_logprobs[5:] == pytest.approx(generated.logprobs.token_logprobs, abs=0.01)
+    assert second.token_logprobs[1:] == pytest.approx(first.token_logprobs[1:4], abs=0.01)
+    for score, top in list(zip(first.token_logprobs, first.top_logprobs, strict=True))[5:]:
+        assert score == max(top.values())
+    assert scored.choices[0].text.endswith(generated.text) and scored.usage.completion_tokens == 0
+
+
+def test_json_schema(client):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    answer = ask(client, response_format=wanted, max_tokens=60).choices[0].message.content
+    assert isinstance(json.loads(answer)["city"], str)
 
 
 def test_too_long(client):
