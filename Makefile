@@ -3,6 +3,7 @@ ARGS ?=
 
 PY := .venv/bin/python
 PIP_INSTALL := $(PY) -m pip install -c constraints.txt
+CSRC := $(wildcard csrc/*/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -33,11 +34,12 @@ clean: ## Remove builds and caches (not .venv)
 
 # torch first and alone: a pinned build, in place before anything that depends on it is resolved.
 # setup.py is built with the setuptools installed here: an isolated build would fetch its own.
-.venv/.installed: pyproject.toml setup.py constraints.txt
+.venv/.installed: pyproject.toml setup.py constraints.txt $(CSRC)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) torch setuptools
 	$(PIP_INSTALL) --no-build-isolation -e .
 	$(PY) scripts/check_cpu_install.py
+	$(PY) -m shadowkv.ops.extension
 	touch $@
 
 .venv/.installed-%: .venv/.installed

@@ -1,9 +1,15 @@
-"""Package discovery. The metadata is in pyproject.toml.
+"""Package discovery and the C++ extension. The metadata is in pyproject.toml.
 
-The top-level folders models/ and eval/ are installed as shadowkv.models and shadowkv.eval.
+The top-level folders models/ and eval/ are installed as shadowkv.models and shadowkv.eval. The extension,
+shadowkv/_cpu.*.so, holds faster CPU backends of some ops; without a compiler, or where torch is not importable while
+building, it is left out, and those ops run in PyTorch.
 """
 
-from setuptools import find_packages, setup
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 MOUNTED = {"shadowkv.models": "models", "shadowkv.eval": "eval"}
 
@@ -11,8 +17,49 @@ packages = find_packages(include=["shadowkv", "shadowkv.*"])
 for name, folder in MOUNTED.items():
     packages += [name, *(f"{name}.{sub}" for sub in find_packages(folder))]
 
+
+def skip(reason: object) -> None:
+    print(f"shadowkv: CPU extension left out, its ops will run in PyTorch: {reason}", file=sys.stderr)
+
+
+def extensions() -> list[Extension]:
+    if sys.platform == "win32":
+        skip("its sources need GCC or Clang")
+        return []
+    try:
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except ImportError as error:
+        skip(f"{error}; install torch, then build with --no-build-isolation")
+        return []
+    # OpenMP is compiled for but not linked: the symbols come with libtorch_cpu. A second OpenMP runtime would bring a
+    # second pool of threads, and waiting threads spin.
+    openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    cpu = Extension(
+        "shadowkv._cpu",
+        sources=["csrc/bindings/cpu.cpp", "csrc/cpu/paged_attention.cpp"],
+        depends=[str(header) for header in sorted(Path("csrc/cpu").glob("*.h"))],
+        include_dirs=include_paths(),
+        library_dirs=library_paths(),
+        libraries=["c10", "torch_cpu"],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=fast", "-fvisibility=hidden", *openmp],
+        language="c++",
+        optional=True,  # editable installs copy what was built, and would miss it
+    )
+    return [cpu]
+
+
+class BuildIfPossible(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            skip(error)
+
+
 setup(
     packages=packages,
     package_dir={"shadowkv": "shadowkv", **MOUNTED},
     package_data={"shadowkv": ["py.typed"], "shadowkv.models": ["configs/*.json"]},
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildIfPossible},
 )

@@ -108,6 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: %(default)s)")
     parser.add_argument("--kv", default="shadowkv", help="our policy (default: %(default)s)")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
     parser.add_argument("--out", type=Path, help="JSON of every run")
     parser.add_argument("--one", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,7 +118,7 @@ def main() -> int:
         return 0
     runs: dict[str, list[dict[str, float]]] = {}
     for _ in range(args.rounds):
-        for dtype in ("float32", "bfloat16"):
+        for dtype in args.dtype:
             for who in ("shadowkv", "transformers"):
                 command = [sys.executable, __file__, "--kv", args.kv, "--one", who, dtype]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)

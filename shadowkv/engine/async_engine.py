@@ -89,7 +89,7 @@ class AsyncEngine:
                 logger.debug("request %s: its event loop is closed", name)
 
         self._sinks[name] = sink
-        self._commands.put(lambda: self.engine.add_request(name, prompt_token_ids, params))
+        self._commands.put(lambda: self._add(name, prompt_token_ids, params))
         if not self.is_alive:
             self._sinks.pop(name, None)
             raise EngineDead(self._reason())
@@ -106,6 +106,13 @@ class AsyncEngine:
             self._sinks.pop(name, None)
             if not finished:
                 self._commands.put(lambda: self.engine.abort(name))
+
+    def _add(self, name: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        try:
+            self.engine.add_request(name, prompt_token_ids, params)
+        except RequestError as error:  # the engine goes on for everybody else
+            if name in self._sinks:
+                self._sinks[name](error)
 
     def _run(self) -> None:
         try:

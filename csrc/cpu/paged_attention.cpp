@@ -1,0 +1,157 @@
+#include "paged_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+namespace shadowkv {
+
+// One build serves every machine: the kernel is compiled per instruction set and chosen at run time.
+#if defined(__x86_64__) && defined(__clang__)
+#define SHADOWKV_X86
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+namespace avx512 {
+#define SHADOWKV_LANES 16
+#include "attend_pages.inc.h"
+}  // namespace avx512
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+namespace avx2 {
+#define SHADOWKV_LANES 8
+#include "attend_pages.inc.h"
+}  // namespace avx2
+#pragma clang attribute pop
+#elif defined(__x86_64__) && defined(__GNUC__)
+#define SHADOWKV_X86
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+namespace avx512 {
+#define SHADOWKV_LANES 16
+#include "attend_pages.inc.h"
+}  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#define SHADOWKV_LANES 8
+#include "attend_pages.inc.h"
+}  // namespace avx2
+#pragma GCC pop_options
+#endif
+
+namespace baseline {  // SSE2, NEON
+#define SHADOWKV_LANES 4
+#include "attend_pages.inc.h"
+}  // namespace baseline
+
+namespace {
+
+enum class Isa { baseline, avx2, avx512 };
+
+Isa detect() {
+#ifdef SHADOWKV_X86
+  const char* limit = std::getenv("SHADOWKV_CPU_ISA");  // for tests: avx2 or baseline
+  if (limit != nullptr && std::strcmp(limit, "baseline") == 0) return Isa::baseline;
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::baseline;
+  if (limit != nullptr && std::strcmp(limit, "avx2") == 0) return Isa::avx2;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return avx512 ? Isa::avx512 : Isa::avx2;
+#else
+  return Isa::baseline;
+#endif
+}
+
+const Isa isa = detect();
+
+// Pages of one task: some 10 microseconds of work, so that threads end together.
+constexpr int64_t PAGES_PER_TASK = 8;
+
+}  // namespace
+
+const char* paged_attention_isa() {
+  return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "baseline";
+}
+
+PagedPlan::PagedPlan(const int64_t* pages, const int64_t* counts, int64_t batch, int64_t width, int64_t heads) {
+  first_partial.push_back(0);
+  for (int64_t sequence = 0; sequence < batch; ++sequence) {
+    const int64_t first = static_cast<int64_t>(entries.size());
+    for (int64_t i = sequence * width; i < (sequence + 1) * width; ++i)
+      if (counts[i] > 0) entries.push_back({pages[i], counts[i]});
+    const int64_t last = static_cast<int64_t>(entries.size());
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t start = first; start < last; start += PAGES_PER_TASK)
+        tasks.push_back(
+            {sequence, head, start, std::min(start + PAGES_PER_TASK, last), static_cast<int64_t>(tasks.size())});
+      first_partial.push_back(static_cast<int64_t>(tasks.size()));
+    }
+  }
+}
+
+PagedPartials::PagedPartials(const PagedPlan& plan, int64_t group, int64_t dim)
+    : out(plan.tasks.size() * group * dim),
+      peak(plan.tasks.size() * group, -std::numeric_limits<float>::infinity()),
+      sum(plan.tasks.size() * group) {}
+
+PagedScratch::PagedScratch(int64_t group, int64_t dim) : q(group * dim), scores(group * TILE), scale(group) {}
+
+template <typename T>
+void run_task(
+    const PagedInputs<T>& in, const PagedPlan& plan, const PageTask& task, PagedScratch& scratch,
+    PagedPartials& partials) {
+  // Scores in units of log 2: the softmax then needs powers of two only.
+  const float scale = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(in.dim)));
+  const int64_t size = in.group * in.dim;
+  const T* q = in.q + (task.sequence * in.heads + task.head) * size;
+  for (int64_t i = 0; i < size; ++i) scratch.q[i] = to_float(q[i]) * scale;
+  const auto run = [&](auto attend) {
+    attend(
+        in, plan.entries.data() + task.first, plan.entries.data() + task.last, task.head, scratch.q.data(),
+        scratch.scores.data(), scratch.scale.data(), partials.peak.data() + task.partial * in.group,
+        partials.sum.data() + task.partial * in.group, partials.out.data() + task.partial * size);
+  };
+  switch (isa) {
+#ifdef SHADOWKV_X86
+    case Isa::avx512: return run(avx512::attend_pages<T>);
+    case Isa::avx2: return run(avx2::attend_pages<T>);
+#endif
+    default: return run(baseline::attend_pages<T>);
+  }
+}
+
+template <typename T>
+void merge_tasks(
+    const PagedInputs<T>& in, const PagedPlan& plan, const PagedPartials& partials, int64_t sequence, int64_t head,
+    T* out, float* lse) {
+  const int64_t first = plan.first_partial[sequence * in.heads + head];
+  const int64_t last = plan.first_partial[sequence * in.heads + head + 1];
+  std::vector<float> total(in.dim);
+  for (int64_t n = 0; n < in.group; ++n) {
+    float peak = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+    for (int64_t i = first; i < last; ++i) peak = std::max(peak, partials.peak[i * in.group + n]);
+    std::fill(total.begin(), total.end(), 0.0f);
+    for (int64_t i = first; i < last; ++i) {
+      const float weight = std::exp2(partials.peak[i * in.group + n] - peak);
+      sum += weight * partials.sum[i * in.group + n];
+      const float* part = partials.out.data() + (i * in.group + n) * in.dim;
+      for (int64_t x = 0; x < in.dim; ++x) total[x] += weight * part[x];
+    }
+    for (int64_t x = 0; x < in.dim; ++x) from_float(first == last ? 0.0f : total[x] / sum, out[n * in.dim + x]);
+    lse[n] = first == last ? peak : (peak + std::log2(sum)) * 0.69314718055994531f;
+  }
+}
+
+template void run_task<float>(
+    const PagedInputs<float>&, const PagedPlan&, const PageTask&, PagedScratch&, PagedPartials&);
+template void run_task<BFloat16>(
+    const PagedInputs<BFloat16>&, const PagedPlan&, const PageTask&, PagedScratch&, PagedPartials&);
+template void merge_tasks<float>(
+    const PagedInputs<float>&, const PagedPlan&, const PagedPartials&, int64_t, int64_t, float*, float*);
+template void merge_tasks<BFloat16>(
+    const PagedInputs<BFloat16>&, const PagedPlan&, const PagedPartials&, int64_t, int64_t, BFloat16*, float*);
+
+}  // namespace shadowkv

@@ -1,0 +1,166 @@
+"""What only the C++ backends have: checks of their arguments, threads, instruction sets, a fake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plain_formulas import SHAPES, assert_close, attend_rows, poison
+from torch import Tensor
+
+from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.paged_attention import cpu, reference
+
+pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
+
+PAGE = 64
+
+
+def case(lengths: list[int], heads: int = 2, group: int = 3, dim: int = 64) -> tuple[Tensor, ...]:
+    """Arguments on shuffled pages of a pool, with NaN past the end of every sequence."""
+    used = [-(-length // PAGE) for length in lengths]
+    names = torch.randperm(sum(used))
+    pages, counts = torch.zeros(2, len(lengths), max(used, default=0), dtype=torch.int64)
+    valid = torch.zeros(sum(used), PAGE, dtype=torch.bool)
+    for row, (length, count) in enumerate(zip(lengths, used)):
+        pages[row, :count], names = names[:count], names[count:]
+        counts[row, :count] = (length - PAGE * torch.arange(count)).clamp(max=PAGE)
+        for page, rows in zip(pages[row, :count], counts[row, :count]):
+            valid[page, :rows] = True
+    k, v = (poison(torch.randn(len(valid), PAGE, heads, dim), valid).transpose(1, 2) for _ in range(2))
+    return torch.randn(len(lengths), heads * group, dim), k, v, pages, counts
+
+
+def plain(args: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Float64 attention of every row."""
+    q, k, v, pages, counts = args
+    rows = []
+    for query, names, ends in zip(q, pages, counts):
+        parts = ([x[name, :, :end] for name, end in zip(names, ends)] for x in (k, v))
+        rows.append((query, *(torch.cat(part, dim=1) for part in parts)))
+    return attend_rows(rows)
+
+
+def refuse(error: type[Exception], match: str, **changes: Tensor) -> None:
+    args = dict(zip(("q", "k", "v", "pages", "counts"), case([100, 7])))
+    with pytest.raises(error, match=match):
+        torch.ops.shadowkv.paged_attention(*(args | changes).values())
+
+
+def test_the_binding_refuses_a_dtype_by_name():
+    refuse(RuntimeError, "q is Half, not Float or BFloat16", q=torch.zeros(2, 6, 64, dtype=torch.float16))
+    refuse(RuntimeError, "k is BFloat16, not Float", k=torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16))
+    refuse(RuntimeError, "pages is Int, not Long", pages=torch.zeros(2, 2, dtype=torch.int32))
+
+
+def test_the_binding_refuses_a_shape_by_its_sizes():
+    refuse(RuntimeError, r"q has shape \[6, 64\], not 3 dimensions", q=torch.zeros(6, 64))
+    refuse(RuntimeError, r"k has shape \[3, 2, 64, 64\], q has shape \[2, 6, 32\]", q=torch.zeros(2, 6, 32))
+    refuse(RuntimeError, r"v has shape \[3, 1, 64, 64\]", v=torch.zeros(3, 1, 64, 64))
+    refuse(RuntimeError, "7 query heads are no multiple of 2 kv heads", q=torch.zeros(2, 7, 64))
+    refuse(RuntimeError, r"pages has shape \[3, 2\], q has shape", pages=torch.zeros(3, 2, dtype=torch.int64))
+    refuse(RuntimeError, r"counts \[2, 3\]", counts=torch.zeros(2, 3, dtype=torch.int64))
+    refuse(RuntimeError, "the last must be 1", k=torch.zeros(3, 2, 64, 128)[..., ::2])
+
+
+def test_the_binding_refuses_pages_and_counts_that_lie_outside():
+    refuse(IndexError, r"page 3 is not in \[0, 3\)", pages=torch.tensor([[0, 1], [3, 0]]))
+    refuse(IndexError, r"page -1 is not in", pages=torch.tensor([[0, 1], [-1, 0]]))
+    refuse(IndexError, r"count 65 is not in \[0, 64\]", counts=torch.tensor([[65, 1], [1, 0]]))
+
+
+@pytest.mark.parametrize("lengths", [[8192], [1, 64, 65, 1000, 513, 512]], ids=["long", "ragged"])
+def test_the_number_of_threads_changes_no_bit(seed, lengths):
+    args, before = case(lengths), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(cpu.paged_attention(*args))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+    exact = plain(args)
+    assert_close(results[0][0], exact[0])
+    assert_close(results[0][1], exact[1])
+
+
+@pytest.mark.parametrize("dim", [1, 3, 20, 72, 80])
+@pytest.mark.parametrize("group", [1, 5])
+def test_any_dim_and_group(seed, dim, group):
+    args = case([1, 130, 63], group=group, dim=dim)
+    for found, exact in zip(cpu.paged_attention(*args), plain(args)):
+        assert_close(found, exact)
+
+
+def test_keys_and_values_may_end_at_different_pages(seed):
+    q, k, v, pages, counts = case([70])
+    longer = torch.cat((k, torch.zeros_like(k[:1])))
+    for found, exact in zip(cpu.paged_attention(q, longer, v, pages, counts), plain((q, k, v, pages, counts))):
+        assert_close(found, exact)
+
+
+def test_a_row_without_tokens_is_zero(seed):
+    args = case([5, 0, 70])
+    out, lse = cpu.paged_attention(*args)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert (lse[1] == -torch.inf).all()
+    assert_close(out[[0, 2]], plain(args)[0][[0, 2]])
+
+
+def test_other_dtypes_take_the_reference(seed):
+    q, k, v, pages, counts = case([5, 70])
+    args = (q.double(), k.double(), v.double(), pages, counts)
+    for found, expected in zip(cpu.paged_attention(*args), reference.paged_attention(*args)):
+        assert torch.equal(found, expected)
+
+
+def test_a_nan_in_a_query_stays_in_its_head(seed):
+    args = case([5, 70])
+    args[0][1, 2, 0] = torch.nan
+    out, lse = cpu.paged_attention(*args)
+    broken = torch.zeros(2, 6, dtype=torch.bool)
+    broken[1, 2] = True
+    assert torch.equal(out.isnan().all(-1), broken)
+    assert torch.equal(out.isnan().any(-1), broken)
+    assert torch.equal(lse.isnan(), broken)
+
+
+def test_the_fake_has_the_shapes_of_the_op():
+    args = case([5, 70])
+    torch.library.opcheck(
+        torch.ops.shadowkv.paged_attention.default, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize("isa", ["avx2", "baseline"])
+def test_older_instruction_sets(isa):
+    """The choice is made when the library loads, so in a process of its own."""
+    if torch.ops.shadowkv.cpu_isa() == "baseline":
+        pytest.skip("this machine has no other")
+    here = Path(__file__).parent
+    program = f"""
+import sys
+sys.path[:0] = [{str(here)!r}]
+import torch
+from plain_formulas import assert_close
+import test_cpu_extension as tests
+assert torch.ops.shadowkv.cpu_isa() == {isa!r}
+torch.manual_seed(0)
+for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
+    args = tests.case([1, 130, 63, 600], heads, group, dim)
+    exact = tests.plain(args)
+    for found, expected in zip(tests.cpu.paged_attention(*args), exact):
+        assert_close(found, expected)
+    low = tuple(x.bfloat16() if x.is_floating_point() else x for x in args)
+    for found, expected in zip(tests.cpu.paged_attention(*low), tests.plain(low)):
+        torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "SHADOWKV_CPU_ISA": isa}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
