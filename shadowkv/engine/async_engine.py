@@ -8,6 +8,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
@@ -77,9 +78,8 @@ class AsyncEngine:
         self.validate(prompt_token_ids, params)
         if len(self._sinks) - self.engine.num_running >= self.engine.config.max_queued_seqs:
             raise EngineBusy(f"{self.engine.config.max_queued_seqs} requests are waiting already")
-        name = request_id or uuid.uuid4().hex
-        if name in self._sinks:
-            raise RequestError(f"request id {name!r} is in use", "request_id")
+        # The caller's id is a label: one that is used again must not meet what is left of its first use.
+        name = uuid.uuid4().hex
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
 
         def sink(item: RequestOutput | Exception) -> None:
@@ -101,7 +101,7 @@ class AsyncEngine:
                     finished = True
                     raise item
                 finished = item.finish_reason is not None
-                yield item
+                yield item if request_id is None else replace(item, request_id=request_id)
         finally:
             self._sinks.pop(name, None)
             if not finished:
@@ -121,6 +121,8 @@ class AsyncEngine:
                     sink = self._sinks.get(output.request_id)
                     if sink is not None:
                         sink(output)
+                    if output.finish_reason is not None:
+                        self._sinks.pop(output.request_id, None)
         except BaseException as error:
             self._error = error
             logger.exception("the engine has died")

@@ -77,7 +77,8 @@ class Engine:
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises RequestError for a request that can never be served."""
         vocab = self.model_config.vocab_size
-        for name, ids in (("prompt", prompt_token_ids), ("logit_bias", list(params.logit_bias))):
+        named = {"prompt": prompt_token_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, ids in named.items():
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < vocab:
                     raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", name)
@@ -92,7 +93,7 @@ class Engine:
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues a request; raises RequestError if it can never be served or its id is in use."""
         self.validate(prompt_token_ids, params)
-        if request_id in self._text:
+        if request_id in self._text or request_id in self._aborted:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         seed = random.getrandbits(64) if params.seed is None else params.seed
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
@@ -112,10 +113,10 @@ class Engine:
         running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
         if running is not None:
             self.scheduler.finish(running, keep=False)
-        elif all(r.request.request_id == request_id or r.request.request_id in self._aborted for r in self._prefilling):
-            self._drop_prefill()
-        else:
+        elif any(r.request.request_id == request_id for r in self._prefilling):
             self._aborted.add(request_id)
+            if all(r.request.request_id in self._aborted for r in self._prefilling):
+                self._drop_prefill()
 
     @property
     def has_work(self) -> bool:

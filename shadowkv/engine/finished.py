@@ -7,6 +7,7 @@ from collections import OrderedDict
 import numpy as np
 
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks
 from shadowkv.kvcache.sequence import Sequence
 
 
@@ -44,6 +45,10 @@ class FinishedSequences:
     def take(self, sequence: Sequence) -> None:
         """Gives ``sequence`` to a request."""
         del self._tokens[sequence]
+
+    def blocks(self, spare: Sequence | None = None) -> Blocks:
+        """Blocks that all sequences other than ``spare`` own."""
+        return sum((one.blocks for one in self._tokens if one is not spare), Blocks(0, 0))
 
     def evict(self, spare: Sequence | None = None) -> bool:
         """Releases the least recently used sequence other than ``spare``; False if there is none."""

@@ -47,6 +47,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, sorted(stop_ids)
         self._compiler: xgrammar.GrammarCompiler | None = None
+        self._compiled: dict[str, xgrammar.CompiledGrammar] = {}
         self._lock = threading.Lock()
 
     def compile(self, schema: str) -> xgrammar.CompiledGrammar:
@@ -54,19 +55,25 @@ class GrammarCompiler:
 
         Raises RequestError where xgrammar is not installed or cannot follow the schema.
         """
-        with self._lock:
-            try:
-                if self._compiler is None:
-                    self._compiler = self._build()
-                if json.loads(schema) == json.loads(ANY_JSON):
-                    return self._compiler.compile_builtin_json_grammar()
-                return self._compiler.compile_json_schema(schema)
-            except ImportError as error:
-                message = "JSON output needs xgrammar: install shadowkv[json] on the server"
-                raise RequestError(message, "response_format") from error
-            except (RuntimeError, ValueError) as error:
-                reason = str(error).rsplit("Check failed: ")[-1].strip()
-                raise RequestError(f"the JSON schema cannot be followed: {reason}", "response_format") from error
+        found = self._compiled.get(schema)
+        if found is None:
+            with self._lock:
+                found = self._compiled[schema] = self._compile(schema)
+        return found
+
+    def _compile(self, schema: str) -> xgrammar.CompiledGrammar:
+        try:
+            if self._compiler is None:
+                self._compiler = self._build()
+            if json.loads(schema) == json.loads(ANY_JSON):
+                return self._compiler.compile_builtin_json_grammar()
+            return self._compiler.compile_json_schema(schema)
+        except ImportError as error:
+            message = "JSON output needs xgrammar: install shadowkv[json] on the server"
+            raise RequestError(message, "response_format") from error
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).rsplit("Check failed: ")[-1].strip()
+            raise RequestError(f"the JSON schema cannot be followed: {reason}", "response_format") from error
 
     def constraint(self, schema: str) -> Constraint:
         """A fresh start in the grammar of ``schema``."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shadowkv.engine.finished import FinishedSequences
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks
 from shadowkv.kvcache.sequence import Sequence
 
 
@@ -60,11 +61,11 @@ class Scheduler:
         """Queues a request."""
         self.waiting.append(request)
 
-    def admit(self, busy: int = 0) -> list[Running]:
-        """The waiting requests to prefill together next, with their sequences; ``busy`` are prefilling already."""
+    def admit(self) -> list[Running]:
+        """The waiting requests to prefill together next, with their sequences."""
         admitted: list[Running] = []
         tokens = 0
-        while self.waiting and len(self.running) + busy + len(admitted) < self.max_num_seqs:
+        while self.waiting and len(self.running) + len(admitted) < self.max_num_seqs:
             request = self.waiting[0]
             # Scores of the prompt need all of it to be computed.
             scored = request.params.prompt_logprobs is not None
@@ -94,16 +95,23 @@ class Scheduler:
         start = len(request.prompt_token_ids)
         if found:
             sequence, common = found
+            if not self.pool.growth(sequence, start, request.capacity).within(self._reachable(sequence)):
+                return self._reserve(request, None)
             while not self.pool.growth(sequence, start, request.capacity).within(self.pool.free):
-                if not self.finished.evict(spare=sequence):
-                    return self._reserve(request, None)
+                self.finished.evict(spare=sequence)
             self.finished.take(sequence)
             self.pool.truncate(sequence, common)
             self.pool.extend(sequence, start, request.capacity)
             request.cached_tokens = common
             return sequence
         need = self.pool.demand(start, request.capacity)
+        # Nothing is evicted for a request that would have to wait all the same.
+        if not need.within(self._reachable()) or not (self.pool.free_slots or len(self.finished)):
+            return None
         while not (need.within(self.pool.free) and self.pool.free_slots):
-            if not self.finished.evict():
-                return None
+            self.finished.evict()
         return self.pool.allocate(start, request.capacity)
+
+    def _reachable(self, spare: Sequence | None = None) -> Blocks:
+        """Blocks that are free or would be, were all finished sequences other than ``spare`` evicted."""
+        return self.pool.free + self.finished.blocks(spare)

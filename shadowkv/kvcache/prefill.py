@@ -21,8 +21,11 @@ from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
-PAGES_AT_ONCE = 16
+PAGES_AT_ONCE = 8
 """Cached pages that new tokens attend to at a time, to bound the score matrix."""
+
+OWN_TOKENS = 512
+"""New tokens of a cached sequence that attend to one another at a time."""
 
 
 class Prefill:
@@ -163,16 +166,32 @@ class Prefill:
     ) -> Tensor:
         if not segment.cached:
             return self.ops.causal_attention(q, batch.rotated[segment.start : stop], batch.values[segment.start : stop])
-        parts = [
+        merged = self._merge(
             self.ops.block_attention(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)
+        )
+        own = [
+            self._merge(self._own_blocks(q[row - start : row - start + OWN_TOKENS], batch, segment, row))
+            for row in range(start, stop, OWN_TOKENS)
         ]
-        bounds = [*range(segment.start, start, PAGE * PAGES_AT_ONCE), start]
-        for first, last in pairwise(bounds):
+        out, lse = (torch.cat(parts) for parts in zip(*own, strict=True))
+        return self._merge(iter((merged, (out, lse))))[0]
+
+    def _own_blocks(
+        self, q: Tensor, batch: PrefillBatch, segment: Segment, row: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Partial attentions of the queries from ``row`` on over the new tokens of their own segment."""
+        for first, last in pairwise([*range(segment.start, row, OWN_TOKENS), row]):
             k, v = (x[first:last].transpose(0, 1) for x in (batch.rotated, batch.values))
-            parts.append(self.ops.block_attention(q, k, v))
-        k, v = (x[start:stop].transpose(0, 1) for x in (batch.rotated, batch.values))
-        parts.append(self.ops.block_attention(q, k, v, causal=True))
-        return self.ops.merge_attention(parts)
+            yield self.ops.block_attention(q, k, v)
+        k, v = (x[row : row + len(q)].transpose(0, 1) for x in (batch.rotated, batch.values))
+        yield self.ops.block_attention(q, k, v, causal=True)
+
+    def _merge(self, parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Joins partial attentions one by one, so that two at a time are held; one of the first two is not empty."""
+        out, lse = next(parts)
+        for part in parts:
+            out, lse = self.ops.merge_attention([(out, lse), part]), torch.logaddexp(lse, part[1])
+        return out, lse
 
     def _cached_blocks(self, layer: int, sequence: Sequence) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Rotated keys and values [H, m, d] of all cached tokens in blocks, with the mask bool [H, m] of valid ones."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from shadowkv.kvcache.layout import Blocks
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -31,6 +33,12 @@ class Sequence:
     ring: list[int] = field(default_factory=list)
     sealed_blocks: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks of each tier that it owns."""
+        device = len(self.dense) + len(self.static) + len(self.ring) + len(self.sealed_blocks)
+        return Blocks(device, len(self.host))
 
 
 class SlotTable:

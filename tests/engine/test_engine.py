@@ -337,3 +337,50 @@ def test_times_and_stats(make: Any) -> None:
     assert 0 < during.host_used_bytes <= during.host_total_bytes
     times = drain(engine)["a"][-1].times
     assert times.arrival <= times.scheduled <= times.first_token < times.last_token
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused(make: Any) -> None:
+    engine = make(kv="full")
+    with pytest.raises(RequestError, match="token id 300") as caught:
+        engine.validate([5], SamplingParams(min_tokens=1, max_tokens=8, stop_token_ids=(300,)))
+    assert caught.value.param == "stop_token_ids"
+
+
+def test_an_aborted_id_in_prefill_cannot_be_taken_again_at_once(make: Any) -> None:
+    engine = make(kv="full")
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.add_request(name, prompt(seed, 40), GREEDY)
+    engine._start_prefill()
+    next(engine._prefill)
+    engine.abort("b")
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_request("b", prompt(3, 40), GREEDY)
+    assert set(drain(engine)) == {"a"}
+    assert_empty(engine)
+
+
+def test_overflowing_keys_fail_their_request_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(kv="shadowkv")
+    embed = engine.runner.model.embed
+    monkeypatch.setattr(
+        engine.runner.model, "embed", lambda ids: embed(ids).masked_fill((ids == 200)[:, None], float("inf"))
+    )
+    long = [token if token != 200 else 201 for token in prompt(1, 900)]
+    engine.add_request("bad", long[:450] + [200] + long[450:], GREEDY)
+    engine.add_request("good", long, GREEDY)
+    outputs = drain(engine)
+    assert outputs["bad"][-1].finish_reason == "error"
+    assert len(tokens(outputs["good"])) == 8
+    assert_empty(engine)
+
+
+def test_a_waiting_turn_keeps_its_conversation(make: Any) -> None:
+    engine = make(kv="full", max_num_seqs=2)
+    leave_blocks(engine, 20, 0)
+    engine.add_request("turn 1", prompt(1, 500), GREEDY)
+    first = tokens(drain(engine)["turn 1"])
+    engine.add_request("other", prompt(2, 500), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    engine.step()
+    engine.add_request("turn 2", prompt(1, 500) + first + prompt(3, 300), GREEDY)
+    assert drain(engine)["turn 2"][-1].cached_tokens == 507
+    assert_empty(engine)

@@ -23,6 +23,7 @@ def low_rank_basis(keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     for block in keys.split(ROWS_AT_ONCE):
         wide = block.float()
         gram.addmm_(wide.T, wide)
-    values, vectors = torch.linalg.eigh(gram)
+    # Keys that overflowed (NaN, infinity) must not stop everybody: their sequence's logits say so soon enough.
+    values, vectors = torch.linalg.eigh(gram.nan_to_num_(0.0, 0.0, 0.0))
     kept = values[-rank:].clamp(min=0).sum() / values.clamp(min=0).sum().clamp(min=1e-30)
     return vectors[:, -rank:].flip(1).T.contiguous(), kept
