@@ -2,7 +2,6 @@
 
 import math
 import random
-import secrets
 
 import pytest
 import torch
@@ -10,14 +9,6 @@ import torch
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
-
-
-@pytest.fixture(params=["fixed", "fresh"])
-def seed(request: pytest.FixtureRequest) -> int:
-    value = 20241028 if request.param == "fixed" else secrets.randbits(32)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value
 
 
 def request(seed: int = 0, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object) -> Request:

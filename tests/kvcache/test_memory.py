@@ -1,7 +1,6 @@
 """Tiers: blocks that are handed out, and the views of pages in them."""
 
 import random
-import secrets
 
 import pytest
 import torch
@@ -22,14 +21,6 @@ SEALED = (
 fields = st.lists(
     st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from(DTYPES)), min_size=1, max_size=5
 ).map(lambda drawn: tuple(Field(f"f{i}", tuple(shape), dtype) for i, (shape, dtype) in enumerate(drawn)))
-
-
-@pytest.fixture(params=["fixed", "fresh"])
-def seed(request: pytest.FixtureRequest) -> int:
-    value = 20241028 if request.param == "fixed" else secrets.randbits(32)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value
 
 
 def noise(field: Field) -> torch.Tensor:

@@ -1,11 +1,9 @@
-"""Every op from every set of backends that this machine's CPU has, and a seed that is fixed once and fresh once."""
+"""Every op from every set of backends that this machine's CPU has."""
 
-import secrets
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from shadowkv.ops.registry import NAMES, Ops
 
@@ -19,12 +17,3 @@ BACKENDS = {"reference": REFERENCE} | ({"chosen": CHOSEN} if CHOSEN.backends != 
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     return BACKENDS[request.param]
-
-
-@pytest.fixture(params=["fixed", "fresh"])
-def seed(request: pytest.FixtureRequest) -> int:
-    """Also seeds torch; a failing test prints it."""
-    value = 20241028 if request.param == "fixed" else secrets.randbits(32)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value

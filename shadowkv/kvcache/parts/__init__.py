@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class Parts:
 def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
     """The parts that the resolved ``spec`` names, for ``shape`` and the cache's ``dtype``."""
 
-    def build(entry: str):  # type: ignore[no-untyped-def]  # each axis has its own class
+    def build(entry: str) -> Any:  # each axis has its own class
         module, name = entry.split(":")
         return getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name)(spec, shape, dtype)
 
