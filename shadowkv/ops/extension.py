@@ -1,4 +1,4 @@
-"""Loads the C++ extension of the CPU backends; ``python -m shadowkv.ops.extension`` says whether it is there."""
+"""Loads the compiled backends; ``python -m shadowkv.ops.extension`` says which of them are there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import sys
 import warnings
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 NAME = "shadowkv._cpu"
+
+CUDA_FOLDER = Path(__file__).resolve().parent.parent / "_cuda"
+"""Libraries of the CUDA backends, one per op (``csrc/build_cuda.py``)."""
 
 
 @cache
@@ -35,12 +39,31 @@ def _paged_attention_shapes(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, coun
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+@cache
+def load_cuda(name: str) -> bool:
+    """Makes the CUDA op ``torch.ops.shadowkv_cuda.<name>`` available; False where it was not built.
+
+    Warns if its library cannot be loaded.
+    """
+    path = CUDA_FOLDER / f"{name}.so"
+    if not path.exists() or not torch.cuda.is_available():
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        warnings.warn(f"{path} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
+        return False
+    return True
+
+
 def main() -> int:
-    """Prints one line; returns the exit status."""
+    """Prints a line per kind of backend; returns the exit status."""
     if load_cpu():
         print(f"C++ CPU backends: built, running on {torch.ops.shadowkv.cpu_isa()} here")
     else:
         print("C++ CPU backends: not built, ops run in PyTorch (pip install -v --no-build-isolation -e . says why)")
+    built = sorted(path.stem for path in CUDA_FOLDER.glob("*.so"))
+    print(f"CUDA backends: {', '.join(built) or 'not built'}")
     return 0
 
 

@@ -1,0 +1,55 @@
+// Checks that the CUDA bindings share. They are built on PyTorch's stable ABI: one build serves every torch from
+// TORCH_TARGET_VERSION on, and every Python.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <initializer_list>
+
+namespace shadowkv {
+
+using Dtype = torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Raises unless x is on the current CUDA device, of that dtype and of that shape; -1 stands for any size.
+inline void check(const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(x.is_cuda(), name, " is not on a CUDA device");
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " has dtype ", int(x.scalar_type()), ", not ", int(dtype));
+  STD_TORCH_CHECK(x.dim() == int64_t(shape.size()), name, " has ", x.dim(), " dimensions, not ", shape.size());
+  int64_t axis = 0;
+  for (const int64_t size : shape) {
+    STD_TORCH_CHECK(
+        size < 0 || x.size(axis) == size, name, " has size ", x.size(axis), " in dimension ", axis, ", not ", size);
+    ++axis;
+  }
+}
+
+// Raises unless the dimensions from `first` on lie one after the other without gaps.
+inline void check_dense_from(const Tensor& x, const char* name, int64_t first) {
+  int64_t step = 1;
+  for (int64_t axis = x.dim() - 1; axis >= first; --axis) {
+    STD_TORCH_CHECK(
+        x.size(axis) == 1 || x.stride(axis) == step, name, " has stride ", x.stride(axis), " in dimension ", axis,
+        ", not ", step);
+    step *= x.size(axis);
+  }
+}
+
+inline cudaStream_t current_stream(const Tensor& x) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check_launch(const char* name) {
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, name, " could not be launched: ", cudaGetErrorString(error));
+}
+
+} // namespace shadowkv

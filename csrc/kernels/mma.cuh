@@ -1,0 +1,55 @@
+// Tensor-core and memory primitives that the kernels share. Fragment layouts are PTX's (ISA, "Matrix fragments for
+// mma"): lane = 4 g + t, with the row or column g = lane / 4 and the place within a quad t = lane % 4.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace shadowkv {
+
+constexpr int kPage = 64;         // tokens in a page
+constexpr int64_t kGranule = 256; // bytes that a page is named in
+
+// c[16 x 8] += a[16 x 16] b[16 x 8]. a0: (g, 2t..) a1: (g + 8, 2t..) a2: (g, 2t + 8..) a3: (g + 8, 2t + 8..);
+// b0: (2t.., g) b1: (2t + 8.., g); c0, c1: (g, 2t..) c2, c3: (g + 8, 2t..). Two bf16 a register, the lower index low.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// c[16 x 8] += a[16 x 32] b[32 x 8], a unsigned, b signed. a0: (g, 4t..) a1: (g + 8, 4t..) a2: (g, 16 + 4t..)
+// a3: (g + 8, 16 + 4t..); b0: (4t.., g) b1: (16 + 4t.., g). Four bytes a register.
+__device__ __forceinline__ void mma_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Loads of data that is read once: past the first-level cache's allocation.
+__device__ __forceinline__ uint4 load_streamed16(const void* p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+__device__ __forceinline__ uint2 load_streamed8(const void* p) {
+  uint2 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+  return x;
+}
+
+// Two floats as bf16, the first in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+} // namespace shadowkv
