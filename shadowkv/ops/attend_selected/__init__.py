@@ -1,0 +1,1 @@
+"""Attention of one query per sequence over the chunks it selected, from the form they are stored in."""

@@ -1,0 +1,81 @@
+"""Attention over selected chunks in PyTorch: gather, rebuild, attend (ShadowKV, arXiv:2410.21465, algorithm 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.packing import dequantise_rows
+from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, LatentKeys, QuantisedRows, ValueSource
+from shadowkv.ops.rotate.reference import rotate_by
+
+
+def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax attention of one rotated query per row and head over the tokens of its selected chunks.
+
+    Args:
+        q: [B, H_q, d].
+        keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
+        values: where the values are.
+        selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last.
+
+    Returns:
+        out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.
+    """
+    batch, _, dim = q.shape
+    k, v = gather_selected(keys, selected).to(q.dtype), gather_selected(values, selected)
+    valid = (selected >= 0).repeat_interleave(v.shape[2] // max(selected.shape[2], 1), dim=2)
+    scores = (q.view(batch, k.shape[1], -1, dim) @ k.transpose(-1, -2)).float() * dim**-0.5
+    scores = scores.masked_fill(~valid.unsqueeze(2), float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
+    out = weights.to(v.dtype) @ v.masked_fill(~valid.unsqueeze(-1), 0)
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor:
+    """Rows of the selected chunks as they are attended to: keys rotated, quantised values in float32 and rotated back.
+
+    Args:
+        source: where they are.
+        selected: int64 [B, H, k]; -1 yields some row of the sequence, to be masked by the reader.
+
+    Returns:
+        [B, H, k * c, d] on the device of ``selected``.
+    """
+    selected = selected.clamp(min=0)
+    match source:
+        case DenseRows():
+            return _rows(source.rows, source.pages, selected).flatten(2, 3)
+        case LatentKeys():
+            return _rebuild(source, selected)
+        case QuantisedRows():
+            codes = _rows(source.codes, source.pages, selected)
+            scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), source.pages, selected)
+            rows = dequantise_rows(codes, scale, source.rotation, source.bits, source.rotation.shape[0])
+            return rows.flatten(2, 3)
+
+
+def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
+    names, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
+    picked = keys.latents[names, chunks].flatten(2, 3)  # [B, H, k * c, r]
+    rows = picked.to(keys.basis.dtype) @ keys.basis[keys.slots].transpose(1, 2)
+    if keys.mean is not None:
+        rows = rows + keys.mean[keys.slots].unsqueeze(2).to(rows.dtype)
+    within = torch.arange(keys.latents.shape[2], device=selected.device)
+    positions = (selected.unsqueeze(-1) * keys.latents.shape[2] + within).flatten(2)
+    return rotate_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
+
+
+def _rows(pages_of: Tensor, pages: Tensor, selected: Tensor) -> Tensor:
+    """[B, H, k, ...] of [N, H, C, ...], fetched from where it is to the device of ``selected``."""
+    names, chunks = _locate(pages, selected, pages_of.shape[2])
+    heads = torch.arange(selected.shape[1], device=selected.device)[:, None]
+    names, heads, chunks = (index.to(pages_of.device) for index in (names, heads, chunks))
+    return pages_of[names, heads, chunks].to(selected.device, non_blocking=True)
+
+
+def _locate(pages: Tensor, selected: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Page names and chunk numbers within them, int64 [B, H, k] each."""
+    names = pages.gather(1, (selected // chunks).flatten(1)).view_as(selected)
+    return names, selected % chunks
