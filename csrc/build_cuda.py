@@ -30,29 +30,32 @@ def ops() -> list[str]:
 
 
 def build(names: list[str], target: Path, work: Path) -> None:
-    """Compiles ``names`` into ``target``/<name>.so; objects and logs are kept in ``work`` and reused."""
+    """Compiles ``names`` into ``target``/<name>.so where sources have changed; the compiler's logs stay in ``work``."""
     import torch
 
     nvcc = find_nvcc()
     if nvcc is None:
         raise FileNotFoundError("nvcc is not installed: set CUDA_HOME or put it on the path")
-    include = Path(torch.__file__).parent / "include"
+    home = Path(torch.__file__).parent
     flags = " ".join(
         [
             "-std=c++20 -O3 --expt-relaxed-constexpr -Xptxas -v -Xcompiler -fPIC -DUSE_CUDA -cudart static",
-            f"-DTORCH_TARGET_VERSION={OLDEST_TORCH} -I{ROOT}/csrc -isystem {include}",
+            f"-DTORCH_TARGET_VERSION={OLDEST_TORCH} -I{ROOT}/csrc -isystem {home}/include",
+            # Torch loads its libraries privately: symbols are found only in libraries that this one asks for by name.
+            f"-Xlinker --no-as-needed -L{home}/lib -ltorch",
             *(f"-gencode '{architecture}'" for architecture in ARCHITECTURES),
         ]
     )
     target.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
+    # All ops are rules and ``names`` the targets, so that builds of different ops leave each other's results alone.
     lines = [
-        f"rule cuda\n  command = {nvcc} {flags} -MD -MF $out.d -shared $in -o $out > $out.log 2>&1 || "
-        "(cat $out.log; exit 1)\n  depfile = $out.d\n  deps = gcc",
-        *(f"build {target}/{name}.so: cuda {ROOT}/csrc/bindings/{name}.cu" for name in names),
+        f"rule cuda\n  command = {nvcc} {flags} -MD -MF $log.d -shared $in -o $out > $log 2>&1 || "
+        "(cat $log; exit 1)\n  depfile = $log.d\n  deps = gcc",
+        *(f"build {target}/{op}.so: cuda {ROOT}/csrc/bindings/{op}.cu\n  log = {work}/{op}.log" for op in ops()),
     ]
     (work / "build.ninja").write_text("\n".join(lines) + "\n")
-    subprocess.run(["ninja", "-C", str(work)], check=True)
+    subprocess.run(["ninja", "-C", str(work), *(f"{target}/{name}.so" for name in names)], check=True)
 
 
 if __name__ == "__main__":
