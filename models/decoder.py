@@ -10,6 +10,7 @@ from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.config import ModelConfig
+from shadowkv.ops import Ops
 
 
 class Decoder(nn.Module):
@@ -26,6 +27,7 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
+        ops = Ops("cpu" if self.device.type == "meta" else self.device)
         spec = LayerSpec(
             shape=config.shape,
             hidden_size=config.hidden_size,
@@ -37,10 +39,11 @@ class Decoder(nn.Module):
             post_norms=config.post_norms,
             dtype=dtype,
             device=self.device,
+            ops=ops,
         )
         self.embedding = self._table()
         self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device, ops=ops)
         self.head = None if config.tie_word_embeddings else self._table()
 
     def _table(self) -> nn.Parameter:

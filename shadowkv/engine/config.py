@@ -41,6 +41,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     rope_theta: float | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         bad = [
@@ -98,6 +99,7 @@ class EngineConfig:
         )
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
         add(model, "--rope-theta", type=float, help="overrides the model's own")
+        add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")
         batch = parser.add_argument_group("batch")
         add(
             batch,

@@ -8,8 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.engine.cuda_graphs import CudaGraphs
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampler import logprobs_of
+from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.layers.decoder_layer import DecoderLayer
@@ -23,12 +25,18 @@ SCORED_TOKENS = 512
 
 
 class Runner:
-    """A model and the cache that its attention reads."""
+    """A model and the cache that its attention reads.
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    Args:
+        graphs_up_to: sequences that decode together at the most, where decode steps are to be CUDA graphs; None runs
+            them as they are.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
         self.block_tokens = BLOCK_TOKENS[cache.device.type]
+        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
 
     def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last, and
@@ -71,9 +79,17 @@ class Runner:
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence], tokens: list[int]) -> Tensor:
         """One step: appends each sequence's token and returns float32 logits [B, V] of the next."""
-        batch = self.cache.decode_batch(sequences)
-        hidden = self.model.embed(torch.tensor(tokens, device=self.cache.device))
+        plan = self.cache.plan_decode(sequences)
+        if self.graphs is not None:
+            logits = self.graphs.decode(plan, tokens)
+        else:
+            logits = self._step(plan, None, torch.tensor(tokens, device=self.cache.device))
+        self.cache.end_decode(plan)
+        return logits
+
+    def _step(self, plan: DecodePlan, numbers: Tensor | None, tokens: Tensor) -> Tensor:
+        batch = self.cache.decode_batch(plan, numbers)
+        hidden = self.model.embed(tokens)
         for layer in self.layers:
             hidden = layer(hidden, self.cache, batch)
-        self.cache.end_decode(batch)
         return self.model.logits(hidden)

@@ -12,20 +12,37 @@ from shadowkv.kvcache.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class SealedBatch:
-    """The compressed sequences of a batch.
+class DecodePlan:
+    """One more token for each of B sequences, as the host knows it: all that the device needs is in ``numbers``.
 
     Attributes:
-        rows: int64 [R], their rows in the batch.
-        slots: int64 [R].
-        pages: int64 [R, P], granules of their sealed pages; 0 past a row's end.
-        value_pages: int64 [R, P], granules of the pages that hold the values.
-        num_chunks: int64 [R], sealed chunks of each row; ragged.
-        budget: int64 [R], chunks to select per kv head.
-        max_budget: the largest of ``budget``.
+        slots: int64 [B].
+        numbers: int64 [7, B]: slots, tokens cached, tokens sealed, pages of the ring, static pages, static tokens and
+            chunks to select per kv head.
+        exact_pages, sealed_pages: pages of the longest row, at least 1 and 0; the widths of the page tables.
+        max_budget: chunks that any row may select.
     """
 
-    rows: Tensor
+    slots: np.ndarray
+    numbers: np.ndarray
+    exact_pages: int
+    sealed_pages: int
+    max_budget: int
+
+
+@dataclass(frozen=True)
+class SealedBatch:
+    """Sealed pages of the rows of a batch; rows that are dense have none.
+
+    Attributes:
+        slots: int64 [B].
+        pages: int64 [B, P], granules of their sealed pages; anything past a row's end.
+        value_pages: int64 [B, P], granules of the pages that hold the values.
+        num_chunks: int64 [B], sealed chunks of each row; ragged.
+        budget: int64 [B], chunks to select per kv head.
+        max_budget: no row selects more.
+    """
+
     slots: Tensor
     pages: Tensor
     value_pages: Tensor
@@ -36,19 +53,17 @@ class SealedBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One new token for each of B sequences of any lengths.
+    """One new token for each of B sequences of any lengths, as the device sees it.
 
     Attributes:
-        slots: int64 [B], on the host.
         positions: int64 [B], position of each new token.
         pages: int64 [B, E], granules of the exact pages.
         counts: int64 [B, E], valid tokens of each exact page, the new one included.
         write_page: int64 [B], granule of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
-        sealed: the compressed sequences, or None.
+        sealed: None where no row has sealed pages.
     """
 
-    slots: np.ndarray
     positions: Tensor
     pages: Tensor
     counts: Tensor

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, PrefillBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBatch, PrefillBlock, SealedBatch
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.pool import SequencePool
@@ -91,8 +91,8 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def decode_batch(self, sequences: Items[Sequence]) -> DecodeBatch:
-        """Seals what is due and describes one more token for each of ``sequences`` (at least one).
+    def plan_decode(self, sequences: Items[Sequence]) -> DecodePlan:
+        """Seals what is due and plans one more token for each of ``sequences`` (at least one).
 
         Raises ValueError if one of them is at its capacity.
         """
@@ -105,45 +105,53 @@ class KVCache:
             for row in outgrown.nonzero()[0]:
                 self.prefill.compress_dense(sequences[row])
             self.sealing.seal_due(slots)
-        length, sealed = table.length[slots], table.sealed[slots]
-        rows, start, position, ring, static_pages, static_tokens = (
-            torch.from_numpy(array).to(self.device, non_blocking=True)
-            for array in (
-                slots, sealed, length, table.ring_pages[slots], table.static_pages[slots], table.static_tokens[slots]
-            )
-        )  # fmt: skip
-        in_use = np.where(sealed > 0, table.ring_pages[slots], length // PAGE + 1)
-        pages = table.exact[rows, : int((table.static_pages[slots] + in_use).max())].long()
-        return DecodeBatch(
-            slots,
-            position,
-            pages,
-            _exact_counts(pages.shape[1], position + 1 - start, start, ring, static_pages, static_tokens),
-            pages.gather(1, (static_pages + position // PAGE % ring)[:, None]).squeeze(1),
-            position % PAGE,
-            self._sealed_batch(rows, length, sealed),
+        length, sealed, ring, static = (
+            numbers[slots] for numbers in (table.length, table.sealed, table.ring_pages, table.static_pages)
         )
-
-    def end_decode(self, batch: DecodeBatch) -> None:
-        """Makes the new tokens part of their sequences, after the last layer."""
-        self.pool.table.length[batch.slots] += 1
-
-    def _sealed_batch(self, slots: Tensor, length: np.ndarray, sealed: np.ndarray) -> SealedBatch | None:
-        rows = sealed.nonzero()[0]
-        if not len(rows):
-            return None
-        table, width = self.pool.table, int(sealed.max()) // PAGE
-        budget = self.spec.budget_chunks(length[rows])
-        index = torch.from_numpy(rows).to(self.device)
-        return SealedBatch(
-            index,
-            slots[index],
-            table.sealed_pages[slots[index], :width].long(),
-            table.value_pages[slots[index], :width].long(),
-            torch.from_numpy(sealed[rows] // self.spec.chunk).to(self.device),
-            torch.from_numpy(budget).to(self.device),
+        budget = np.where(sealed > 0, self.spec.budget_chunks(length), 0)
+        exact = static + np.where(sealed > 0, ring, length // PAGE + 1)
+        return DecodePlan(
+            slots,
+            np.stack((slots, length, sealed, ring, static, table.static_tokens[slots], budget)),
+            int(exact.max()),
+            int(sealed.max()) // PAGE,
             int(budget.max()),
         )
+
+    def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
+        """What ``plan`` means to the device, from shapes that the plan fixes and numbers that the device has.
+
+        Args:
+            numbers: the plan's, already on the device; with it nothing but the plan's shapes is used, so that the
+                result can be captured in a graph and used for other plans of the same shapes.
+        """
+        if numbers is None:
+            numbers = torch.from_numpy(plan.numbers).to(self.device)
+        slots, length, sealed, ring, static_pages, static_tokens, budget = numbers
+        table = self.pool.table
+        pages = table.exact[slots, : plan.exact_pages].long()
+        sealed_batch = None
+        if plan.sealed_pages:
+            sealed_batch = SealedBatch(
+                slots,
+                table.sealed_pages[slots, : plan.sealed_pages].long(),
+                table.value_pages[slots, : plan.sealed_pages].long(),
+                sealed // self.spec.chunk,
+                budget,
+                plan.max_budget,
+            )
+        return DecodeBatch(
+            length,
+            pages,
+            _exact_counts(pages.shape[1], length + 1 - sealed, sealed, ring, static_pages, static_tokens),
+            pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
+            length % PAGE,
+            sealed_batch,
+        )
+
+    def end_decode(self, plan: DecodePlan) -> None:
+        """Makes the new tokens part of their sequences, after the last layer."""
+        self.pool.table.length[plan.slots] += 1
 
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
@@ -152,9 +160,8 @@ class KVCache:
         if isinstance(batch, PrefillBlock):
             self.prefill.append(layer, k, v, batch)
             return
-        rotated = self.ops.rotate(k, batch.positions, self.store.rotary)
-        self.store.k[layer][batch.write_page, :, batch.write_offset] = rotated
-        self.store.v[layer][batch.write_page, :, batch.write_offset] = v
+        pages = self.store.k[layer], self.store.v[layer]
+        self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
 
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before the rotation.
@@ -166,22 +173,20 @@ class KVCache:
         q = self.ops.rotate(q, batch.positions, self.store.rotary)
         out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
         if batch.sealed is not None:
-            rows = batch.sealed.rows
-            found = self._attend_sealed(layer, q[rows], batch.sealed)
-            out[rows] = self.ops.merge_attention([(out[rows], lse[rows]), found])
+            found = self._attend_sealed(layer, q, batch.sealed)
+            out = self.ops.merge_attention([(out, lse), found])
         return out
 
     def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Chunks int64 [R, H, k] that rotated queries [R, H_q, d] attend to; -1 is none."""
-        scores = self.parts.index.scores(self.store, layer, q, batch)
-        return self.ops.select_chunks(scores, batch.budget, batch.max_budget)
+        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to; -1 is none, after the others."""
+        logits, lse = self.parts.index.logits(self.store, layer, q, batch)
+        return self.ops.select_top_chunks(logits, lse, batch.budget, min(batch.max_budget, logits.shape[-1]))
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         selected = self.select(layer, q, batch)
-        keys = self.parts.keys.gather(self.store, layer, batch, selected)
-        values = self.parts.values.gather(self.store, layer, batch, selected)
-        valid = (selected >= 0).repeat_interleave(self.spec.chunk, dim=-1)
-        return self.ops.selected_attention(q, keys, values, valid)
+        keys = self.parts.keys.source(self.store, layer, batch)
+        values = self.parts.values.source(self.store, layer, batch)
+        return self.ops.attend_selected(q, keys, values, selected)
 
 
 def _exact_counts(

@@ -32,6 +32,9 @@ class SequencePool:
         longest = self.layout.pages(0, max_model_len)
         exact = max(longest.dense, longest.static + longest.ring)
         self.table = SlotTable(slots, exact, max(1, longest.sealed), store.compute)
+        padding, spare = self.table.padding_slot, [store.device.spare]
+        self.table.set_exact(padding, [], spare)
+        self.table.set_sealed(padding, spare, [store.host.spare] if self.layout.host_fields else spare)
         self._free_slots = list(range(slots - 1, -1, -1))
 
     @property

@@ -20,6 +20,7 @@ from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
+from shadowkv.ops.attend_selected.reference import gather_selected
 
 PAGES_AT_ONCE = 8
 """Cached pages that new tokens attend to at a time, to bound the score matrix."""
@@ -206,13 +207,13 @@ class Prefill:
         k, v = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
         yield k[:, : self.spec.static_tokens], v[:, : self.spec.static_tokens], None
         row = self.sealed_row(sequence)
+        keys, values = self.parts.keys.source(self.store, layer, row), self.parts.values.source(self.store, layer, row)
+        excluded = self.store.page["excluded"][layer][row.pages[0]].transpose(0, 1).flatten(1)
         for first in range(0, sealed // self.spec.chunk, step * PAGE // self.spec.chunk):
             last = min(first + step * PAGE // self.spec.chunk, sealed // self.spec.chunk)
             selected = torch.arange(first, last, device=device).expand(1, self.shape.num_kv_heads, -1)
-            k = self.parts.keys.gather(self.store, layer, row, selected)[0]
-            v = self.parts.values.gather(self.store, layer, row, selected)[0]
-            valid = ~self.store.excluded(layer, row)[0, :, first:last]
-            yield k, v, valid.repeat_interleave(self.spec.chunk, dim=1)
+            k, v = gather_selected(keys, selected)[0], gather_selected(values, selected)[0]
+            yield k, v, ~excluded[:, first:last].repeat_interleave(self.spec.chunk, dim=1)
 
     def sealed_row(self, sequence: Sequence) -> SealedBatch:
         """A batch of one compressed sequence that selects nothing by itself."""
@@ -221,7 +222,6 @@ class Prefill:
         chunks = torch.tensor([count * PAGE // self.spec.chunk], device=self.store.compute)
         pages = self.table.sealed_pages[slot, :count].long()
         return SealedBatch(
-            torch.zeros_like(slot),
             slot,
             pages,
             self.table.value_pages[slot, :count].long(),

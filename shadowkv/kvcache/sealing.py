@@ -6,6 +6,8 @@ of its continuation share the subspace.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,11 +20,16 @@ from shadowkv.kvcache.store import Store
 
 
 class Sealing:
-    """Writes sealed pages, for prefill and for decode."""
+    """Writes sealed pages, for prefill and for decode.
+
+    Attributes:
+        launch: gives the numbers of due pages to ``seal_pages`` on the device; an engine may put a captured graph here.
+    """
 
     def __init__(self, store: Store, parts: Parts, table: SlotTable) -> None:
         self.store, self.parts, self.table = store, parts, table
         self.spec = store.layout.spec
+        self.launch: Callable[[np.ndarray], None] = self._launch
 
     def write(self, layer: int, tokens: SealedTokens, excluded: Tensor | None = None) -> None:
         """Stores full pages of one layer; ``excluded`` bool [n, H, C] marks chunks that are exact elsewhere."""
@@ -30,23 +37,31 @@ class Sealing:
             part.seal(self.store, layer, tokens)
         self.store.page["excluded"][layer][tokens.pages] = False if excluded is None else excluded
 
+    def _launch(self, numbers: np.ndarray) -> None:
+        self.seal_pages(torch.from_numpy(numbers).to(self.store.compute))
+
     def seal_due(self, slots: np.ndarray) -> None:
         """Seals the oldest page of every compressed sequence in ``slots`` whose exact tail outgrew its window."""
         table = self.table
         tail = table.length[slots] - table.sealed[slots]
         due = slots[(table.sealed[slots] > 0) & (tail >= self.spec.local + PAGE)]
-        if not len(due):
-            return
-        index = torch.from_numpy(due).to(self.store.compute)
-        number = torch.from_numpy(table.sealed[due] // PAGE).to(self.store.compute)
-        ring = torch.from_numpy(table.ring_pages[due]).to(self.store.compute)
-        static = torch.from_numpy(table.static_pages[due]).to(self.store.compute)
-        exact = table.exact[index, static + number % ring].long()
-        pages, value_pages = table.sealed_pages[index, number].long(), table.value_pages[index, number].long()
+        if len(due):
+            page = table.sealed[due] // PAGE
+            self.launch(np.stack((due, page, table.static_pages[due] + page % table.ring_pages[due])))
+            table.sealed[due] += PAGE
+
+    def seal_pages(self, numbers: Tensor) -> None:
+        """Seals pages in all layers; ``numbers`` int64 [3, n]: slots, page numbers, columns of the exact page table."""
+        slots, number, column = numbers
+        exact, pages, value_pages = (
+            table[slots, where].long()
+            for table, where in (
+                (self.table.exact, column), (self.table.sealed_pages, number), (self.table.value_pages, number)
+            )
+        )  # fmt: skip
         positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
         for layer in range(self.store.layout.shape.num_layers):
             rotated = self.store.k[layer][exact].transpose(1, 2)
             values = self.store.v[layer][exact].transpose(1, 2)
             keys = self.store.ops.rotate(rotated, positions, self.store.rotary, inverse=True)
-            self.write(layer, SealedTokens(index, pages, value_pages, keys, rotated, values))
-        table.sealed[due] += PAGE
+            self.write(layer, SealedTokens(slots, pages, value_pages, keys, rotated, values))

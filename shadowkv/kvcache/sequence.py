@@ -44,7 +44,10 @@ class Sequence:
 class SlotTable:
     """Numbers and page tables of all slots; numbers on the host, tables where the cache computes.
 
+    The slot after the last is nobody's: the rows that fill up a captured batch name it.
+
     Attributes:
+        padding_slot: the slot after the last.
         length, sealed: int64 [slots], tokens cached and tokens sealed.
         static_tokens, static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a
             ring as long as itself.
@@ -52,14 +55,16 @@ class SlotTable:
     """
 
     def __init__(self, slots: int, exact_width: int, sealed_width: int, device: torch.device) -> None:
-        self.length = np.zeros(slots, np.int64)
-        self.sealed = np.zeros(slots, np.int64)
-        self.static_tokens = np.zeros(slots, np.int64)
-        self.static_pages = np.zeros(slots, np.int64)
-        self.ring_pages = np.ones(slots, np.int64)
-        self.exact = torch.zeros(slots, exact_width, dtype=torch.int32, device=device)
-        self.sealed_pages = torch.zeros(slots, sealed_width, dtype=torch.int32, device=device)
-        self.value_pages = torch.zeros(slots, sealed_width, dtype=torch.int32, device=device)
+        rows = slots + 1
+        self.padding_slot = slots
+        self.length = np.zeros(rows, np.int64)
+        self.sealed = np.zeros(rows, np.int64)
+        self.static_tokens = np.zeros(rows, np.int64)
+        self.static_pages = np.zeros(rows, np.int64)
+        self.ring_pages = np.ones(rows, np.int64)
+        self.exact = torch.zeros(rows, exact_width, dtype=torch.int32, device=device)
+        self.sealed_pages = torch.zeros(rows, sealed_width, dtype=torch.int32, device=device)
+        self.value_pages = torch.zeros(rows, sealed_width, dtype=torch.int32, device=device)
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""

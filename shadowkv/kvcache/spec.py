@@ -24,9 +24,9 @@ class KVSpec:
     """How a sequence's keys and values are kept and found.
 
     Attributes:
-        keys: how the key of a selected token is rebuilt: ``dense`` or ``low-rank``.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean`` or ``min-max``.
-        values: how values are stored: ``dense``.
+        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank`` or ``low-rank-int8``.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``min-max`` or ``sketch``.
+        values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
@@ -50,12 +50,13 @@ class KVSpec:
         """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
 
         Default rank: 5/32 of H*d (the paper's 160 of 1024), but 1/2 where H*d < 512: few kv heads are
-        less low-rank.
+        less low-rank. Rounded up to a multiple of 32 where there is room: tensor cores take that many at a time.
         """
         spec = self
-        if spec.keys == "low-rank" and spec.rank is None:
+        if spec.low_rank and spec.rank is None:
             share = 1 / 2 if shape.kv_dim < 512 else 5 / 32
-            spec = replace(spec, rank=round(shape.kv_dim * share))
+            rank = round(shape.kv_dim * share)
+            spec = replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
         reasons = spec._reasons(shape)
         if reasons:
             raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
@@ -80,9 +81,9 @@ class KVSpec:
             reasons.append(f"outliers={self.outliers} is negative")
         if self.local < 1:
             reasons.append(f"local={self.local} is less than 1: the newest token is always exact")
-        if self.keys == "low-rank" and not 1 <= (self.rank or 0) <= shape.kv_dim:
+        if self.low_rank and not 1 <= (self.rank or 0) <= shape.kv_dim:
             reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
-        if self.keys != "low-rank" and self.rank is not None:
+        if not self.low_rank and self.rank is not None:
             reasons.append(f"rank={self.rank} has no meaning with keys={self.keys!r}")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
@@ -91,6 +92,11 @@ class KVSpec:
         if self.index == "none" and (self.budget is not None or self.outliers):
             reasons.append("index='none' attends to every token: budget and outliers have no meaning with it")
         return reasons
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether keys are kept as latents of all kv heads joined."""
+        return self.keys in ("low-rank", "low-rank-int8")
 
     @property
     def seals(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Tier
 from shadowkv.ops import Ops
@@ -35,14 +34,13 @@ class Store:
         layers = layout.shape.num_layers
         self.layout, self.ops, self.rotary, self.compute = layout, ops, rotary, device
         self.device = Tier("device", layers, layout.block_bytes, device_blocks, device)
-        self.host = Tier(
-            "host", layers, layout.host_block_bytes, host_blocks, torch.device("cpu"), pinned=device.type == "cuda"
-        )
+        self.host = Tier("host", layers, layout.host_block_bytes, host_blocks, device, pinned=device.type == "cuda")
         exact = self.device.views(layout.exact_fields)
         self.k, self.v = exact["k"], exact["v"]
         self.page = {**self.device.views(layout.sealed_fields), **self.host.views(layout.host_fields)}
+        # One slot more than sequences can have, for the rows that fill up a captured batch.
         self.state = {
-            field.name: torch.zeros(layers, slots, *field.shape, dtype=field.dtype, device=device)
+            field.name: torch.zeros(layers, slots + 1, *field.shape, dtype=field.dtype, device=device)
             for field in layout.state_fields
         }
 
@@ -52,12 +50,6 @@ class Store:
         return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
 
     def write_heads(self, name: str, layer: int, pages: Tensor, tokens: Tensor) -> None:
-        """Writes [n, 64, H, d] into a field of shape [H, C, c, d], on whichever tier it is."""
+        """Writes [n, 64, H, x] into a field of shape [H, C, c, x], on whichever tier it is."""
         target = self.page[name][layer]
-        rows = tokens.transpose(1, 2).unflatten(2, target.shape[2:4])
-        target[pages.to(target.device)] = rows.to(target.device)
-
-    def excluded(self, layer: int, batch: SealedBatch) -> Tensor:
-        """Chunks that may not be selected, bool [R, H, P * C]: exact elsewhere, or past a row's end."""
-        bits = self.page["excluded"][layer][batch.pages].transpose(1, 2).flatten(2)
-        return bits | (torch.arange(bits.shape[-1], device=bits.device) >= batch.num_chunks[:, None, None])
+        target[pages] = tokens.transpose(1, 2).unflatten(2, target.shape[2:4]).to(target.dtype)

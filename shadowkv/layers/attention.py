@@ -44,7 +44,8 @@ class Attention(nn.Module):
         self.out = Linear(self.query_dim, spec.hidden_size, bias=spec.out_bias, dtype=spec.dtype, device=spec.device)
         if spec.qk_norm:
             self.query_norm, self.key_norm = (
-                RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device) for _ in range(2)
+                RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)
+                for _ in range(2)
             )
         else:
             self.query_norm = self.key_norm = None

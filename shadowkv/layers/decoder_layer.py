@@ -26,7 +26,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device)
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)
 
         self.attention_norm = norm()
         self.attention = Attention(spec, layer)
@@ -50,8 +50,8 @@ class DecoderLayer(nn.Module):
     def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
-        x = x + attended
-        hidden = self.mlp(self.mlp_norm(x))
+        x, normed = self.mlp_norm.after_add(x, attended)
+        hidden = self.mlp(normed)
         if self.post_mlp_norm is not None:
             hidden = self.post_mlp_norm(hidden)
         return x + hidden

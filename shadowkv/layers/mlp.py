@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.spec import LayerSpec
@@ -14,6 +13,7 @@ class MLP(nn.Module):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
+        self.ops = spec.ops
         self.gate_up = Linear(
             spec.hidden_size, 2 * spec.intermediate_size, bias=False, dtype=spec.dtype, device=spec.device
         )
@@ -21,5 +21,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.ops.silu_mul(self.gate_up(x)))

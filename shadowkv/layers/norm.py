@@ -5,18 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shadowkv.ops import Ops
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
-        self.eps = eps
+        self.eps, self.ops = eps, ops
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size] in the dtype of x."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        # Rounded to the low precision before the weight, as the reference implementations of these models do.
-        return self.weight * (wide * scale).to(x.dtype)
+        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        return normed
+
+    def after_add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta and its norm, each [..., size]."""
+        total, normed = self.ops.add_rms_norm(x, delta, self.weight, self.eps)
+        return total, normed

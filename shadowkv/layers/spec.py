@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops import Ops
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class LayerSpec:
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         dtype: of every weight.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
+        ops: what the layers compute with.
     """
 
     shape: ModelShape
@@ -36,3 +38,4 @@ class LayerSpec:
     post_norms: bool
     dtype: torch.dtype
     device: torch.device
+    ops: Ops

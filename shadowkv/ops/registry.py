@@ -10,19 +10,22 @@ from typing import Any
 import torch
 
 NAMES = (
+    "add_rms_norm",
+    "append_tokens",
+    "attend_selected",
     "block_attention",
     "causal_attention",
     "chunk_mean_scores",
     "find_outliers",
-    "gather_chunks",
     "low_rank_basis",
     "merge_attention",
     "min_max_scores",
     "paged_attention",
-    "rebuild_keys",
+    "rms_norm",
     "rotate",
-    "select_chunks",
-    "selected_attention",
+    "select_top_chunks",
+    "silu_mul",
+    "sketch_scores",
 )
 
 PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
@@ -35,6 +38,10 @@ class Ops:
     Args:
         device: where the ops will run.
         overrides: backend by op name, for tests and comparisons.
+
+    Attributes:
+        backends: backend by op name.
+        synchronising: ops that make the host wait for the device, so that they cannot be captured in a graph.
 
     Raises:
         ValueError: an override names an unknown op or a backend that the op does not have.
@@ -49,6 +56,7 @@ class Ops:
         if kind not in PREFERENCE:
             raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
         self.backends: dict[str, str] = {}
+        self.synchronising: list[str] = []
         for name in NAMES:
             wanted = (overrides[name],) if name in overrides else PREFERENCE[kind]
             function = next((found for backend in wanted if (found := self._load(name, backend))), None)
@@ -65,6 +73,8 @@ class Ops:
         if available is not None and not available():
             return None
         self.backends[name] = backend
+        if getattr(module, "SYNCHRONISES", False):
+            self.synchronising.append(name)
         return getattr(module, name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

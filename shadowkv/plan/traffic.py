@@ -10,9 +10,6 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.spec import PAGE
 
-JOINED_KEYS = ("low-rank",)
-"""Keys that are stored for all kv heads joined: each head selects its own tokens, and reads whole latents for them."""
-
 
 @dataclass(frozen=True)
 class StepReads:
@@ -59,8 +56,9 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     budget = int(spec.budget_chunks(np.asarray(context))) * spec.chunk
     selected = min(budget, sealed - spec.static_tokens)
     excluded = sum(field.nbytes for field in layout.sealed_fields if field.name == "excluded")
-    # A latent that several heads select can be shared, so never more than all of them.
-    keys = min(selected * layout.shape.num_kv_heads, sealed) if spec.keys in JOINED_KEYS else selected
+    # Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can be
+    # shared, so never more than all of them.
+    keys = min(selected * layout.shape.num_kv_heads, sealed) if spec.low_rank else selected
     values = selected * parts.values.bytes_per_token()
     missed = values * (1 - hit_rate) if layout.host_fields else 0.0
     return StepReads(

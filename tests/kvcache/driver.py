@@ -68,13 +68,14 @@ def prefill(cache: KVCache, work: list[tuple[Stream, int]], block: int = 500) ->
 
 
 def decode(cache: KVCache, streams: list[Stream]) -> None:
-    batch = cache.decode_batch([s.sequence for s in streams])
+    plan = cache.plan_decode([s.sequence for s in streams])
+    batch = cache.decode_batch(plan)
     outs = []
     for layer in range(SHAPE.num_layers):
         q, k, v = (torch.stack([getattr(s, name)[layer, s.length] for s in streams]) for name in ("q", "k", "v"))
         cache.append(layer, k, v, batch)
         outs.append(cache.attend(layer, q, batch))
-    cache.end_decode(batch)
+    cache.end_decode(plan)
     for row, stream in enumerate(streams):
         stream.outputs.append(torch.stack([o[row] for o in outs]).unsqueeze(0))
         stream.length += 1

@@ -177,11 +177,12 @@ def test_out_of_pages_takes_nothing_and_names_the_numbers():
     assert tier.allocate(0) == []
 
 
-def test_a_tier_without_blocks_has_empty_views():
-    tier = Tier("host", 2, page_bytes(SEALED), 0, CPU)
-    assert [len(view) for views in tier.views(SEALED).values() for view in views] == [0] * 6
-    assert tier.allocate(0) == []
-    tier.release([])
+def test_every_tier_has_a_spare_block_that_is_never_handed_out():
+    for blocks in (0, 3):
+        tier = Tier("host", 2, page_bytes(SEALED), blocks, CPU)
+        assert tier.spare not in tier.allocate(blocks)
+        assert tier.free_blocks == 0
+        fill(tier, SEALED, [tier.spare])
 
 
 def test_a_tier_may_have_blocks_of_no_bytes_if_it_has_none_of_them():

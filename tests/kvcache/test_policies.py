@@ -9,6 +9,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_pl
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
+from shadowkv.ops.attend_selected.reference import gather_selected
 
 SHADOWKV = preset("shadowkv", rank=20, budget=64, outliers=5)
 QUEST = preset("quest", budget=64)
@@ -100,7 +101,7 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
     sealed = int(row.num_chunks) * SHADOWKV.chunk
     for layer in range(SHAPE.num_layers):
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
-        rebuilt = cache.parts.keys.gather(cache.store, layer, row, everything)[0]
+        rebuilt = gather_selected(cache.parts.keys.source(cache.store, layer, row), everything)[0]
         v = plain_basis(stream, layer, SHADOWKV.rank)
         low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
         wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
@@ -118,7 +119,7 @@ def test_landmarks_are_chunk_means_and_outliers_are_marked() -> None:
         rotated = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))
         stored = cache.store.page["landmarks"][layer][row.pages[0]].transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(stored, rotated.unflatten(0, (-1, 8)).mean(1).transpose(0, 1))
-        marked = cache.store.excluded(layer, row)[0]
+        marked = cache.store.page["excluded"][layer][row.pages[0]].transpose(0, 1).flatten(1)
         wanted = plain_outliers(rotated, sealed, SHADOWKV)
         for head in range(SHAPE.num_kv_heads):
             assert set(marked[head].nonzero().flatten().tolist()) == wanted[head] | {0}
@@ -130,7 +131,7 @@ def test_values_of_selected_chunks_come_from_the_host_tier_unchanged() -> None:
     row = cache.prefill.sealed_row(stream.sequence)
     selected = torch.tensor([[[3, 70, 0], [55, 2, 9]]], device=DEVICE)
     for layer in range(SHAPE.num_layers):
-        got = cache.parts.values.gather(cache.store, layer, row, selected)[0]
+        got = gather_selected(cache.parts.values.source(cache.store, layer, row), selected)[0]
         for head in range(SHAPE.num_kv_heads):
             wanted = torch.cat([stream.v[layer, 8 * c : 8 * c + 8, head] for c in selected[0, head].tolist()])
             assert torch.equal(got[head], wanted)

@@ -37,17 +37,17 @@ def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torc
     ("heads", "dim", "rank"),
     [
         (8, 128, 160),
-        (4, 128, 80),
-        (8, 64, 80),
+        (4, 128, 96),
+        (8, 64, 96),
         (3, 64, 96),
         (1, 128, 64),
-        (7, 72, 252),
-        (9, 64, 90),
+        (7, 72, 256),
+        (9, 64, 96),
         (2, 64, 64),
         (32, 128, 640),
     ],
 )
-def test_default_rank_is_5_of_32_but_half_of_small_widths(heads, dim, rank):
+def test_default_rank_is_5_of_32_but_half_of_small_widths_in_steps_of_32(heads, dim, rank):
     assert KVSpec(keys="low-rank").resolve(ModelShape(1, heads, heads, dim)).rank == rank
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend, attend_rows, poison
+from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend_rows, poison
 from torch import Tensor
 
 from shadowkv.ops.paged_attention import reference as paged_reference
@@ -122,32 +122,6 @@ def test_block_attention_attends_to_the_valid_keys_of_a_block(ops, seed, heads, 
         check(ops.block_attention(q, k, v, valid, causal), rows, dtype)
 
 
-@shapes
-@dtypes
-@pytest.mark.parametrize("m", [1, 8, 41])
-def test_selected_attention_attends_to_the_valid_rows(ops, seed, heads, group, dim, dtype, m):
-    q = torch.randn(4, heads * group, dim).to(dtype)
-    k, v = torch.randn(2, 4, heads, m, dim).to(dtype)
-    valid = torch.rand(4, heads, m) < 0.6
-    valid[0], valid[1], valid[2, -1] = True, False, False
-    k, v = poison(k, valid), poison(v, valid)
-    rows = [
-        (q[b], [k[b, h][valid[b, h]] for h in range(heads)], [v[b, h][valid[b, h]] for h in range(heads)])
-        for b in range(4)
-    ]
-    out = ops.selected_attention(q, k, v, valid)
-    check(out, rows, dtype)
-    assert (out[0][1] == 0).all()  # a row with nothing to see
-    assert (out[1][1] == -math.inf).all()
-
-
-def test_selected_attention_over_no_rows_at_all_is_zero(ops):
-    q, none = torch.randn(2, 6, 64), torch.zeros(2, 3, 0, 64)
-    out, lse = ops.selected_attention(q, none, none, torch.zeros(2, 3, 0, dtype=torch.bool))
-    assert torch.equal(out, torch.zeros(2, 6, 64))
-    assert torch.equal(lse, torch.full((2, 6), -math.inf))
-
-
 @dtypes
 def test_merged_parts_equal_one_softmax_over_all_of_them(ops, seed, dtype):
     q, (k, v) = torch.randn(3, 6, 64).to(dtype), torch.randn(2, 2, 50, 64).to(dtype)
@@ -194,19 +168,3 @@ def test_blocks_and_a_causal_last_block_merge_into_causal_attention(ops, seed, h
     merged = ops.merge_attention(parts)
     assert_close(merged, attend_rows(rows)[0])
     torch.testing.assert_close(merged, ops.causal_attention(q, k, v), atol=2e-5, rtol=2e-5)
-
-
-def test_paged_and_selected_parts_merge_into_one_attention(ops, seed):
-    args, rows = paged_case(2, 3, 64, torch.float32)
-    q = args[0]
-    k, v = torch.randn(2, 5, 2, 16, 64)
-    valid = torch.rand(5, 2, 16) < 0.5
-    valid[4] = False
-    merged = ops.merge_attention(
-        [ops.paged_attention(*args), ops.selected_attention(q, poison(k, valid), poison(v, valid), valid)]
-    )
-    for b, (query, keys, values) in enumerate(rows):
-        both = [
-            [torch.cat((old[h], new[b, h][valid[b, h]])) for h in range(2)] for old, new in ((keys, k), (values, v))
-        ]
-        assert_close(merged[b], attend(query, *both)[0])

@@ -9,14 +9,23 @@ from plain_formulas import SHAPES, assert_close, group_shares, poison
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 
 
-def scoring_case(heads: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page names of 4 ragged sequences out of 20 pages, and the chunks that may not be selected."""
+def scoring_case(heads: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4 ragged sequences out of 20 pages: page names, chunks of each, the pages' excluded chunks, and which chunks of
+    each sequence may not be selected."""
     pages = torch.randperm(20)[:12].view(4, 3)
-    ends = [3 * chunks, 2 * chunks + 1, 1, 0]  # the last sequence has nothing to select
-    excluded = torch.arange(3 * chunks) >= torch.tensor(ends)[:, None, None]
-    excluded = excluded | (torch.rand(4, heads, 3 * chunks) < 0.3)
-    excluded[2, :, 0] = False
-    return pages, excluded
+    ends = torch.tensor([3 * chunks, 2 * chunks + 1, 1, 0])  # the last sequence has nothing to select
+    field = torch.rand(20, heads, chunks) < 0.3
+    field[pages[2, 0], :, 0] = False
+    excluded = field[pages].transpose(1, 2).flatten(2)
+    return pages, ends, field, excluded | (torch.arange(3 * chunks) >= ends[:, None, None])
+
+
+def shares(scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Softmax shares, the largest of each group, -inf where a chunk may not be selected."""
+    logits, lse = scores
+    assert logits.dtype == lse.dtype == torch.float32
+    found = (logits - lse.logsumexp(-1, keepdim=True)).exp().amax(2)
+    return found.masked_fill((logits == -math.inf).all(2), -math.inf)
 
 
 def by_page(excluded: torch.Tensor, pages: torch.Tensor, chunks: int) -> torch.Tensor:
@@ -30,54 +39,58 @@ def by_page(excluded: torch.Tensor, pages: torch.Tensor, chunks: int) -> torch.T
 
 @shapes
 @pytest.mark.parametrize("chunks", [8, 1, 4])
-def test_chunk_mean_scores_are_the_groups_largest_softmax_shares(ops, seed, heads, group, dim, chunks):
-    pages, excluded = scoring_case(heads, chunks)
+def test_chunk_mean_scores_are_products_with_the_landmarks(ops, seed, heads, group, dim, chunks):
+    pages, ends, field, excluded = scoring_case(heads, chunks)
     q, landmarks = 3 * torch.randn(4, heads * group, dim), torch.randn(20, 2, heads, chunks, dim)[:, 1]
     landmarks = poison(landmarks, by_page(excluded, pages, chunks))
-    scores = ops.chunk_mean_scores(q, landmarks, pages, excluded)
+    found = shares(ops.chunk_mean_scores(q, landmarks, field, pages, ends))
     for b in range(4):
         for h in range(heads):
             keys = torch.cat([landmarks[name, h] for name in pages[b]]).double()
             logits = q[b, h * group : (h + 1) * group].double() @ keys.T / math.sqrt(dim)
-            assert_close(scores[b, h], group_shares(logits, ~excluded[b, h]))
+            assert_close(found[b, h], group_shares(logits, ~excluded[b, h]))
 
 
 @shapes
 @pytest.mark.parametrize("chunks", [4, 1])
-def test_min_max_scores_are_shares_of_the_largest_product_within_the_bounds(ops, seed, heads, group, dim, chunks):
-    pages, excluded = scoring_case(heads, chunks)
+def test_min_max_scores_are_the_largest_products_within_the_bounds(ops, seed, heads, group, dim, chunks):
+    pages, ends, field, excluded = scoring_case(heads, chunks)
     q = torch.randn(4, heads * group, dim)
     q[0, :, 3] = 0
     bounds = torch.randn(20, heads, 2, chunks, dim).sort(dim=2).values
     allowed = by_page(excluded, pages, chunks)
     bounds = poison(bounds.transpose(2, 3), allowed).transpose(2, 3)
-    scores = ops.min_max_scores(q, bounds, pages, excluded)
+    found = shares(ops.min_max_scores(q, bounds, field, pages, ends))
     for b in range(4):
         for h in range(heads):
             low, high = (torch.cat([bounds[name, h, end] for name in pages[b]]).double() for end in (0, 1))
             queries = q[b, h * group : (h + 1) * group].double().unsqueeze(1)
             logits = torch.maximum(queries * low, queries * high).sum(-1) / math.sqrt(dim)
-            assert_close(scores[b, h], group_shares(logits, ~excluded[b, h]))
+            assert_close(found[b, h], group_shares(logits, ~excluded[b, h]))
 
 
 @pytest.mark.parametrize("op", ["chunk_mean_scores", "min_max_scores"])
 def test_scores_in_bfloat16_are_float32_and_near_the_exact_ones(ops, seed, op):
     q, keys = torch.randn(2, 6, 64).bfloat16(), torch.randn(3, 2, 2, 8, 64).bfloat16().sort(dim=2).values
-    pages, excluded = torch.tensor([[2, 0], [1, 1]]), torch.rand(2, 2, 16) < 0.2
+    rest = torch.rand(3, 2, 8) < 0.2, torch.tensor([[2, 0], [1, 1]]), torch.tensor([16, 13])
     index = keys if op == "min_max_scores" else keys[:, :, 0]
-    scores = getattr(ops, op)(q, index, pages, excluded)
-    exact = getattr(ops, op)(q.float(), index.float(), pages, excluded)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, exact, atol=0.01, rtol=0.03)
+    found = shares(getattr(ops, op)(q, index, *rest))
+    exact = shares(getattr(ops, op)(q.float(), index.float(), *rest))
+    torch.testing.assert_close(found, exact, atol=0.01, rtol=0.03)
 
 
 def test_bounds_of_one_key_score_like_that_key_as_landmark(ops, seed):
-    q, keys, pages = torch.randn(2, 6, 64), torch.randn(5, 2, 8, 64), torch.tensor([[4, 0], [1, 3]])
-    excluded = torch.rand(2, 2, 16) < 0.2
+    q, keys = torch.randn(2, 6, 64), torch.randn(5, 2, 8, 64)
+    rest = torch.rand(5, 2, 8) < 0.2, torch.tensor([[4, 0], [1, 3]]), torch.tensor([16, 16])
     bounds = keys.unsqueeze(2).expand(5, 2, 2, 8, 64)
-    torch.testing.assert_close(
-        ops.min_max_scores(q, bounds, pages, excluded), ops.chunk_mean_scores(q, keys, pages, excluded)
-    )
+    torch.testing.assert_close(ops.min_max_scores(q, bounds, *rest), ops.chunk_mean_scores(q, keys, *rest))
+
+
+def select(ops, scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """Selection by scores [B, H, n] through a group of three query heads, the other two of which see less."""
+    logits = torch.stack((scores - 1, scores, scores - 5), dim=2)
+    none = torch.zeros(*logits.shape[:3], 2) - math.log(2)  # two runs whose exponentials add up to 1
+    return ops.select_top_chunks(logits, none, budget, min(int(budget.max()), scores.shape[-1]))
 
 
 def check_selection(scores: torch.Tensor, budget: torch.Tensor, selected: torch.Tensor) -> None:
@@ -89,6 +102,7 @@ def check_selection(scores: torch.Tensor, budget: torch.Tensor, selected: torch.
         for h in range(heads):
             row = scores[b, h]
             chosen = [place for place in selected[b, h].tolist() if place != -1]
+            assert selected[b, h].tolist() == chosen + [-1] * (selected.shape[-1] - len(chosen))
             candidates = set((row > -math.inf).nonzero().flatten().tolist())
             assert len(chosen) == len(set(chosen)) == min(int(budget[b]), len(candidates))
             assert set(chosen) <= candidates
@@ -98,28 +112,31 @@ def check_selection(scores: torch.Tensor, budget: torch.Tensor, selected: torch.
 
 
 @pytest.mark.parametrize("budgets", [[5, 1, 9, 3], [2, 2, 2, 2], [40, 7, 24, 1], [0, 3, 1, 2], [1, 1, 1, 1]])
-def test_select_chunks_takes_the_best_of_each_sequence(ops, seed, budgets):
+def test_select_top_chunks_takes_the_best_of_each_sequence(ops, seed, budgets):
     scores = torch.rand(4, 3, 24).masked_fill(torch.rand(4, 3, 24) < 0.4, -math.inf)
     budget = torch.tensor(budgets)
-    check_selection(scores, budget, ops.select_chunks(scores, budget, max(budgets)))
+    check_selection(scores, budget, select(ops, scores, budget))
 
 
-def test_select_chunks_may_break_ties_either_way(ops, seed):
+def test_select_top_chunks_may_break_ties_either_way(ops, seed):
     scores = torch.randint(0, 3, (4, 3, 24)).float().masked_fill(torch.rand(4, 3, 24) < 0.3, -math.inf)
     budget = torch.tensor([4, 11, 24, 1])
-    check_selection(scores, budget, ops.select_chunks(scores, budget, 24))
-    check_selection(torch.zeros(4, 3, 24), budget, ops.select_chunks(torch.zeros(4, 3, 24), budget, 24))
+    check_selection(scores, budget, select(ops, scores, budget))
+    check_selection(torch.zeros(4, 3, 24), budget, select(ops, torch.zeros(4, 3, 24), budget))
 
 
 @pytest.mark.parametrize("candidates", [0, 1, 3])
-def test_select_chunks_fills_up_with_minus_one_where_candidates_are_too_few(ops, seed, candidates):
+def test_select_top_chunks_fills_up_with_minus_one_where_candidates_are_too_few(ops, seed, candidates):
     scores = torch.full((2, 2, 16), -math.inf)
     places = torch.stack([torch.randperm(16)[:candidates] for _ in range(4)]).view(2, 2, candidates)
     scores.scatter_(2, places, torch.rand(2, 2, candidates))
-    selected = ops.select_chunks(scores, torch.tensor([5, 8]), 8)
-    check_selection(scores, torch.tensor([5, 8]), selected)
-    assert ((selected >= 0).sum(-1) == candidates).all()
-    assert set(selected[selected < 0].tolist()) == {-1}
+    check_selection(scores, torch.tensor([5, 8]), select(ops, scores, torch.tensor([5, 8])))
+
+
+def test_every_query_head_of_a_group_counts_by_its_own_share(ops):
+    logits = torch.tensor([[5.0, 0, 0, 0], [90, 90, 95, 90]]).view(1, 1, 2, 4)
+    selected = ops.select_top_chunks(logits, logits.logsumexp(-1, keepdim=True), torch.tensor([2]), 2)
+    assert set(selected.flatten().tolist()) == {0, 2}
 
 
 def worst_similarity(rotated: torch.Tensor, chunk: int) -> torch.Tensor:

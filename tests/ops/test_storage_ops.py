@@ -4,6 +4,8 @@ import pytest
 import torch
 from plain_formulas import assert_close, assert_close_like_lowp, turn
 
+from shadowkv.ops.attend_selected.reference import gather_selected
+from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.low_rank_basis import reference as basis_reference
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
@@ -20,11 +22,11 @@ def selection(heads: int, chunks: int, k: int) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("heads", "chunks", "chunk", "dim"), [(2, 8, 8, 64), (3, 4, 16, 96), (1, 64, 1, 128)])
 @pytest.mark.parametrize("k", [1, 5, 0])
-def test_gather_chunks_copies_rows_bit_for_bit(ops, seed, dtype, heads, chunks, chunk, dim, k):
+def test_gathered_rows_are_copied_bit_for_bit(seed, dtype, heads, chunks, chunk, dim, k):
     pages, selected = selection(heads, chunks, k)
     pool = torch.randint(-100, 100, (11, 2, heads, chunks, chunk, dim)).to(dtype)
     rows = pool[:, 1]  # strided, as a field of a page is
-    out = ops.gather_chunks(rows, pages, selected)
+    out = gather_selected(DenseRows(rows, pages), selected)
     assert out.shape == (3, heads, k * chunk, dim)
     assert out.dtype == dtype
     for b in range(3):
@@ -49,13 +51,13 @@ ROTATIONS = {
 @pytest.mark.parametrize("config", ROTATIONS.values(), ids=ROTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "chunks", "rank", "k"), [(2, 8, 20, 4), (3, 4, 7, 1)])
-def test_rebuild_keys_is_the_rotated_product_of_latents_and_basis(ops, seed, config, dtype, heads, chunks, rank, k):
+def test_rebuilt_keys_are_the_rotated_product_of_latents_and_basis(seed, config, dtype, heads, chunks, rank, k):
     pages, selected = selection(heads, chunks, k)
     chunk = 64 // chunks
     latents = torch.randn(11, chunks, chunk, rank).to(dtype)
     basis = (torch.randn(5, rank, heads, config.head_dim) / rank**0.5).to(dtype)
     slots = torch.tensor([4, 0, 3])
-    out = ops.rebuild_keys(latents, basis, slots, pages, selected, RotaryTables(config, 192))
+    out = gather_selected(LatentKeys(latents, basis, None, slots, pages, RotaryTables(config, 192)), selected)
     assert out.shape == (3, heads, k * chunk, config.head_dim)
     assert out.dtype == dtype
     assert out.isfinite().all()

@@ -44,12 +44,12 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
     cache.pool.allocate(context, context)
     assert planned.device == cache.store.device.used_bytes + cache.layout.state_bytes
     assert planned.host == cache.store.host.used_bytes
-    state = sum(tensor.nbytes for tensor in cache.store.state.values())
+    state = sum(tensor[:, 0].nbytes for tensor in cache.store.state.values())
     padding = 16 * SHAPE.num_layers * len(cache.store.state)
     assert state <= cache.layout.state_bytes < state + max(1, padding)
 
 
-@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(2_000_000, 400_000), (900_000, 10**9)])
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(2_000_000, 400_000), (1_100_000, 10**9)])
 @pytest.mark.parametrize("context", [200, 1500])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_largest_batch_fits_and_one_more_does_not(

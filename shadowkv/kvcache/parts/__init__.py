@@ -15,13 +15,23 @@ from shadowkv.kvcache.parts.base import IndexPart, KeyPart, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 
-KEY_PARTS = {"dense": "keys_dense:DenseKeys", "low-rank": "keys_low_rank:LowRankKeys"}
+KEY_PARTS = {
+    "dense": "keys_dense:DenseKeys",
+    "low-rank": "keys_low_rank:LowRankKeys",
+    "low-rank-int8": "keys_low_rank:LowRankInt8Keys",
+}
 INDEX_PARTS = {
     "none": "index_none:AttendAll",
     "chunk-mean": "index_chunk_mean:ChunkMean",
     "min-max": "index_min_max:MinMax",
+    "sketch": "index_sketch:Sketch",
 }
-VALUE_PARTS = {"dense": "values_dense:DenseValues"}
+VALUE_PARTS = {
+    "dense": "values_dense:DenseValues",
+    "rotated-4bit": "values_rotated:RotatedValues4Bit",
+    "rotated-3bit": "values_rotated:RotatedValues3Bit",
+    "rotated-2bit": "values_rotated:RotatedValues2Bit",
+}
 PLACES = ("device", "host")
 
 

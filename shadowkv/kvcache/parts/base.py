@@ -1,9 +1,8 @@
 """The interface of key, index and value parts.
 
 A part declares its fields (bytes per page and per sequence) and reads and writes them through the cache's
-``Store``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, k selected chunks,
-H kv heads, d head dim, c chunk, C = 64 / c chunks a page. Selections name chunks of a sequence from its start;
--1 is none.
+``Store``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
+per kv head, d head dim, c chunk, C = 64 / c chunks a page.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.attend_selected.sources import KeySource, ValueSource
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -79,21 +79,22 @@ class KeyPart(Part):
         return
 
     @abstractmethod
-    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
-        """Rotated keys [B, H, k * c, d] of the selected chunks [B, H, k]."""
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> KeySource:
+        """Where the keys of the batch's sealed tokens are."""
 
 
 class IndexPart(Part):
     """How chunks are found."""
 
     @abstractmethod
-    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Scores float32 [B, H, P * C] of all chunks for rotated queries [B, H_q, d]; -inf where not selectable."""
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        """Logits float32 [B, H, G, P * C] of all chunks for rotated queries [B, H_q, d], -inf where not selectable;
+        and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
 
 
 class ValuePart(Part):
     """How values are stored."""
 
     @abstractmethod
-    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
-        """Values [B, H, k * c, d] of the selected chunks [B, H, k], on the device of the queries."""
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> ValueSource:
+        """Where the values of the batch's sealed tokens are."""

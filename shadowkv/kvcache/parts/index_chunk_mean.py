@@ -22,6 +22,6 @@ class ChunkMean(IndexPart):
         means = tokens.rotated.unflatten(1, (self.chunks, self.spec.chunk)).float().mean(2)
         store.page["landmarks"][layer][tokens.pages] = means.transpose(1, 2).to(self.dtype)
 
-    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        landmarks = store.page["landmarks"][layer]
-        return store.ops.chunk_mean_scores(q, landmarks, batch.pages, store.excluded(layer, batch))
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        landmarks, excluded = store.page["landmarks"][layer], store.page["excluded"][layer]
+        return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks)

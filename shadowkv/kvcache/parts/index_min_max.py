@@ -24,6 +24,6 @@ class MinMax(IndexPart):
         bounds = torch.stack((chunks.amin(2), chunks.amax(2)), dim=1)  # [n, 2, C, H, d]
         store.page["bounds"][layer][tokens.pages] = bounds.permute(0, 3, 1, 2, 4)
 
-    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        bounds = store.page["bounds"][layer]
-        return store.ops.min_max_scores(q, bounds, batch.pages, store.excluded(layer, batch))
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        bounds, excluded = store.page["bounds"][layer], store.page["excluded"][layer]
+        return store.ops.min_max_scores(q, bounds, excluded, batch.pages, batch.num_chunks)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -21,6 +23,7 @@ class AttendAll(IndexPart):
     def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
         return
 
-    def scores(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        excluded = store.excluded(layer, batch)
-        return q.new_zeros(excluded.shape).float().masked_fill(excluded, float("-inf"))
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        shape = (len(q), self.shape.num_kv_heads, 1, batch.pages.shape[1] * self.chunks)
+        zeros = torch.zeros(shape, device=q.device)
+        return mask_logits(zeros, store.page["excluded"][layer], batch.pages, batch.num_chunks)

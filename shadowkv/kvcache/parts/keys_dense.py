@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import KeyPart, SealedTokens
+from shadowkv.ops.attend_selected.sources import DenseRows
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -22,5 +21,5 @@ class DenseKeys(KeyPart):
     def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
         store.write_heads("keys", layer, tokens.pages, tokens.rotated)
 
-    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
-        return store.ops.gather_chunks(store.page["keys"][layer], batch.pages, selected)
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
+        return DenseRows(store.page["keys"][layer], batch.pages)

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import KeyPart, SealedTokens
+from shadowkv.ops.attend_selected.sources import LatentKeys
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
+
+
+ROWS_AT_ONCE = 65536
 
 
 class LowRankKeys(KeyPart):
@@ -41,7 +45,48 @@ class LowRankKeys(KeyPart):
         latents = tokens.keys.flatten(2) @ basis.transpose(1, 2)
         store.page["latents"][layer][tokens.pages] = latents.unflatten(1, (self.chunks, self.spec.chunk))
 
-    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
-        return store.ops.rebuild_keys(
-            store.page["latents"][layer], store.state["basis"][layer], batch.slots, batch.pages, selected, store.rotary
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
+        latents, basis = store.page["latents"][layer], store.state["basis"][layer]
+        return LatentKeys(latents, basis, None, batch.slots, batch.pages, store.rotary)
+
+
+class LowRankInt8Keys(LowRankKeys):
+    """Latents of centred keys in 8 bits, each dimension with its own step.
+
+    The mean key goes first: where the projections have a bias (Qwen2) it dominates every norm. The steps are folded
+    into the basis, so that a key is latents x basis + mean.
+    """
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("latents", (self.chunks, self.spec.chunk, self.rank), torch.int8),)
+
+    def state_fields(self) -> tuple[Field, ...]:
+        mean = Field("key_mean", (self.shape.num_kv_heads, self.shape.head_dim), self.dtype)
+        return (*super().state_fields(), mean, Field("latent_step", (self.rank,), torch.float32))
+
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor) -> None:
+        mean = keys.mean(0, dtype=torch.float32).to(self.dtype)
+        basis, kept = store.ops.low_rank_basis((keys - mean).flatten(1), self.rank)
+        # The largest latent of the prompt sets the step; a later token beyond it is clipped.
+        largest = basis.new_full((self.rank,), 1e-12)
+        for block in keys.split(ROWS_AT_ONCE):
+            latents = (block.float() - mean.float()).flatten(1) @ basis.T
+            largest = torch.maximum(largest, latents.abs().amax(0))
+        step = largest / 127
+        store.state["basis"][layer, slot] = (basis * step[:, None]).view(self.rank, *mean.shape).to(self.dtype)
+        store.state["key_mean"][layer, slot] = mean
+        store.state["latent_step"][layer, slot] = step
+        store.state["kept_energy"][layer, slot] = kept
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        state = {name: field[layer][tokens.slots] for name, field in store.state.items()}
+        centred = tokens.keys.float() - state["key_mean"].float()[:, None]
+        latents = centred.flatten(2) @ state["basis"].float().flatten(2).transpose(1, 2)
+        steps = (latents / state["latent_step"].square()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        store.page["latents"][layer][tokens.pages] = steps.unflatten(1, (self.chunks, self.spec.chunk))
+
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
+        latents, state = store.page["latents"][layer], store.state
+        return LatentKeys(
+            latents, state["basis"][layer], state["key_mean"][layer], batch.slots, batch.pages, store.rotary
         )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
+from shadowkv.ops.attend_selected.sources import DenseRows
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -23,5 +22,5 @@ class DenseValues(ValuePart):
     def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
         store.write_heads("values", layer, tokens.value_pages, tokens.values)
 
-    def gather(self, store: Store, layer: int, batch: SealedBatch, selected: Tensor) -> Tensor:
-        return store.ops.gather_chunks(store.page["values"][layer], batch.value_pages, selected)
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
+        return DenseRows(store.page["values"][layer], batch.value_pages)

@@ -6,27 +6,31 @@ import torch
 from torch import Tensor
 
 
-def chunk_mean_scores(q: Tensor, landmarks: Tensor, pages: Tensor, excluded: Tensor) -> Tensor:
-    """Softmax over chunks of q . landmark, then the largest over the query heads that share a kv head.
+def chunk_mean_scores(
+    q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q . landmark / sqrt(d) of every chunk and query head.
 
     Args:
         q: [B, H_q, d], rotated.
         landmarks: [N, H, C, d], views over all pages.
+        excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
         pages: int64 [B, P].
-        excluded: bool [B, H, P * C], chunks that may not be selected.
+        num_chunks: int64 [B], chunks of each row; ragged.
 
     Returns:
-        float32 [B, H, P * C], -inf where excluded.
+        float32 [B, H, G, P * C], -inf where a chunk may not be selected, and log-sum-exps of them over disjoint runs
+        of chunks, float32 [B, H, G, T].
     """
     batch, _, dim = q.shape
     keys = landmarks[pages].transpose(1, 2).flatten(2, 3)  # [B, H, P * C, d]
     logits = q.view(batch, keys.shape[1], -1, dim) @ keys.transpose(-1, -2)
-    return normalise(logits.float() * dim**-0.5, excluded)
+    return mask_logits(logits.float() * dim**-0.5, excluded, pages, num_chunks)
 
 
-def normalise(logits: Tensor, excluded: Tensor) -> Tensor:
-    """Softmax of [B, H, G, chunks] over the chunks that are not excluded, maximum over G; -inf where excluded."""
-    logits = logits.masked_fill(excluded.unsqueeze(2), float("-inf"))
-    # A row with every chunk excluded has a softmax of NaN; the mask below takes it back.
-    shares = torch.softmax(logits, dim=-1).amax(2)
-    return shares.masked_fill(excluded, float("-inf"))
+def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, H, G, P * C] with -inf where a chunk may not be selected, and their log-sum-exps [B, H, G, 1]."""
+    bits = excluded[pages].transpose(1, 2).flatten(2)
+    bits = bits | (torch.arange(bits.shape[-1], device=bits.device) >= num_chunks[:, None, None])
+    logits = logits.masked_fill(bits.unsqueeze(2), float("-inf"))
+    return logits, logits.logsumexp(-1, keepdim=True)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.chunk_mean_scores.reference import normalise
+from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 
 
-def min_max_scores(q: Tensor, bounds: Tensor, pages: Tensor, excluded: Tensor) -> Tensor:
-    """Softmax over chunks of the largest q . k that keys within the bounds can reach, maximum over the group.
+def min_max_scores(
+    q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head.
 
     Args:
         q: [B, H_q, d], rotated.
         bounds: [N, H, 2, C, d], smallest and largest key per dimension, views over all pages.
+        excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
         pages: int64 [B, P].
-        excluded: bool [B, H, P * C].
+        num_chunks: int64 [B], chunks of each row; ragged.
 
     Returns:
-        float32 [B, H, P * C], -inf where excluded.
+        As ``chunk_mean_scores``.
     """
     batch, _, dim = q.shape
     low, high = bounds[pages].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [B, H, P * C, d] each
     grouped = q.view(batch, low.shape[1], -1, dim)
     logits = grouped.clamp(min=0) @ high.transpose(-1, -2) + grouped.clamp(max=0) @ low.transpose(-1, -2)
-    return normalise(logits.float() * dim**-0.5, excluded)
+    return mask_logits(logits.float() * dim**-0.5, excluded, pages, num_chunks)

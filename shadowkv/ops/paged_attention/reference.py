@@ -6,6 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SYNCHRONISES = True
+"""It counts the pages in use on the host."""
+
 PAGES_AT_ONCE = 4096
 """Pages gathered at a time, to bound the copies."""
 

@@ -1,0 +1,114 @@
+"""Decode steps as CUDA graphs: one launch a step instead of a thousand, one graph per shape of a batch.
+
+Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
+rounded up, so that few graphs serve many steps. Rows that fill a batch up belong to the slot that nobody owns.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import DecodePlan
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.spec import PAGE
+
+MOST_GRAPHS = 48
+"""Graphs kept; the one not used for longest goes first."""
+
+FEWEST_PAGES = 8
+
+
+def round_up(count: int) -> int:
+    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …: at most a quarter more than ``count``."""
+    step = max(1, 2 ** (count.bit_length() - 3))
+    return -(-count // step) * step
+
+
+class CudaGraphs:
+    """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
+
+    Args:
+        step: computes logits from a plan's shapes, its numbers on the device and the newest tokens int64 [B].
+        max_batch: sequences that decode together at the most.
+    """
+
+    def __init__(self, cache: KVCache, step: Callable[[DecodePlan, Tensor, Tensor], Tensor], max_batch: int) -> None:
+        self.cache, self._step, self.max_batch = cache, step, max_batch
+        self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        cache.sealing.launch = self._seal
+
+    def decode(self, plan: DecodePlan, tokens: list[int]) -> Tensor:
+        """float32 logits [B, V]; overwritten by the next call with the same shapes."""
+        count = len(tokens)
+        shape = self._rounded(plan)
+        key = (len(shape.slots), shape.exact_pages, shape.sealed_pages)
+        numbers = np.concatenate((shape.numbers, np.zeros((1, len(shape.slots)), np.int64)))
+        numbers[-1, :count] = tokens
+        logits: Tensor = self._run(key, numbers, lambda static: self._step(shape, static[:-1], static[-1]))
+        return logits[:count]
+
+    def _seal(self, numbers: np.ndarray) -> None:
+        count = round_up(numbers.shape[1])
+        padding = np.zeros((3, count - numbers.shape[1]), np.int64)
+        padding[0] = self.cache.pool.table.padding_slot
+        self._run((count,), np.concatenate((numbers, padding), axis=1), self.cache.sealing.seal_pages)
+
+    def _rounded(self, plan: DecodePlan) -> DecodePlan:
+        spec, table = self.cache.spec, self.cache.pool.table
+        batch = max(min(round_up(len(plan.slots)), self.max_batch), len(plan.slots))
+        exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), table.exact.shape[1])
+        sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), table.sealed_pages.shape[1])
+        budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
+        padding = np.zeros((len(plan.numbers), batch - len(plan.slots)), np.int64)
+        padding[0], padding[3] = table.padding_slot, 1  # a ring has a page
+        numbers = np.concatenate((plan.numbers, padding), axis=1)
+        return replace(
+            plan, slots=numbers[0], numbers=numbers, exact_pages=exact, sealed_pages=sealed, max_budget=budget
+        )
+
+    def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Callable[[Tensor], Any]) -> Any:
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = _Captured(numbers, function, self._pool, self.cache.device)
+            if len(self._graphs) > MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        else:
+            captured.replay(numbers)
+        self._graphs.move_to_end(key)
+        return captured.result
+
+
+class _Captured:
+    """One graph, the buffer that its numbers come through and what it leaves behind."""
+
+    def __init__(self, numbers: np.ndarray, function: Callable[[Tensor], Any], pool: Any, device: torch.device) -> None:
+        self.staging = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+        self.static = torch.empty(numbers.shape, dtype=torch.int64, device=device)
+        self.graph = torch.cuda.CUDAGraph()
+        self._upload(numbers)
+        # Once as it is: libraries and kernels that load on first use may not do so in a capture.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            function(self.static)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.result = function(self.static)
+        self.graph.replay()
+
+    def replay(self, numbers: np.ndarray) -> None:
+        """Runs the graph on other numbers of the same shape."""
+        self._upload(numbers)
+        self.graph.replay()
+
+    def _upload(self, numbers: np.ndarray) -> None:
+        self.staging.numpy()[:] = numbers
+        self.static.copy_(self.staging, non_blocking=True)

@@ -1,0 +1,50 @@
+"""A sketch of every key in 2 bits a dimension: it ranks tokens nearly as exact scores do, in the bytes of chunk means.
+
+Randomly rotated coordinates are near Gaussian, so one fixed quantiser fits all keys (TurboQuant, arXiv:2504.19874).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sketch_scores.reference import code_bytes, pack_sketch
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class Sketch(IndexPart):
+    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__(spec, shape, dtype)
+        self.rotation = random_rotation(shape.head_dim, "sketch")
+
+    def page_fields(self) -> tuple[Field, ...]:
+        heads, width = self.shape.num_kv_heads, code_bytes(self.shape.head_dim)
+        return (
+            Field("sketch", (heads, self.chunks, self.spec.chunk, width), torch.uint8),
+            Field("sketch_scale", (heads, PAGE), torch.float16),
+        )
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        codes, scale = pack_sketch(tokens.rotated, self._rotation_on(store))
+        store.write_heads("sketch", layer, tokens.pages, codes)
+        store.page["sketch_scale"][layer][tokens.pages] = scale.transpose(1, 2)
+
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        codes, scale, excluded = (store.page[name][layer] for name in ("sketch", "sketch_scale", "excluded"))
+        return store.ops.sketch_scores(
+            q, codes, scale, excluded, batch.pages, batch.num_chunks, self._rotation_on(store)
+        )
+
+    def _rotation_on(self, store: Store) -> Tensor:
+        self.rotation = self.rotation.to(store.compute)
+        return self.rotation

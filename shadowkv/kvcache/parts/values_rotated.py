@@ -1,0 +1,63 @@
+"""Values in 4, 3 or 2 bits after a fixed random rotation, taken back once, on the output of attention.
+
+TurboQuant, arXiv:2504.19874: rotated coordinates are near Gaussian, so that one uniform quantiser fits them all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.attend_selected.packing import quantise_rows
+from shadowkv.ops.attend_selected.sources import QuantisedRows
+from shadowkv.ops.rotations import random_rotation
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class RotatedValues(ValuePart):
+    bits: int
+
+    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__(spec, shape, dtype)
+        self.rotation = random_rotation(shape.head_dim, "values")
+
+    def page_fields(self) -> tuple[Field, ...]:
+        heads, width = self.shape.num_kv_heads, self.shape.head_dim * self.bits // 8
+        return (
+            Field("values", (heads, self.chunks, self.spec.chunk, width), torch.uint8),
+            Field("value_scale", (heads, PAGE), torch.float16),
+        )
+
+    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+        codes, scale = quantise_rows(tokens.values, self._rotation_on(store), self.bits)
+        store.write_heads("values", layer, tokens.value_pages, codes)
+        store.page["value_scale"][layer][tokens.value_pages] = scale.transpose(1, 2)
+
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> QuantisedRows:
+        codes, scale = (store.page[name][layer] for name in ("values", "value_scale"))
+        return QuantisedRows(codes, scale, self.bits, self._rotation_on(store), batch.value_pages)
+
+    def _rotation_on(self, store: Store) -> Tensor:
+        self.rotation = self.rotation.to(store.compute)
+        return self.rotation
+
+
+class RotatedValues4Bit(RotatedValues):
+    bits = 4
+
+
+class RotatedValues3Bit(RotatedValues):
+    bits = 3
+
+
+class RotatedValues2Bit(RotatedValues):
+    bits = 2

@@ -1,0 +1,1 @@
+"""Residual addition and the RMSNorm that follows it."""

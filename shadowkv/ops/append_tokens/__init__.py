@@ -1,0 +1,1 @@
+"""Writes one new token per sequence into its exact page."""

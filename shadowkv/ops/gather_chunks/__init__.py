@@ -1,1 +1,0 @@
-"""Fetches the rows of selected chunks from where they live."""

@@ -1,1 +1,0 @@
-"""Rebuilds selected keys from their latents and rotates them."""

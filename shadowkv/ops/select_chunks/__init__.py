@@ -1,1 +1,0 @@
-"""The best chunks of each sequence and kv head."""

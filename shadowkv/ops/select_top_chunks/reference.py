@@ -1,0 +1,28 @@
+"""ShadowKV's selection in PyTorch (arXiv:2410.21465, algorithm 2): ragged top-k of softmax shares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int) -> Tensor:
+    """The chunks with the largest share of any query head's softmax, per sequence and kv head.
+
+    Args:
+        logits: float32 [B, H, G, chunks], -inf where a chunk may not be selected; NaN counts as -inf.
+        lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets that make up all chunks.
+        budget: int64 [B], chunks to select, at most ``k``.
+        k: columns of the result.
+
+    Returns:
+        int64 [B, H, k], in any order, -1 where there is none; those come last. Equal shares (backends may take shares
+        within a factor of 1 + 2**-24 for equal) are chosen from as the backend likes.
+    """
+    shares = logits - lse.logsumexp(-1, keepdim=True)
+    scores = shares.masked_fill(~shares.isfinite(), float("-inf")).amax(2)
+    count = min(k, scores.shape[-1])
+    best, chosen = scores.topk(count, dim=-1)
+    beyond = torch.arange(count, device=logits.device) >= budget[:, None, None]
+    chosen = chosen.masked_fill(beyond | (best == float("-inf")), -1)
+    return torch.nn.functional.pad(chosen, (0, k - count), value=-1)

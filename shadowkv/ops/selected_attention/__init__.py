@@ -1,1 +1,0 @@
-"""Attention of one query per sequence over the chunks it selected."""

@@ -1,0 +1,1 @@
+"""Scores of chunks by a 2-bit sketch of their keys."""

@@ -1,0 +1,110 @@
+"""Small Triton kernels against their references: on a GPU, or on the CPU through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+triton = pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not ON_GPU and not INTERPRETED:
+
+    def test_everything_in_the_interpreter() -> None:
+        """The interpreter is chosen before Triton is imported, so these tests run again in a process of their own."""
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+else:
+    from shadowkv.ops.add_rms_norm import reference as add_rms_norm_reference
+    from shadowkv.ops.add_rms_norm import triton as add_rms_norm_triton
+    from shadowkv.ops.append_tokens import reference as append_reference
+    from shadowkv.ops.append_tokens import triton as append_triton
+    from shadowkv.ops.merge_attention import reference as merge_reference
+    from shadowkv.ops.merge_attention import triton as merge_triton
+    from shadowkv.ops.rms_norm import reference as rms_norm_reference
+    from shadowkv.ops.rms_norm import triton as rms_norm_triton
+    from shadowkv.ops.rotate import reference as rotate_reference
+    from shadowkv.ops.rotate import triton as rotate_triton
+    from shadowkv.ops.silu_mul import reference as silu_mul_reference
+    from shadowkv.ops.silu_mul import triton as silu_mul_triton
+
+    DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
+    TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
+    ROPES = [
+        RopeConfig(64),
+        RopeConfig(96, theta=500000.0),
+        RopeConfig(128, rotary_dim=64, interleaved=True),
+        RopeConfig(64, scaling="yarn", factor=4.0, original_max_position=2048),
+    ]
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rope", ROPES, ids=["64", "96", "half, interleaved", "yarn"])
+    @pytest.mark.parametrize("inverse", [False, True])
+    def test_rotate(rope: RopeConfig, inverse: bool, dtype: torch.dtype) -> None:
+        tables = RotaryTables(rope, 5000, DEVICE)
+        joined = random(7, 9 * rope.head_dim, dtype=dtype)  # queries of a joined projection are not contiguous
+        x = joined[:, : 6 * rope.head_dim].unflatten(1, (6, -1))
+        positions = torch.tensor([0, 1, 4999, 63, 64, 3000, 2], device=DEVICE)
+        wanted = rotate_reference.rotate(x, positions, tables, inverse)
+        torch.testing.assert_close(rotate_triton.rotate(x, positions, tables, inverse), wanted, **TOLERANCE[dtype])
+
+    def test_rotate_more_leading_dimensions() -> None:
+        tables = RotaryTables(RopeConfig(64), 500, DEVICE)
+        x, positions = random(3, 5, 2, 64), torch.randint(0, 500, (3, 5), device=DEVICE)
+        wanted = rotate_reference.rotate(x, positions, tables)
+        torch.testing.assert_close(rotate_triton.rotate(x, positions, tables), wanted, **TOLERANCE[torch.float32])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rope", ROPES, ids=["64", "96", "half, interleaved", "yarn"])
+    def test_append_tokens(rope: RopeConfig, dtype: torch.dtype) -> None:
+        tables, heads, dim = RotaryTables(rope, 5000, DEVICE), 3, rope.head_dim
+        k, v = random(4, 2 * heads * dim, dtype=dtype).unflatten(1, (2 * heads, dim)).split(heads, dim=1)
+        pages, positions = torch.tensor([5, 0, 2, 7], device=DEVICE), torch.tensor([0, 4999, 130, 64], device=DEVICE)
+        got, wanted = ([torch.full((9, heads, 64, dim), 7.0, device=DEVICE, dtype=dtype)] * 2 for _ in range(2))
+        got, wanted = [x.clone() for x in got], [x.clone() for x in wanted]
+        append_triton.append_tokens(k, v, positions, tables, *got, pages, positions % 64)
+        append_reference.append_tokens(k, v, positions, tables, *wanted, pages, positions % 64)
+        torch.testing.assert_close(got[0], wanted[0], **TOLERANCE[dtype])
+        assert torch.equal(got[1], wanted[1])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dim", [64, 96])
+    def test_merge_attention(dim: int, dtype: torch.dtype) -> None:
+        parts = [(random(5, 3, dim, dtype=dtype), 10 * random(5, 3)) for _ in range(2)]
+        parts[1][1][2] = float("-inf")
+        parts[0][1][3] = float("-inf")
+        wanted = merge_reference.merge_attention(parts)
+        torch.testing.assert_close(merge_triton.merge_attention(parts), wanted, **TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("size", [64, 576, 4096])
+    def test_norms(size: int, dtype: torch.dtype) -> None:
+        x, delta, weight = random(5, size, dtype=dtype), random(5, size, dtype=dtype), random(size, dtype=dtype)
+        wanted = rms_norm_reference.rms_norm(x, weight, 1e-5)
+        torch.testing.assert_close(rms_norm_triton.rms_norm(x, weight, 1e-5), wanted, **TOLERANCE[dtype])
+        wanted = add_rms_norm_reference.add_rms_norm(x, delta, weight, 1e-5)
+        got = add_rms_norm_triton.add_rms_norm(x, delta, weight, 1e-5)
+        torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+
+    def test_norm_of_a_part_of_a_row() -> None:
+        x, weight = random(5, 8 * 64)[:, 64:192].unflatten(1, (2, 64)), random(64)
+        wanted = rms_norm_reference.rms_norm(x, weight, 1e-5)
+        torch.testing.assert_close(rms_norm_triton.rms_norm(x, weight, 1e-5), wanted, **TOLERANCE[torch.float32])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_silu_mul(dtype: torch.dtype) -> None:
+        x = 3 * random(5, 2 * 1536, dtype=dtype)
+        torch.testing.assert_close(silu_mul_triton.silu_mul(x), silu_mul_reference.silu_mul(x), **TOLERANCE[dtype])
