@@ -8,11 +8,11 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
-from shadowkv.engine.request import RequestError, RequestOutput
+from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,10 @@ class AsyncEngine:
         self.engine = Engine(config)
         self.tokenizer = self.engine.tokenizer
         self.model_name, self.max_model_len = self.engine.model_name, self.engine.max_model_len
-        self.default_max_tokens = config.default_max_tokens
+        self.max_queued_seqs = config.max_queued_seqs
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
+        self._compiling = ThreadPoolExecutor(2, "shadowkv-grammar")
         self._thread = threading.Thread(target=self._run, name="shadowkv-engine", daemon=True)
         self._error: BaseException | None = None
         self._stopped = False
@@ -63,23 +64,28 @@ class AsyncEngine:
         """Requests in flight and memory in use."""
         return self.engine.stats()
 
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raises RequestError for a request that can never be served."""
-        self.engine.validate(prompt_token_ids, params)
+    async def compile_grammar(self, schema: str) -> None:
+        """Makes a JSON schema quick to use; raises RequestError if nothing can follow it.
 
-    async def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+        It may take seconds, on a thread that only other schemas wait for.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._compiling, self.engine.compile_grammar, schema)
+
+    def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
+        """A request for ``generate``; raises RequestError if it can never be served.
+
+        May be called from any thread, and better not from an event loop's: long prompts and JSON schemas take a while.
+        """
+        return self.engine.request(uuid.uuid4().hex, prompt_token_ids, params)
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator aborts it.
 
-        Raises RequestError if it can never be served, EngineBusy if too many wait, EngineDead if the engine has
-        stopped.
+        Raises EngineBusy if too many wait, EngineDead if the engine has stopped.
         """
-        self.validate(prompt_token_ids, params)
-        if len(self._sinks) - self.engine.num_running >= self.engine.config.max_queued_seqs:
-            raise EngineBusy(f"{self.engine.config.max_queued_seqs} requests are waiting already")
-        # The caller's id is a label: one that is used again must not meet what is left of its first use.
-        name = uuid.uuid4().hex
+        if len(self._sinks) - self.engine.num_running >= self.max_queued_seqs:
+            raise EngineBusy(f"{self.max_queued_seqs} requests are waiting already")
+        name = request.request_id
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
 
         def sink(item: RequestOutput | Exception) -> None:
@@ -89,7 +95,7 @@ class AsyncEngine:
                 logger.debug("request %s: its event loop is closed", name)
 
         self._sinks[name] = sink
-        self._commands.put(lambda: self._add(name, prompt_token_ids, params))
+        self._commands.put(lambda: self._add(request))
         if not self.is_alive:
             self._sinks.pop(name, None)
             raise EngineDead(self._reason())
@@ -101,18 +107,18 @@ class AsyncEngine:
                     finished = True
                     raise item
                 finished = item.finish_reason is not None
-                yield item if request_id is None else replace(item, request_id=request_id)
+                yield item
         finally:
             self._sinks.pop(name, None)
             if not finished:
                 self._commands.put(lambda: self.engine.abort(name))
 
-    def _add(self, name: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def _add(self, request: Request) -> None:
         try:
-            self.engine.add_request(name, prompt_token_ids, params)
+            self.engine.add(request)
         except RequestError as error:  # the engine goes on for everybody else
-            if name in self._sinks:
-                self._sinks[name](error)
+            if request.request_id in self._sinks:
+                self._sinks[request.request_id](error)
 
     def _run(self) -> None:
         try:

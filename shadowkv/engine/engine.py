@@ -1,11 +1,12 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step advances the prefill at work for about as long as a few decode steps (all the way when nothing decodes), then
-decodes one token for every running sequence; requests join and leave between any two steps.
+A step advances the prefill at work for about as long as a few decode steps, then decodes one token for every running
+sequence; requests join and leave between any two steps.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Generator
@@ -23,6 +24,9 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.models.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 Scores = list[TokenLogprobs | None]
 """Log-probabilities of a prompt's tokens."""
@@ -30,6 +34,9 @@ Scores = list[TokenLogprobs | None]
 PREFILL_PER_DECODE = 3.0
 """While sequences decode, time that prefill gets between two of their steps, in decode steps: full batches soon pay
 for the wait, and nobody waits for a whole prompt."""
+
+IDLE_PREFILL_SECONDS = 0.1
+"""The same while nothing decodes: aborts and Ctrl-C are seen between steps."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,18 @@ class EngineStats:
 
 
 class Engine:
-    """A model, its KV cache and the requests in flight; not thread-safe.
+    """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
 
     Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.config = config
-        loaded, self.cache, self.notes = load_engine_parts(config)
+        loaded, self.cache, self.notes = load_engine_parts(config, loaded)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.runner = Runner(loaded.model, self.cache)
+        graphs = self.cache.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
+        self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = self.cache.pool.max_model_len
         self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
@@ -74,33 +82,47 @@ class Engine:
             return params.max_tokens
         return max(1, min(self.config.default_max_tokens, self.max_model_len - prompt_tokens))
 
+    def compile_grammar(self, schema: str) -> None:
+        """Makes a JSON schema quick to use, on any thread; raises RequestError if nothing can follow it."""
+        self._grammars.compile(schema)
+
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raises RequestError for a request that can never be served."""
+        """Raises RequestError for a request that can never be served, whatever its JSON schema."""
         vocab = self.model_config.vocab_size
         named = {"prompt": prompt_token_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for name, ids in named.items():
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < vocab:
                     raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", name)
-        if params.json_schema is not None:
-            if params.min_tokens or params.ignore_eos:
-                raise RequestError(
-                    "a JSON schema says where the output ends: no min_tokens or ignore_eos with it", "response_format"
-                )
-            self._grammars.compile(params.json_schema)
+        if params.json_schema is not None and (params.min_tokens or params.ignore_eos):
+            raise RequestError(
+                "a JSON schema says where the output ends: no min_tokens or ignore_eos with it", "response_format"
+            )
         self.scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Queues a request; raises RequestError if it can never be served or its id is in use."""
+    def request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Request:
+        """A request for ``add``, with all the work that does not need the engine's thread: this may be done on any.
+
+        Raises RequestError if it can never be served.
+        """
         self.validate(prompt_token_ids, params)
-        if request_id in self._text or request_id in self._aborted:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
         seed = random.getrandbits(64) if params.seed is None else params.seed
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         constraint = None if params.json_schema is None else self._grammars.constraint(params.json_schema)
-        self.scheduler.add(Request(request_id, list(prompt_token_ids), params, max_tokens, seed, stop_ids, constraint))
-        self._text[request_id] = Detokenizer(self.tokenizer.stream(), params.stop)
+        return Request(request_id, list(prompt_token_ids), params, max_tokens, seed, stop_ids, constraint)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; raises RequestError if its id is in use."""
+        name = request.request_id
+        if name in self._text or name in self._aborted:
+            raise RequestError(f"request id {name!r} is in use", "request_id")
+        self._text[name] = Detokenizer(self.tokenizer.stream(), request.params.stop)
+        self.scheduler.add(request)
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Queues a request; raises RequestError if it can never be served or its id is in use."""
+        self.add(self.request(request_id, prompt_token_ids, params))
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; unknown and finished ids are ignored."""
@@ -157,33 +179,43 @@ class Engine:
 
     def _advance_prefill(self) -> list[RequestOutput]:
         assert self._prefill is not None
-        deadline = time.monotonic() + PREFILL_PER_DECODE * self._decode_seconds
-        with torch.inference_mode():
-            try:
+        pause = PREFILL_PER_DECODE * self._decode_seconds if self.scheduler.running else IDLE_PREFILL_SECONDS
+        deadline = time.monotonic() + pause
+        try:
+            with torch.inference_mode():
                 while True:
                     next(self._prefill)
-                    if self.scheduler.running and time.monotonic() >= deadline:
+                    if time.monotonic() >= deadline:
                         return []
-            except StopIteration as end:
-                done, (logits, hidden) = self._prefilling, end.value
-                self._prefilling, self._prefill = [], None
-                self.scheduler.running += done
-                scores = [self._score(one.request, row) for one, row in zip(done, hidden, strict=True)]
-                outputs = self._take_tokens(done, logits, scores)
-        for running in done:
-            if running.request.request_id in self._aborted:
-                self._aborted.discard(running.request.request_id)
-                if running in self.scheduler.running:
-                    self.scheduler.finish(running, keep=False)
-        return outputs
+        except StopIteration as end:
+            return self._end_prefill(*end.value)
+        except BaseException as error:
+            dropped = self._drop_prefill()
+            if not isinstance(error, Exception):
+                raise
+            message = _explain(error)
+            return [self._error(request, message) for request in dropped]
 
-    def _drop_prefill(self) -> None:
+    def _end_prefill(self, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
+        done, self._prefilling, self._prefill = self._prefilling, [], None
+        self.scheduler.running += done
+        rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
+        for one in done:
+            if one.request.request_id in self._aborted:
+                self.scheduler.finish(one, keep=False)
+        self._aborted.clear()
+        return self._take_tokens([done[row] for row in rows], logits[rows], [hidden[row] for row in rows])
+
+    def _drop_prefill(self) -> list[Request]:
+        """Gives back what the prefill at work owns; returns its requests that were not aborted."""
         assert self._prefill is not None
         self._prefill.close()
-        for running in self._prefilling:
-            self._aborted.discard(running.request.request_id)
+        dropped, self._prefilling, self._prefill = self._prefilling, [], None
+        for running in dropped:
             self.scheduler.finish(running, keep=False)
-        self._prefilling, self._prefill = [], None
+        wanted = [one.request for one in dropped if one.request.request_id not in self._aborted]
+        self._aborted.clear()
+        return wanted
 
     def _decode(self) -> list[RequestOutput]:
         start = time.monotonic()
@@ -200,18 +232,20 @@ class Engine:
         return None if count is None else self.runner.prompt_logprobs(hidden, request.prompt_token_ids, count)
 
     def _take_tokens(
-        self, running: list[Running], logits: Tensor, scores: list[Scores | None] | None = None
+        self, running: list[Running], logits: Tensor, hidden: list[Tensor] | None = None
     ) -> list[RequestOutput]:
         tokens, logprobs, finite = sample(logits, [r.request for r in running])
         outputs = []
         for row, one in enumerate(running):
-            if one.request.request_id not in self._text:
-                continue  # aborted while its prompt was prefilled
             if not finite[row]:
-                outputs.append(self._fail(one))
+                outputs.append(self._fail(one, "the model's logits are not finite (NaN or infinity)"))
                 continue
-            output = self._take_token(one, tokens[row], logprobs[row])
-            outputs.append(output if scores is None else replace(output, prompt_logprobs=scores[row]))
+            try:
+                scores = None if hidden is None else self._score(one.request, hidden[row])
+                output = self._take_token(one, tokens[row], logprobs[row])
+                outputs.append(output if scores is None else replace(output, prompt_logprobs=scores))
+            except Exception as error:  # the others go on
+                outputs.append(self._fail(one, _explain(error)))
         return outputs
 
     def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
@@ -219,28 +253,35 @@ class Engine:
         now = time.monotonic()
         request.times.first_token, request.times.last_token = request.times.first_token or now, now
         if not request.max_tokens:  # the prompt was to be scored, and nothing more
-            del self._text[request.request_id]
-            self.scheduler.finish(running, keep=True)
-            return self._output(request, "", [], None, "length")
+            return self._finish(running, "", [], None, "length")
         request.output_token_ids.append(token)
+        constraint = request.constraint
+        if constraint is not None and not constraint.accept(token):
+            return self._fail(running, "the JSON schema has come to where nothing can follow; make it less strict")
         ends = token in request.stop_ids
         added = "" if ends else text.push(token)
-        complete = request.constraint is not None and request.constraint.accept(token)
-        reason = "stop" if ends or complete or text.stopped else None
+        reason = "stop" if ends or text.stopped or (constraint is not None and constraint.complete) else None
         if reason is None and len(request.output_token_ids) >= request.max_tokens:
             reason = "length"
-        if reason is not None:
-            added += text.finish()
-            del self._text[request.request_id]
-            self.scheduler.finish(running, keep=True)
-        return self._output(request, added, [token], None if logprobs is None else [logprobs], reason)
+        steps = None if logprobs is None else [logprobs]
+        if reason is None:
+            return self._output(request, added, [token], steps, None)
+        return self._finish(running, added + text.finish(), [token], steps, reason)
 
-    def _fail(self, running: Running) -> RequestOutput:
+    def _finish(
+        self, running: Running, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None, reason: str
+    ) -> RequestOutput:
+        self.scheduler.finish(running, keep=True)
         del self._text[running.request.request_id]
+        return self._output(running.request, text, tokens, logprobs, reason)
+
+    def _fail(self, running: Running, message: str) -> RequestOutput:
         self.scheduler.finish(running, keep=False)
-        return self._output(
-            running.request, "", [], None, "error", "the model's logits are not finite (NaN or infinity)"
-        )
+        return self._error(running.request, message)
+
+    def _error(self, request: Request, message: str) -> RequestOutput:
+        del self._text[request.request_id]
+        return self._output(request, "", [], None, "error", message)
 
     @staticmethod
     def _output(
@@ -263,3 +304,11 @@ class Engine:
             request.cached_tokens,
             request.times,
         )
+
+
+def _explain(error: Exception) -> str:
+    """What the requests that ``error`` ended are told; raises it where the device is of no use any more."""
+    if isinstance(error, torch.AcceleratorError):
+        raise error
+    logger.error("requests failed", exc_info=error)
+    return f"internal error ({type(error).__name__}); the log has the details"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from tqdm import tqdm
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 
@@ -38,7 +40,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = Engine(EngineConfig(model=model, **options))
         self.tokenizer = self.engine.tokenizer
-        self._count = 0
+        self._numbers = itertools.count()
 
     def generate(
         self,
@@ -49,24 +51,25 @@ class LLM:
         """Answers to ``prompts`` (texts or token ids), in their order; ``params`` for all of them, or one each.
 
         Raises RequestError, before anything runs, for a prompt that can never be served, and RuntimeError for one
-        that failed on the way.
+        that failed on the way. Ctrl-C ends them all between two steps; the engine can be used again.
         """
         ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(ids)
-        for tokens, one in zip(ids, params, strict=True):
-            self.engine.validate(tokens, one)
-        answers = {}
-        for tokens, one in zip(ids, params, strict=True):
-            name, self._count = f"prompt-{self._count}", self._count + 1
-            self.engine.add_request(name, tokens, one)
-            answers[name] = Completion(tokens)
-        try:
-            self._run(answers, progress)
-        except BaseException:
-            for name in answers:
-                self.engine.abort(name)
-            raise
+        requests = [
+            self.engine.request(f"prompt-{next(self._numbers)}", tokens, one)
+            for tokens, one in zip(ids, params, strict=True)
+        ]
+        answers = {request.request_id: Completion(request.prompt_token_ids) for request in requests}
+        with interrupts_deferred() as interruptible:
+            try:
+                for request in requests:
+                    self.engine.add(request)
+                self._run(answers, progress, interruptible)
+            except BaseException:
+                for name in answers:
+                    self.engine.abort(name)
+                raise
         return list(answers.values())
 
     def chat(
@@ -76,9 +79,10 @@ class LLM:
         prompt = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
         return self.generate([prompt], params, progress)[0]
 
-    def _run(self, answers: dict[str, Completion], progress: bool) -> None:
+    def _run(self, answers: dict[str, Completion], progress: bool, interruptible: Callable[[], None]) -> None:
         with tqdm(total=len(answers), unit="prompt", disable=not progress) as bar:
             while self.engine.has_work:
+                interruptible()
                 for output in self.engine.step():
                     answer = answers[output.request_id]
                     answer.text += output.text

@@ -39,7 +39,7 @@ class RequestOutput:
         text: the new text (may be empty while a character or a stop string is incomplete).
         token_ids: the new tokens.
         logprobs: one per new token, if asked for.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
+        finish_reason: ``stop``, ``length`` or ``error``; None while it goes on.
         error: what went wrong, where the reason is ``error``.
         times: of the request so far.
         prompt_logprobs: one per prompt token, None for the first, on the first output, if asked for.

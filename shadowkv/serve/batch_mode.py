@@ -12,6 +12,7 @@ import json
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,6 @@ class BatchRun:
     def __post_init__(self) -> None:
         self.endpoints = {url: endpoint(self.engine.tokenizer) for url, endpoint in ENDPOINTS.items()}
         self.seen: set[str] = set()
-        self.working = 0
         self.answered = self.files.begin()
 
     async def run(self, concurrency: int) -> None:
@@ -123,7 +123,7 @@ class BatchRun:
         except Exception as failure:
             wrong = as_api_error(failure)
             # No engine, no answer to any line from here on.
-            if wrong.status == SERVICE_UNAVAILABLE and wrong.code != "queue_full":
+            if wrong.status == SERVICE_UNAVAILABLE:
                 raise wrong from failure
             status, body = wrong.status, wrong.body()
         response = {"status_code": status, "request_id": body.get("id", record["id"]), "body": body}
@@ -151,16 +151,10 @@ class BatchRun:
         return request
 
     async def _patiently(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer, waiting for the others while the queue is full; a request that fills it alone is refused."""
+        """The answer, waiting for the others while the queue is full."""
         while True:
-            self.working += 1
-            try:
+            with suppress(EngineBusy):
                 return await self._answer(request)
-            except EngineBusy:
-                if self.working == 1:
-                    raise
-            finally:
-                self.working -= 1
             await asyncio.sleep(BUSY_SECONDS)
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.request import RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.endpoints import Endpoint, Piece
 from shadowkv.serve.errors import ApiError
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """A request that was found good: every prompt with every choice's parameters is one request to the engine."""
+    """A request that was found good: each of a prompt's ``n`` choices is one request to the engine."""
 
     engine: AsyncEngine
     endpoint: Endpoint
     request: GenerationRequest
     model: str
-    prompts: list[list[int]]
-    params: list[SamplingParams]
+    choices: list[Request]
     echo: list[str] | None = None
     deadline: float | None = None
     metrics: Metrics | None = None
@@ -45,16 +44,14 @@ class Job:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What the engine says of each choice; raises ApiError where one fails."""
-        pairs = [(prompt, params) for prompt in self.prompts for params in self.params]
-        streams = [self.engine.generate(*pair, request_id=f"{self.id}-{i}") for i, pair in enumerate(pairs)]
+        streams = [self.engine.generate(choice) for choice in self.choices]
         if self.metrics is not None:
             streams = [self.metrics.watch(stream) for stream in streams]
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
         async with aclosing(merge(streams, timeout)) as merged:
             async for index, output in merged:
-                if output.finish_reason in ("error", "abort"):
-                    status = 500 if output.finish_reason == "error" else 503
-                    raise ApiError(output.error or "the request was aborted", status=status, code="generation_failed")
+                if output.error is not None:
+                    raise ApiError(output.error, status=500, code="generation_failed")
                 first = index not in self.counts
                 self.counts[index] = output
                 yield index, self._with_prompt(index, output) if first else output
@@ -63,13 +60,13 @@ class Job:
         """A choice's first output, with the prompt in front if it is to be echoed."""
         if self.echo is None:
             return output
-        which = index // len(self.params)
-        steps = scored_prompt(self.prompts[which], output.prompt_logprobs)
-        return replace(output, text=self.echo[which] + output.text, logprobs=[*steps, *(output.logprobs or ())])
+        steps = scored_prompt(self.choices[index].prompt_token_ids, output.prompt_logprobs)
+        text = self.echo[index // self.request.n] + output.text
+        return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far; the choices of one prompt share its tokens."""
-        prompts = [output for index, output in self.counts.items() if index % len(self.params) == 0]
+        prompts = [output for index, output in self.counts.items() if index % self.request.n == 0]
         prompt = sum(output.prompt_tokens for output in prompts)
         completion = sum(output.completion_tokens for output in self.counts.values())
         return {
@@ -97,21 +94,24 @@ async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRe
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")
     params = request.sampling()
+    if params[0].json_schema is not None:
+        await engine.compile_grammar(params[0].json_schema)
 
     def encode() -> Job:
         prompts = endpoint.prompts(request)
-        for prompt in prompts:
-            _validate(engine, prompt, params[0])
-        return Job(engine, endpoint, request, model, prompts, params, endpoint.echo(request, prompts))
+        if len(prompts) * request.n > engine.max_queued_seqs:
+            counts = f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} sequences"
+            text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
+            raise ApiError(text, param="prompt" if len(prompts) > 1 else "n")
+        choices = [_choice(engine, prompt, one) for prompt in prompts for one in params]
+        return Job(engine, endpoint, request, model, choices, endpoint.echo(request, prompts))
 
     return await asyncio.to_thread(encode)
 
 
-def _validate(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> None:
-    if not prompt:
-        raise ApiError("the prompt is empty", param="prompt")
+def _choice(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
     try:
-        engine.validate(prompt, params)
+        return engine.request(prompt, params)
     except RequestError as error:
         too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
         code = "context_length_exceeded" if too_long else None
@@ -120,7 +120,7 @@ def _validate(engine: AsyncEngine, prompt: list[int], params: SamplingParams) ->
 
 async def answer(job: Job) -> dict[str, Any]:
     """The whole answer; raises ApiError or EngineDead."""
-    count, asked = len(job.prompts) * len(job.params), job.params[0].logprobs is not None
+    count, asked = len(job.choices), job.choices[0].params.logprobs is not None
     texts: list[list[str]] = [[] for _ in range(count)]
     logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
     async with aclosing(job.outputs()) as outputs:
@@ -144,7 +144,7 @@ async def answer(job: Job) -> dict[str, Any]:
 async def chunks(job: Job) -> AsyncGenerator[dict[str, Any], None]:
     """The answer as it comes; raises ApiError or EngineDead."""
     head = job.head(job.endpoint.chunk_kind) | ({"usage": None} if job.request.include_usage else {})
-    asked = job.params[0].logprobs is not None
+    asked = job.choices[0].params.logprobs is not None
     offsets: dict[int, int] = {}
     async with aclosing(job.outputs()) as outputs:
         async for index, output in outputs:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import torch
 
 from shadowkv import LLM, SamplingParams
+from shadowkv.engine.grammar import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH, GrammarCompiler
 from shadowkv.engine.request import RequestError
+from shadowkv.models.byte_tokenizer import byte_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -15,6 +19,11 @@ SCHEMA = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_tokenizer(300, [256]), 300, frozenset([256]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -31,11 +40,65 @@ def test_answers_follow_the_schema_beside_free_ones(llm: LLM, temperature: float
     assert other.token_ids == alone.token_ids
 
 
-@pytest.mark.parametrize("schema", ["{nope", '{"type": "nope"}'])
-def test_a_schema_that_cannot_be_followed_is_refused(llm: LLM, schema: str) -> None:
+def node(**more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"], **more}
+
+
+def chain(length: int, last: Any) -> dict[str, Any]:
+    names = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}, "minItems": 1} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**names, f"d{length}": last}}
+
+
+EMPTY = [
+    {"$ref": "#"},
+    node(),
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"anyOf": []},
+    {"anyOf": [node(), False, {"oneOf": []}]},
+    {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+    chain(500, {"$ref": "#/$defs/d7"}),
+]
+ANSWERABLE = [
+    node(required=[]),
+    {**node(), "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+    {"type": "array", "items": {"$ref": "#"}},
+    chain(500, {"type": "integer"}),
+    {"enum": [1], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize("schema", ["{nope", '{"type": "nope"}', "[]", '{"minimum": NaN}', *map(json.dumps, EMPTY)])
+def test_a_schema_that_cannot_be_followed_is_refused(compiler: GrammarCompiler, schema: str) -> None:
     with pytest.raises(RequestError, match="schema") as caught:
-        llm.engine.validate([5], SamplingParams(json_schema=schema))
+        compiler.compile(schema)
     assert caught.value.param == "response_format"
+    message = str(caught.value)
+    assert not [part for part in (".cc:", "Check failed", "/project", "is false") if part in message]
+    assert message.startswith("the JSON schema cannot be followed: ") and 40 < len(message) < 400
+
+
+@pytest.mark.parametrize("schema", ANSWERABLE)
+def test_recursion_that_may_end_is_followed(compiler: GrammarCompiler, schema: Any) -> None:
+    constraint, logits = compiler.constraint(json.dumps(schema)), torch.zeros(300)
+    constraint.mask(logits)
+    assert logits.isfinite().any()
+
+
+@pytest.mark.parametrize("levels", [MAX_SCHEMA_DEPTH, 900, 10**5])
+def test_a_schema_that_would_take_ages_is_refused(compiler: GrammarCompiler, levels: int) -> None:
+    with pytest.raises(RequestError, match=r"levels deep|recursion|characters"):
+        compiler.compile('{"items":' * levels + "{}" + "}" * levels)
+
+
+def test_a_chain_of_references_that_would_overflow_the_compiler_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(RequestError, match=f"{MAX_SCHEMA_CHARS} are supported"):
+        compiler.compile(json.dumps(chain(20_000, {"type": "integer"})))
+
+
+def test_a_dead_end_on_the_way_is_said(compiler: GrammarCompiler) -> None:
+    constraint = compiler.constraint('{"enum": ["a"]}')
+    assert [constraint.accept(token) for token in b'"b'] == [True, False]
+    assert not constraint.complete
 
 
 def test_a_schema_and_ignore_eos_contradict(llm: LLM) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
-from shadowkv.engine.request import RequestError, RequestOutput, RequestTimes, TokenLogprobs
+from shadowkv.engine.request import Request, RequestError, RequestOutput, RequestTimes, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 
 REPLY = "Hello wörld."
@@ -42,7 +43,7 @@ class FakeEngine:
 
     model_name = "fake"
     max_model_len = 200
-    default_max_tokens = 100
+    max_queued_seqs = 200
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
@@ -56,17 +57,23 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(len(self.running), 3, 10, 100, 20, 200)
 
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    async def compile_grammar(self, schema: str) -> None:
+        if "EMPTY" in schema:
+            raise RequestError("the JSON schema cannot be followed", "response_format")
+
+    def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
         asked = 1 if params.max_tokens is None else params.max_tokens
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty", "prompt")
         if len(prompt_token_ids) + asked > self.max_model_len:
             text = (
                 f"{len(prompt_token_ids)} prompt tokens + {asked} are more than the {self.max_model_len} of the model"
             )
             raise RequestError(text, "max_tokens")
+        return Request(uuid.uuid4().hex, prompt_token_ids, params, asked, seed=0)
 
-    async def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        request_id, prompt_token_ids, params = request.request_id, request.prompt_token_ids, request.params
         assert request_id not in self.running
         prompt = self.tokenizer.decode(prompt_token_ids)
         self.prompts.append(prompt)

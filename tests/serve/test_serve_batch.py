@@ -171,12 +171,12 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(run, engine, capsys, tm
 
 def test_a_full_queue_is_waited_for(run, engine, monkeypatch):
     monkeypatch.setattr("shadowkv.serve.batch_mode.BUSY_SECONDS", 0.01)
-    engine.room = 2
+    engine.room = engine.max_queued_seqs = 2
     lines = [line(str(i), prompt=["Hi", "SLEEP"]) for i in range(3)] + [line("never", prompt=["a", "b", "c"])]
     assert run(lines, concurrency=4) == 0
     found = {record["custom_id"]: record["response"] for record in records(run.files.output)}
     assert {name: response["status_code"] for name, response in found.items()} == {
         **dict.fromkeys("012", 200),
-        "never": 503,
+        "never": 400,
     }
-    assert found["never"]["body"]["error"]["code"] == "queue_full"
+    assert "queues 2 at the most" in found["never"]["body"]["error"]["message"]

@@ -1,0 +1,148 @@
+"""What goes wrong in one request, or in one prefill, ends there: the others go on and every page comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_engine import GREEDY, assert_empty, drain, prompt, tokens
+
+from shadowkv import SamplingParams
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.request import RequestError
+
+
+def fail_next_prefill(engine: Engine, after: int, error: BaseException) -> None:
+    """The next prefill raises after as many pauses; later ones are as they should be."""
+    prefill = engine.runner.prefill
+
+    def broken(work: Any) -> Iterator[None]:
+        engine.runner.prefill = prefill
+        started = prefill(work)
+        for _ in range(after):
+            yield next(started)
+        raise error
+
+    engine.runner.prefill = broken
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_prefill_that_fails_ends_its_requests_alone(make: Any, aborted: bool) -> None:
+    engine = make(kv="shadowkv")
+    engine.add_request("before", prompt(0, 10), SamplingParams(max_tokens=40, ignore_eos=True))
+    while not engine.scheduler.running:
+        engine.step()
+    engine.add_request("a", prompt(1, 100), GREEDY)
+    engine.add_request("b", prompt(2, 900), GREEDY)
+    fail_next_prefill(engine, aborted, MemoryError("no room for /secret/path"))
+    engine._start_prefill()
+    if aborted:
+        engine.abort("b")
+    outputs = drain(engine)
+    assert outputs["before"][-1].finish_reason == "length"
+    assert outputs.keys() == {"before", "a"} | ({"b"} if not aborted else set())
+    for name in {"a", "b"} & outputs.keys():
+        (output,) = outputs[name]
+        assert output.finish_reason == "error"
+        assert "MemoryError" in output.error and "secret" not in output.error
+    engine.add_request("a", prompt(1, 100), GREEDY)
+    assert len(tokens(drain(engine)["a"])) == 8
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.AcceleratorError("illegal memory access")])
+def test_what_ends_everything_is_raised_and_still_leaves_nothing_behind(make: Any, error: BaseException) -> None:
+    engine = make(kv="full")
+    engine.add_request("a", prompt(1, 100), GREEDY)
+    fail_next_prefill(engine, 1, error)
+    with pytest.raises(type(error)):
+        engine.step()
+    engine.abort("a")
+    assert not engine.has_work
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_tokenizer_that_fails_ends_its_request_alone(make: Any, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    engine = make(kv="full")
+    wanted = {name: prompt(seed, 20) for name, seed in (("a", 1), ("b", 2))}
+    for name, one in wanted.items():
+        engine.add_request(name, one, GREEDY)
+    stream, count = engine._text["a"]._stream, 0
+
+    def push(token: int) -> str:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyError(token)
+        return ""
+
+    monkeypatch.setattr(stream, "push", push)
+    outputs = drain(engine)
+    assert outputs["a"][-1].finish_reason == "error" and "KeyError" in outputs["a"][-1].error
+    assert len(outputs["a"]) == after + 1
+    assert len(tokens(outputs["b"])) == 8
+    assert_empty(engine)
+
+
+def test_a_schema_with_a_dead_end_fails_its_request_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(kv="full")
+    engine.add_request("free", prompt(1, 20), GREEDY)
+    engine.add_request("bound", prompt(2, 20), SamplingParams(max_tokens=30, json_schema='{"enum": ["abc"]}'))
+    constraint = next(r.constraint for r in engine.scheduler.waiting if r.constraint)
+    mask, count = constraint.mask, 0
+
+    def closing(logits: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        mask(logits) if count < 3 else logits.fill_(float("-inf"))
+
+    monkeypatch.setattr(constraint, "mask", closing)
+    outputs = drain(engine)
+    assert outputs["bound"][-1].finish_reason == "error" and "JSON schema" in outputs["bound"][-1].error
+    assert "".join(output.text for output in outputs["bound"]) == '"a'
+    assert len(tokens(outputs["free"])) == 8
+    assert_empty(engine)
+
+
+def test_an_abort_among_prompts_prefilled_together_is_not_scored(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(kv="full")
+    scored = []
+    score = engine.runner.prompt_logprobs
+    monkeypatch.setattr(
+        engine.runner, "prompt_logprobs", lambda hidden, ids, count: scored.append(ids) or score(hidden, ids, count)
+    )
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.add_request(name, prompt(seed, 40), SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=0))
+    engine._start_prefill()
+    next(engine._prefill)
+    engine.abort("a")
+    outputs = drain(engine)
+    assert scored == [prompt(2, 40)] and set(outputs) == {"b"}
+    alone = make(kv="full")
+    alone.add_request("b", prompt(2, 40), SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=0))
+    assert drain(alone)["b"][0].prompt_logprobs == pytest.approx(outputs["b"][0].prompt_logprobs)
+    assert_empty(engine)
+
+
+def test_a_long_prefill_on_an_idle_engine_can_be_aborted(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowkv.engine.engine.IDLE_PREFILL_SECONDS", 0.0)
+    engine = make(kv="shadowkv")
+    engine.runner.block_tokens = 100
+    engine.add_request("a", prompt(1, 1500), GREEDY)
+    assert not engine.step() and engine.has_work
+    engine.abort("a")
+    assert not engine.has_work
+    assert_empty(engine)
+
+
+def test_a_request_that_was_added_cannot_be_added_again(make: Any) -> None:
+    engine = make(kv="full")
+    request = engine.request("a", prompt(1, 20), GREEDY)
+    engine.add(request)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(request)
+    assert len(tokens(drain(engine)["a"])) == 8
+    assert_empty(engine)
