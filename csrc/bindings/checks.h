@@ -32,6 +32,7 @@ inline void check(const Tensor& x, const char* name, Dtype dtype, std::initializ
 
 // Raises unless the dimensions from `first` on lie one after the other without gaps.
 inline void check_dense_from(const Tensor& x, const char* name, int64_t first) {
+  if (x.numel() == 0) return; // strides of nothing mean nothing
   int64_t step = 1;
   for (int64_t axis = x.dim() - 1; axis >= first; --axis) {
     STD_TORCH_CHECK(
