@@ -93,6 +93,7 @@ class _Captured:
         self.staging = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
         self.static = torch.empty(numbers.shape, dtype=torch.int64, device=device)
         self.graph = torch.cuda.CUDAGraph()
+        self.uploaded = torch.cuda.Event()
         self._upload(numbers)
         # Once as it is: libraries and kernels that load on first use may not do so in a capture.
         stream = torch.cuda.Stream(device)
@@ -110,5 +111,7 @@ class _Captured:
         self.graph.replay()
 
     def _upload(self, numbers: np.ndarray) -> None:
+        self.uploaded.synchronize()  # the last copy out of the buffer, if it is still on its way
         self.staging.numpy()[:] = numbers
         self.static.copy_(self.staging, non_blocking=True)
+        self.uploaded.record()

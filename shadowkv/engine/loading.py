@@ -12,13 +12,15 @@ from shadowkv.kvcache.parts import build_parts
 from shadowkv.models.loader import LoadedModel, load_model
 
 
-def load_engine_parts(config: EngineConfig) -> tuple[LoadedModel, KVCache, list[str]]:
-    """Model, cache, and the lines that say what fits.
+def load_engine_parts(
+    config: EngineConfig, loaded: LoadedModel | None = None
+) -> tuple[LoadedModel, KVCache, list[str]]:
+    """Model (``loaded``, if given), cache, and the lines that say what fits.
 
     Raises ValueError for settings that cannot be, MemoryError where not even one sequence fits.
     """
     spec = config.spec()
-    loaded = load_from_config(config)
+    loaded = loaded or load_from_config(config)
     device, dtype = _device(config.device), next(loaded.model.parameters()).dtype
     shape = loaded.config.shape
     spec = spec.resolve(shape)

@@ -9,6 +9,7 @@ granules, and a kernel needs a base pointer, a stride and a page table, whatever
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -105,6 +106,10 @@ class Tier:
         """Gives blocks back by the granules that ``allocate`` returned."""
         step = self.block_bytes // GRANULE
         self._free.extend(granule // step for granule in granules)
+
+    def shuffle(self, seed: int) -> None:
+        """Mixes the free blocks, as a day of sequences that come and go does."""
+        random.Random(seed).shuffle(self._free)
 
     def views(self, fields: Ids[Field]) -> dict[str, list[Tensor]]:
         """For each field the per-layer views ``[granules, *shape]`` of pages that lay ``fields`` out in order."""

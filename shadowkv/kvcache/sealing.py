@@ -18,6 +18,9 @@ from shadowkv.kvcache.sequence import SlotTable
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
+PAGES_AT_ONCE = 256
+"""Pages that are coded at a time, to bound what that takes beside them."""
+
 
 class Sealing:
     """Writes sealed pages, for prefill and for decode.
@@ -34,8 +37,11 @@ class Sealing:
     def write(self, layer: int, tokens: SealedTokens, excluded: Tensor | None = None) -> None:
         """Stores full pages of one layer; ``excluded`` bool [n, H, C] marks chunks that are exact elsewhere."""
         for part in (self.parts.keys, self.parts.index, self.parts.values):
-            part.seal(self.store, layer, tokens)
-        self.store.page["excluded"][layer][tokens.pages] = False if excluded is None else excluded
+            for some in tokens.split(PAGES_AT_ONCE):
+                part.seal(self.store, layer, some)
+        bits = self.store.page["excluded"][layer]
+        # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
+        bits[tokens.pages] = bits.new_zeros(len(tokens.pages), *bits.shape[1:]) if excluded is None else excluded
 
     def _launch(self, numbers: np.ndarray) -> None:
         self.seal_pages(torch.from_numpy(numbers).to(self.store.compute))

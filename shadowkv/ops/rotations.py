@@ -11,4 +11,4 @@ def random_rotation(dim: int, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little") % 2**63 + dim)
     gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
-    return (q * r.diagonal().sign()).float()  # the sign makes it uniform over all rotations
+    return (q * r.diagonal().sign()).float().contiguous()  # the sign makes it uniform over all rotations

@@ -8,6 +8,7 @@ per kv head, d head dim, c chunk, C = 64 / c chunks a page.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,15 @@ class SealedTokens:
     keys: Tensor
     rotated: Tensor
     values: Tensor
+
+    def split(self, count: int) -> Iterator[SealedTokens]:
+        """Runs of at most ``count`` pages."""
+        for start in range(0, len(self.pages), count):
+            rows = slice(start, start + count)
+            slots = self.slots if len(self.slots) == 1 else self.slots[rows]
+            yield SealedTokens(slots, *(x[rows] for x in (
+                self.pages, self.value_pages, self.keys, self.rotated, self.values
+            )))  # fmt: skip
 
 
 class Part(ABC):
