@@ -1,0 +1,261 @@
+"""Decode throughput of KV policies at their largest batch, through ``Engine.step``.
+
+One cell per policy and context: its engine is built, as many sequences as fit are put in it, and decode steps are
+timed in windows; then a few steps are profiled. Cells that have a JSON file in ``--out`` already are not run again.
+Lengths are ragged and pages are shuffled, so that sequences seal at different steps and no page is beside its
+neighbour. ``--synthetic-prefill`` stores random keys and values instead of computing a prompt's.
+
+    python scripts/throughput_sweep.py --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
+        --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from shadowkv import SamplingParams
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.sizing import GIB, prefill_bytes
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.models.loader import LoadedModel
+from shadowkv.plan.memory import largest_batch, sequence_bytes
+
+COLUMNS = [
+    "kv",
+    "context",
+    "batch",
+    "decode_tokens_per_s",
+    "step_ms",
+    "ttft_s",
+    "device_gib",
+    "host_gib",
+    "h2d_mb_per_step",
+    "hit_rate",
+    "status",
+]
+WORKING_GIB = 2.0
+"""Left free for activations, workspaces and captured graphs."""
+
+PROFILED_STEPS = 4
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
+    parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
+    parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], choices=tuple(PRESETS))
+    parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
+    parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
+    parser.add_argument("--host-memory-gib", type=float, help="pinned memory (default: 85 %% of what is free)")
+    parser.add_argument("--synthetic-prefill", action="store_true", help="random keys and values, no TTFT")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    loaded = None
+    for context in args.context:
+        for kv in args.kv:
+            for batch in args.batch:
+                path = args.out / f"{args.model}_{kv}_{context}_{batch}.json"
+                if path.exists():
+                    continue
+                if loaded is None:
+                    loaded = load_from_config(config_of(args, kv, 1, context))
+                cell = measure(args, loaded, kv, context, batch)
+                path.write_text(json.dumps(cell, indent=1) + "\n")
+                print(" ".join(f"{name}={show(cell[name])}" for name in COLUMNS), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+    summarise(args.out)
+    return 0
+
+
+def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
+    """The engine of a cell."""
+    return EngineConfig(
+        model=args.model,
+        load_format=args.load_format,
+        kv=kv,
+        max_num_seqs=batch,
+        max_cached_seqs=0,
+        max_model_len=context + new_tokens(args),
+        gpu_memory_utilization=0.99,
+        host_memory_gib=args.host_memory_gib or 0.85 * psutil.virtual_memory().available / GIB,
+        enforce_eager=args.enforce_eager,
+    )
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """Tokens that a sequence gains at the most: warm-up, windows and profile."""
+    return int((args.windows + 1) * args.steps + PROFILED_STEPS + 64)
+
+
+def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
+    """One cell; what does not fit is a row that says so."""
+    cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"kv": kv, "context": context, "status": "ok"}
+    cell["about"] = about(args)
+    try:
+        count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
+        cell["batch"] = count
+        if not count:
+            raise MemoryError("not one sequence fits")
+        engine = Engine(config_of(args, kv, count, context), loaded)
+        cell["spec"] = asdict(engine.cache.spec)
+        cell["notes"] = engine.notes
+        cell["backends"] = engine.cache.ops.backends
+        cell |= run(args, engine, count, context)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        cell["status"] = f"out of memory: {str(error).splitlines()[0]}"
+    return cell
+
+
+def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
+    """Sequences that both tiers hold."""
+    shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
+    spec = PRESETS[kv].resolve(shape)
+    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
+    capacity = context + new_tokens(args)
+    working = WORKING_GIB * GIB + prefill_bytes(shape, loaded.config.hidden_size, capacity, dtype)
+    free = torch.cuda.mem_get_info()[0] - working - layout.bytes_per_block().device
+    host = config_of(args, kv, 1, context).host_memory_gib
+    assert host is not None
+    return largest_batch(sequence_bytes(layout, capacity), int(free), int(host * GIB)).both
+
+
+def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
+    """Fills the engine and times its steps."""
+    for tier in (engine.cache.store.device, engine.cache.store.host):
+        tier.shuffle(seed=0)
+    if args.synthetic_prefill:
+        SyntheticPrefill(engine)
+    draw = random.Random(0)
+    params = SamplingParams(max_tokens=new_tokens(args), temperature=0.0, ignore_eos=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for number in range(count):
+        length = context - draw.randrange(64)
+        prompt = [draw.randrange(1000) for _ in range(length)]
+        engine.add_request(str(number), prompt, params)
+    while engine._prefilling or engine.stats().running < count:  # no decode steps in between, as there would be
+        if not engine._prefilling:
+            engine._start_prefill()
+        engine._advance_prefill()
+    filled = time.perf_counter() - start
+    for _ in range(args.steps):
+        engine.step()
+    windows = []
+    for _ in range(args.windows):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        tokens = sum(len(engine.step()) for _ in range(args.steps))
+        torch.cuda.synchronize()
+        assert tokens == count * args.steps, "a sequence has left"
+        windows.append((time.perf_counter() - start) / args.steps)
+    step = statistics.median(windows)
+    stats = engine.stats()
+    return {
+        "decode_tokens_per_s": count / step,
+        "step_ms": 1e3 * step,
+        "windows_ms": [1e3 * window for window in windows],
+        "ttft_s": None if args.synthetic_prefill else filled / count,
+        "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
+        "device_gib_per_sequence": stats.device_used_bytes / count / GIB + engine.cache.layout.state_bytes / GIB,
+        "host_gib": stats.host_used_bytes / GIB,
+        "profile": profile(engine, step),
+    }
+
+
+class SyntheticPrefill:
+    """Stands in for a runner's prefill: every layer stores random keys and values of the right shapes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.cache, self.vocab = engine.cache, engine.model_config.vocab_size
+        engine.runner.prefill = self.prefill  # type: ignore[method-assign]
+
+    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+        """Random logits, and no hidden states."""
+        for sequence, tokens in work:
+            batch = self.cache.prefill_batch([(sequence, len(tokens))])
+            block = batch.block(0, len(tokens))
+            keys, values = torch.randn_like(batch.keys), torch.randn_like(batch.values)
+            for layer in range(self.cache.shape.num_layers):
+                self.cache.append(layer, keys, values, block)
+                self.cache.finish_prefill(layer, batch)
+            self.cache.end_prefill(batch)
+        yield
+        return torch.randn(len(work), self.vocab, device=self.cache.device), [keys] * len(work)
+
+
+def profile(engine: Engine, step: float) -> dict[str, Any]:
+    """Device time of a step by kernel, in ms, and its share of the step's wall time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = defaultdict(list)
+    for event in trace.events():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            kernels[event.name[:120]].append(event.device_time)
+    total = sum(map(sum, kernels.values())) / PROFILED_STEPS / 1e3
+    table = [
+        {"kernel": name, "ms_per_step": sum(times) / PROFILED_STEPS / 1e3, "calls": len(times) / PROFILED_STEPS}
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    ]
+    return {"device_ms_per_step": total, "busy": total / (1e3 * step), "kernels": table[:40]}
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "commit": commit.stdout.strip() or None,
+        "command": " ".join(sys.argv),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "synthetic_prefill": args.synthetic_prefill,
+    }
+
+
+def show(value: Any) -> str:
+    """A figure in a few characters."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def summarise(out: Path) -> None:
+    """Writes summary.csv and the plots from all cells of the folder."""
+    cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    with (out / "summary.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows([show(cell[name]) if cell[name] is not None else "" for name in COLUMNS] for cell in cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Decode steps from captured graphs against the same steps run eagerly; needs a GPU."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.cuda_graphs import round_up
+from shadowkv.engine.engine import Engine
+from shadowkv.kvcache.presets import PRESETS
+
+
+def test_rounding_up_wastes_at_most_a_quarter() -> None:
+    assert [round_up(count) for count in (1, 2, 3, 5, 8, 9, 33, 960, 1952)] == [1, 2, 3, 5, 8, 10, 40, 1024, 2048]
+    for count in range(1, 5000):
+        assert count <= round_up(count) <= 1.25 * count
+        assert round_up(round_up(count)) == round_up(count)
+
+
+LENGTHS = [2500, 700, 90]
+
+
+def steps(model: Path, kv: str, eager: bool) -> torch.Tensor:
+    """Logits of steps on fixed tokens, with sequences joining on the way."""
+    config = EngineConfig(
+        model=str(model), load_format="dummy", kv=kv, max_num_seqs=6, enforce_eager=eager, max_model_len=4096,
+        gpu_memory_utilization=0.5,
+    )  # fmt: skip
+    engine = Engine(config)
+    assert (engine.runner.graphs is None) == eager
+    draw, sequences, logits = random.Random(0), [], []
+    for joining in LENGTHS:
+        sequence = engine.cache.pool.allocate(joining, joining + 400)
+        prompt = [draw.randrange(500) for _ in range(joining)]
+        prefill = engine.runner.prefill([(sequence, prompt)])
+        with torch.inference_mode():
+            try:
+                while True:
+                    next(prefill)
+            except StopIteration:
+                pass
+        sequences.append(sequence)
+        for _ in range(70):
+            tokens = [draw.randrange(500) for _ in sequences]
+            logits.append(engine.runner.decode(sequences, tokens).clone())
+    return torch.cat(logits)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv", sorted(PRESETS))
+def test_graphs_and_eager_steps_agree(kv: str, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 384,
+        "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    eager, graphs = steps(tmp_path, kv, True), steps(tmp_path, kv, False)
+    assert graphs.isfinite().all()
+    error = (eager - graphs).norm(dim=1) / eager.norm(dim=1)
+    assert error.max() < 0.05, error
