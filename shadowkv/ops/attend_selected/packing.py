@@ -39,7 +39,7 @@ def quantise_rows(x: Tensor, rotation: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def dequantise_rows(codes: Tensor, scale: Tensor, rotation: Tensor | None, bits: int, dim: int) -> Tensor:
-    """Rows float32 [..., dim] of ``codes`` [..., dim * bits / 8] and ``scale`` [...]; rotated still without ``rotation``.
+    """Rows float32 [..., dim] of ``codes`` [..., dim * bits / 8] and ``scale`` [...], rotated back by ``rotation``.
 
     Raises:
         ValueError: as ``quantise_rows``.

@@ -1,0 +1,140 @@
+"""Attention over selected chunks in one CUDA kernel: ``csrc/kernels/attend_selected.cuh``."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected import reference
+from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, LatentKeys, QuantisedRows, ValueSource
+from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.rotate.tables import RotaryTables
+
+HEAD_DIMS = (64, 96, 128, 256)
+CHUNKS = (1, 2, 4, 8, 16)
+MAX_GROUP = 8
+MAX_RANK = 256
+WARPS = 4
+"""Warps of a thread block; each takes tiles of its own."""
+
+
+@cache
+def available() -> bool:
+    """Whether the op was built and there is a CUDA device."""
+    if not load_cuda("attend_selected"):
+        return False
+    for name in ("attend_selected_latents", "attend_selected_rows"):
+        torch.library.register_fake(f"shadowkv_cuda::{name}", lambda *args: None)
+    return True
+
+
+def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+
+    The kernel takes bfloat16 queries of head dim 64, 96, 128 or 256, at most 8 query heads per kv head, and chunks of
+    1, 2, 4, 8 or 16 tokens, with
+
+    - ``LatentKeys``: int8 or bfloat16 latents of a rank that is a multiple of 32 up to 256, bfloat16 basis, bfloat16
+      or float32 mean, rotation of all dimensions in halves; with 4-bit or dense bfloat16 values,
+    - ``DenseRows`` keys with ``DenseRows`` values, both bfloat16.
+
+    Pages lie on the queries' device. The reference, which cannot be captured, does the rest. Positions may be up to
+    2^31; ``pages``, ``slots`` and ``selected`` are read on the device and are not checked.
+    """
+    if not _supported(q, keys, values, selected):
+        return reference.attend_selected(q, keys, values, selected)
+    batch, heads, dim = q.shape
+    out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
+    kv_heads = selected.shape[1]
+    tokens = selected.shape[2] * (keys.latents.shape[2] if isinstance(keys, LatentKeys) else keys.rows.shape[3])
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    split = splits(batch * kv_heads, tokens, processors)
+    width = dim + 2 if split > 1 else 0
+    partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
+    match values:
+        case DenseRows():
+            stored: tuple[Tensor, Tensor | None, Tensor | None] = values.rows, None, None
+        case QuantisedRows():
+            stored = values.codes, values.scale, values.rotation.contiguous()
+    match keys:
+        case LatentKeys():
+            torch.ops.shadowkv_cuda.attend_selected_latents(
+                q,
+                selected,
+                keys.latents,
+                keys.basis,
+                keys.mean,
+                keys.slots,
+                keys.pages,
+                _turns(keys.rotary),
+                *stored,
+                values.pages,
+                _score_scale(dim) * keys.rotary.config.magnitude,
+                out,
+                lse,
+                partial,
+            )
+        case DenseRows():
+            torch.ops.shadowkv_cuda.attend_selected_rows(
+                q, selected, keys.rows, keys.pages, stored[0], values.pages, _score_scale(dim), out, lse, partial
+            )
+    return out, lse
+
+
+@lru_cache
+def splits(units: int, tokens: int, processors: int, tile: int = 32, blocks: int = 2) -> int:
+    """Blocks for each of ``units`` sequences x kv heads, so that waves of blocks leave the device least idle.
+
+    A block costs the tiles of its slowest warp and about one more for the basis and the merge.
+    """
+    tiles = max(1, -(-tokens // tile))
+
+    def cost(split: int) -> int:
+        waves = -(-units * split // (blocks * processors))
+        return waves * (1 + -(-tiles // (WARPS * split)))
+
+    return min(range(1, max(1, tiles // WARPS) + 1), key=cost)
+
+
+def _supported(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor) -> bool:
+    dim, heads, device = q.shape[2], selected.shape[1], q.device
+    if q.dtype != torch.bfloat16 or dim not in HEAD_DIMS or not 1 <= q.shape[1] // heads <= MAX_GROUP:
+        return False
+    if not selected.numel() or not (q.is_contiguous() and selected.is_contiguous()):
+        return False
+    match values:
+        case DenseRows(rows=rows):
+            chunk, good = rows.shape[3], rows.dtype == torch.bfloat16 and rows.device == device
+        case QuantisedRows(codes=codes):
+            chunk, good = codes.shape[3], values.bits == 4 and codes.device == device
+    if not good or chunk not in CHUNKS:
+        return False
+    match keys:
+        case DenseRows(rows=rows):
+            return isinstance(values, DenseRows) and rows.dtype == torch.bfloat16 and rows.device == device
+        case LatentKeys():
+            rank, rope = keys.latents.shape[3], keys.rotary.config
+            return (
+                keys.latents.dtype in (torch.int8, torch.bfloat16)
+                and rank % 32 == 0
+                and rank <= MAX_RANK
+                and keys.basis.dtype == torch.bfloat16
+                and (keys.mean is None or keys.mean.dtype in (torch.bfloat16, torch.float32))
+                and rope.dim == dim
+                and not rope.interleaved
+            )
+
+
+def _score_scale(dim: int) -> float:
+    """Of a product of query and key in the exponent to base 2."""
+    return math.log2(math.e) / math.sqrt(dim)
+
+
+@lru_cache(maxsize=16)
+def _turns(rotary: RotaryTables) -> Tensor:
+    """Rotations per position in units of 2^-64, int64 [d / 2] on the tables' device."""
+    turns = rotary.config.inverse_frequencies() / (2 * math.pi) * 2.0**64
+    return turns.round().to(torch.int64).to(rotary.cos.device)

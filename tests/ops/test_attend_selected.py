@@ -1,0 +1,140 @@
+"""Packing of coded rows bit by bit, and the reference against plain formulas per token."""
+
+import math
+
+import pytest
+import torch
+from plain_formulas import SHAPES, assert_close, attend_rows, turn
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.packing import dequantise_rows, quantise_rows
+from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
+from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+WIDTHS = [(4, 64), (4, 96), (4, 128), (4, 256), (3, 64), (3, 128), (3, 256), (2, 64), (2, 96), (2, 128), (2, 256)]
+
+
+def orthogonal(dim: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(dim, dim))[0]
+
+
+def code_of(row: list[int], bits: int, dim: int, i: int, half: int, g: int) -> int:
+    """The code of dimension 16 i + 8 half + g, read from the packed bytes as the kernel's lane g reads it."""
+    if bits == 4:
+        return row[g * dim // 16 + i] >> 4 * half & 15
+    low = row[g * dim // 32 + i // 2] >> 4 * (i % 2) + 2 * half & 3
+    if bits == 2:
+        return low
+    return low | (row[dim // 4 + g * dim // 64 + i // 4] >> 2 * (i % 4) + half & 1) << 2
+
+
+@pytest.mark.parametrize(("bits", "dim"), WIDTHS)
+def test_codes_are_where_the_layout_says(seed, bits, dim):
+    x, rotation = torch.randn(5, dim), orthogonal(dim)
+    codes, scale = quantise_rows(x, rotation, bits)
+    assert codes.dtype == torch.uint8 and codes.shape == (5, dim * bits // 8)
+    assert scale.dtype == torch.float16 and scale.shape == (5,)
+    rotated = dequantise_rows(codes, scale, None, bits, dim)
+    for row in range(5):
+        for at in range(dim):
+            code = code_of(codes[row].tolist(), bits, dim, at // 16, at // 8 % 2, at % 8)
+            assert rotated[row, at] == scale[row].float() * (code - (2**bits - 1) / 2)
+
+
+@pytest.mark.parametrize(("bits", "dim"), WIDTHS)
+def test_coded_rows_come_back_close(seed, bits, dim):
+    x, rotation = torch.randn(200, dim) * torch.rand(200, 1) * 10, orthogonal(dim)
+    back = dequantise_rows(*quantise_rows(x, rotation, bits), rotation, bits, dim)
+    error = ((back - x).norm() / x.norm()).item()
+    # Of a unit Gaussian the optimal uniform quantiser leaves these mean squares (Max, 1960).
+    assert error == pytest.approx({4: 0.01154, 3: 0.03744, 2: 0.1188}[bits] ** 0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_codes_are_the_nearest_levels_and_the_scale_the_least_squares_one(seed, bits):
+    x = torch.randn(9, 64)
+    codes, scale = quantise_rows(x, torch.eye(64), bits)
+    levels = dequantise_rows(codes, torch.ones(9), None, bits, 64)
+    step = {4: 0.3352, 3: 0.5860, 2: 0.9957}[bits] * x.norm(dim=1, keepdim=True) / 8
+    inside = (x / step).abs() < 2 ** (bits - 1) - 1e-3
+    assert ((levels - x / step).abs()[inside] <= 0.501).all()
+    torch.testing.assert_close(scale.float(), (x * levels).sum(1) / levels.square().sum(1), rtol=1e-3, atol=0)
+
+
+def test_zero_rows_stay_zero():
+    codes, scale = quantise_rows(torch.zeros(2, 64), torch.eye(64), 4)
+    assert torch.equal(scale, torch.zeros(2, dtype=torch.float16))
+    assert torch.equal(dequantise_rows(codes, scale, torch.eye(64), 4, 64), torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(5, 64), (4, 72), (3, 96), (2, 80)])
+def test_widths_that_do_not_fit_are_refused(bits, dim):
+    with pytest.raises(ValueError, match=r"bits|multiple"):
+        quantise_rows(torch.randn(1, dim), torch.eye(dim), bits)
+
+
+def selections(batch: int, heads: int) -> Tensor:
+    """Chunks of three pages of eight, -1s last; the last row selects nothing."""
+    selected = torch.rand(batch, heads, 24).argsort(-1)[..., :5]
+    selected[0, 0, 3:] = -1
+    selected[-1] = -1
+    return selected
+
+
+@pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+@pytest.mark.parametrize("latents", ["float", "int8"])
+@pytest.mark.parametrize("mean", [True, False])
+def test_low_rank_keys_and_coded_values(seed, heads, group, dim, latents, mean):
+    batch, rank, chunk = 3, 12, 8
+    pages = torch.randperm(20)[: batch * 3].view(batch, 3)
+    stored = torch.randn(20, 8, chunk, rank)
+    if latents == "int8":
+        stored = (stored * 40).clamp(-127, 127).to(torch.int8)
+    config = RopeConfig(dim, scaling="yarn", factor=4.0, original_max_position=64)
+    basis, means = torch.randn(7, rank, heads, dim) / 30, torch.randn(7, heads, dim)
+    slots = torch.randperm(7)[:batch]
+    keys = LatentKeys(stored, basis, means if mean else None, slots, pages, RotaryTables(config, 192))
+    rotation = orthogonal(dim)
+    codes, scale = quantise_rows(torch.randn(20, heads, 8, chunk, dim), rotation, 4)
+    values = QuantisedRows(codes, scale.flatten(2), 4, rotation, pages)
+    selected, q = selections(batch, heads), torch.randn(batch, heads * group, dim)
+    plain = dequantise_rows(codes, scale, rotation, 4, dim)
+    rows = []
+    for b in range(batch):
+        k, v = [], []
+        for h in range(heads):
+            positions = [c * chunk + i for c in selected[b, h].tolist() if c >= 0 for i in range(chunk)]
+            k.append(torch.empty(len(positions), dim))
+            v.append(torch.empty(len(positions), dim))
+            for n, position in enumerate(positions):
+                where = pages[b, position // 64], position % 64 // chunk, position % chunk
+                key = stored[where].double() @ basis[slots[b], :, h].double() + mean * means[slots[b], h].double()
+                k[h][n] = turn(key, position, config)
+                v[h][n] = plain[where[0], h, where[1], where[2]]
+        rows.append((q[b], k, v))
+    out, lse = attend_selected(q, keys, values, selected)
+    exact, sums = attend_rows(rows)
+    assert_close(out, exact, atol=1e-4, rtol=1e-4)
+    assert_close(lse, sums, atol=1e-4, rtol=1e-4)
+    assert (out[-1] == 0).all()
+    assert (lse[-1] == -math.inf).all()
+
+
+def test_dense_rows_are_gathered_where_they_lie(seed):
+    rows, pages = torch.randn(9, 2, 8, 8, 16).bfloat16(), torch.randperm(9)[:6].view(2, 3)
+    selected = torch.randint(0, 24, (2, 2, 4))
+    found = gather_selected(DenseRows(rows, pages), selected)
+    assert found.dtype == torch.bfloat16
+    for b in range(2):
+        for h in range(2):
+            expected = [rows[pages[b, c // 8], h, c % 8] for c in selected[b, h].tolist()]
+            assert torch.equal(found[b, h], torch.cat(expected))
+
+
+def test_no_chunks_at_all_give_zero():
+    rows = DenseRows(torch.randn(3, 2, 8, 8, 16), torch.zeros(2, 1, dtype=torch.int64))
+    q, none = torch.randn(2, 4, 16), torch.zeros(2, 2, 0, dtype=torch.int64)
+    out, lse = attend_selected(q, rows, rows, none)
+    assert torch.equal(out, torch.zeros(2, 4, 16))
+    assert torch.equal(lse, torch.full((2, 4), -math.inf))
