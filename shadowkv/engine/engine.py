@@ -24,6 +24,7 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +52,14 @@ class EngineStats:
 
 
 class Engine:
-    """A model, its KV cache and the requests in flight; not thread-safe.
+    """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
 
     Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.config = config
-        loaded, self.cache, self.notes = load_engine_parts(config)
+        loaded, self.cache, self.notes = load_engine_parts(config, loaded)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
         graphs = self.cache.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
