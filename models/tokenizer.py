@@ -39,6 +39,7 @@ class Tokenizer:
         self.bos_token_id: int | None = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
+        self.chat_template = chat_template
         self._template = None if chat_template is None else ChatTemplate(chat_template)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []

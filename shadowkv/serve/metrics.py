@@ -41,7 +41,8 @@ class Metrics:
 
         self._model = model
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
-        self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the KV cache, not computed anew.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up among the sequences that are kept.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found there, and not computed anew.")
         self._generated = counter("generation_tokens", "Tokens generated.")
         self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
@@ -89,7 +90,9 @@ class Metrics:
 
     def _begin(self, output: RequestOutput) -> None:
         self._prompt.inc(output.prompt_tokens)
-        self._cached.inc(output.cached_tokens)
+        if output.prompt_logprobs is None:  # all of a prompt that is scored is computed
+            self._queries.inc(output.prompt_tokens)
+            self._hits.inc(output.cached_tokens)
         times = output.times
         if times.scheduled is not None and times.first_token is not None:
             self._to_first.observe(times.first_token - times.arrival)

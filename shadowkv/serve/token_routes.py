@@ -11,6 +11,7 @@ from pydantic import model_validator
 from shadowkv.serve.errors import ApiError
 from shadowkv.serve.jobs import check_model
 from shadowkv.serve.protocol import Body, Message, TokenIds, refusal
+from shadowkv.serve.strict_json import StrictJsonRoute
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -42,7 +43,7 @@ class DetokenizeRequest(Body):
 
 def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
     """The routes; the work is done in threads, as long prompts take seconds."""
-    router, tokenizer = APIRouter(), engine.tokenizer
+    router, tokenizer = APIRouter(route_class=StrictJsonRoute), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         special, text = body.add_special_tokens, body.prompt
@@ -83,6 +84,7 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def get_tokenizer_info() -> dict[str, Any]:
-        return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size}
+        template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
+        return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}
 
     return router

@@ -44,8 +44,12 @@ def test_detokenize(call):
         assert error["param"] == "tokens" and len(error["message"]) < 200
 
 
-def test_tokenizer_info(call):
-    assert call("GET", "/tokenizer_info").json() == {"eos_token": None, "bos_token": "\x01", "vocab_size": 0x110000}
+def test_tokenizer_info(call, engine, monkeypatch):
+    info = {"eos_token": None, "bos_token": "\x01", "vocab_size": 0x110000}
+    template = engine.tokenizer.chat_template
+    assert call("GET", "/tokenizer_info").json() == {**info, "chat_template": template}
+    monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+    assert call("GET", "/tokenizer_info").json() == info
 
 
 def test_version(call):
@@ -78,7 +82,8 @@ def test_metrics(post, call, engine):
     ended = {key[1]: value for key, value in found.items() if key[0] == "request_success_total"}
     assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 2 and ended["abort"] == 1
     assert found["prompt_tokens_total",] == 3 + 3 + 3 + 5 + 6 + 4
-    assert found["cached_prompt_tokens_total",] == 2 * 6
+    assert found["prefix_cache_queries_total",] == found["prompt_tokens_total",]
+    assert found["prefix_cache_hits_total",] == 2 * 6
     assert found["generation_tokens_total",] >= 2 * len(REPLY) + 3 + 3 + 2
     assert found["e2e_request_latency_seconds_count",] == 3
     assert found["e2e_request_latency_seconds_sum",] == pytest.approx(3 * 3.5, rel=0.01)
@@ -87,6 +92,9 @@ def test_metrics(post, call, engine):
         assert found[f"{name}_seconds_sum",] == pytest.approx(6 * mean, rel=0.01)
     assert found["inter_token_latency_seconds_count",] >= 2 * (len(REPLY) - 1) + 2
     assert found["process_resident_memory_bytes",] > 2**20
+    engine.is_alive = True
+    post("completions", prompt="Hi", echo=True, max_tokens=0)  # is computed whole, without a look at the cache
+    assert metrics(call)["prompt_tokens_total",] == metrics(call)["prefix_cache_queries_total",] + 3
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
