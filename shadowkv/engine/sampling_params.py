@@ -62,7 +62,7 @@ class SamplingParams:
                 ),
                 ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
                 ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-                ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all"),
+                ("top_k", -1 <= self.top_k < 2**31, "at least 1, or 0 or -1 for all"),
                 ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
                 ("repetition_penalty", 0 < self.repetition_penalty <= 100, "in (0, 100]"),
                 ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),

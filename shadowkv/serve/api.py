@@ -22,6 +22,7 @@ from shadowkv.serve.jobs import answer, chunks, prepare
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.strict_json import StrictJsonRoute
 from shadowkv.serve.token_routes import token_routes
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | 
     """The application; ``served_name`` is the model's name to clients."""
     settings = settings or ServerSettings()
     app = FastAPI(title="shadowkv", docs_url="/docs", redoc_url=None)
+    app.router.route_class = StrictJsonRoute
     app.add_middleware(Guard, settings=settings)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from shadowkv.engine.async_engine import EngineBusy
+from shadowkv.serve import strict_json
 from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.endpoints import ENDPOINTS
 from shadowkv.serve.errors import ApiError, as_api_error, from_validation
@@ -131,8 +132,8 @@ class BatchRun:
 
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            request = strict_json.parse(line)
+        except json.JSONDecodeError as error:
             raise BadLine("invalid_json", f"not valid JSON: {error}") from error
         if not isinstance(request, dict):
             raise BadLine("invalid_request", "not a JSON object")

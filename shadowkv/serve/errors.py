@@ -21,17 +21,25 @@ MAX_REASONS = 5
 """A prompt of a million wrong items has as many reasons; the first ones tell the story."""
 
 
+MAX_CHARS = 800
+"""Of a message and of a parameter's name: either may quote the request."""
+
+
 class ApiError(Exception):
     """A request that gets no answer, and why."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
+        self.message, self.status, self.param, self.code = _short(message), status, param and _short(param), code
 
     def body(self) -> dict[str, Any]:
         """The response body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
 
 
 def as_api_error(error: Exception) -> ApiError:

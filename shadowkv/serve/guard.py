@@ -17,6 +17,7 @@ OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 """What probes and monitoring ask for, without a key."""
 
 LINGER_SECONDS = 5.0
+MAX_DIGITS = 18
 
 
 class BodyTooLarge(HTTPException):
@@ -47,7 +48,7 @@ class Guard:
             refusal = JSONResponse(error.body(), 401, {"WWW-Authenticate": "Bearer"})
             return await refusal(scope, receive, send)
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._limit:
+        if not length.isdigit() or len(length) > MAX_DIGITS or int(length) > self._limit:
             return await too_large(self._too_large)(scope, receive, send)
         await self._app(scope, self._limited(receive), send)
 

@@ -191,7 +191,7 @@ TokenIds = Annotated[list[int], PlainValidator(_tokens, json_schema_input_type=l
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 class CompletionRequest(GenerationRequest):

@@ -23,7 +23,10 @@ def json_schema(value: Any) -> str | None:
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise _refusal("json_schema needs a schema, an object")
-    return json.dumps(schema)
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise _refusal("the schema is nested too deeply") from error
 
 
 def _refusal(message: str) -> PydanticCustomError:

@@ -58,7 +58,7 @@ def test_what_ends_everything_is_raised_and_still_leaves_nothing_behind(make: An
     engine.add_request("a", prompt(1, 100), GREEDY)
     fail_next_prefill(engine, 1, error)
     with pytest.raises(type(error)):
-        engine.step()
+        drain(engine)
     engine.abort("a")
     assert not engine.has_work
     assert_empty(engine)
@@ -146,3 +146,29 @@ def test_a_request_that_was_added_cannot_be_added_again(make: Any) -> None:
         engine.add(request)
     assert len(tokens(drain(engine)["a"])) == 8
     assert_empty(engine)
+
+
+EXTREMES = [
+    {"top_k": 2**31 - 1, "temperature": 100.0},
+    {"top_k": 10**6, "top_p": 1e-300, "seed": -(2**63)},
+    {"min_p": 1.0, "seed": 2**63 - 1},
+    {"repetition_penalty": 1e-300},
+    {"temperature": 1e-300, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+    {"logit_bias": dict.fromkeys(range(300), -100.0), "min_tokens": 10**400},
+    {"stop": ("x" * 10**5,) * 100, "logprobs": 20},
+]
+
+
+def test_extreme_parameters_do_not_end_the_engine(make: Any) -> None:
+    engine = make(kv="full", max_num_seqs=8)
+    for number, extreme in enumerate(EXTREMES):
+        engine.add_request(str(number), prompt(number, 20), SamplingParams(**{"max_tokens": None, **extreme}))
+    for number in range(8):
+        outputs = [output for _ in range(4) for output in engine.step()]
+        assert outputs or number
+    for number in range(len(EXTREMES)):
+        engine.abort(str(number))
+    drain(engine)
+    assert_empty(engine)
+    with pytest.raises(ValueError, match="top_k"):
+        SamplingParams(top_k=10**400)

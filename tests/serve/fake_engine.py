@@ -20,6 +20,7 @@ class FakeTokenizer:
 
     vocab_size = 0x110000
     special_tokens = {"bos_token": "\x01"}  # noqa: RUF012
+    chat_template: str | None = "{% for message in messages %}…{% endfor %}"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # as a real one, no lone surrogates
@@ -63,8 +64,9 @@ class FakeEngine:
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
         asked = 1 if params.max_tokens is None else params.max_tokens
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty", "prompt")
+        least, most = min(prompt_token_ids, default=-1), max(prompt_token_ids, default=-1)
+        if not 0 <= least <= most < self.tokenizer.vocab_size:
+            raise RequestError("a prompt needs tokens, of the vocabulary", "prompt")
         if len(prompt_token_ids) + asked > self.max_model_len:
             text = (
                 f"{len(prompt_token_ids)} prompt tokens + {asked} are more than the {self.max_model_len} of the model"
@@ -75,7 +77,7 @@ class FakeEngine:
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         request_id, prompt_token_ids, params = request.request_id, request.prompt_token_ids, request.params
         assert request_id not in self.running
-        prompt = self.tokenizer.decode(prompt_token_ids)
+        prompt = self.tokenizer.decode(prompt_token_ids[:1000])
         self.prompts.append(prompt)
         self.params.append(params)
         self.running.add(request_id)

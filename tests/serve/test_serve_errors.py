@@ -60,13 +60,9 @@ def test_echo_is_of_completions_only(post):
     assert error_of(post("completions", max_tokens=0, logprobs=1))["param"] == "max_tokens"
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], 3, {}, [1, "a"], [1.0], [True], [[1], ["a"]], "\ud800"])
+@pytest.mark.parametrize("prompt", [[], [[]], 3, {}, [1, "a"], [1.0], [True], [[1], ["a"]]])
 def test_prompts(call, prompt):
-    body = '{"prompt": "\\ud800"}' if prompt == "\ud800" else None
-    options = (
-        {"content": body, "headers": {"Content-Type": "application/json"}} if body else {"json": {"prompt": prompt}}
-    )
-    assert error_of(call("POST", "/v1/completions", **options))["param"] == "prompt"
+    assert error_of(call("POST", "/v1/completions", json={"prompt": prompt}))["param"] == "prompt"
 
 
 def test_a_prompt_is_required(call):

@@ -1,0 +1,106 @@
+"""Faults of the real engine, a small real model behind the API: who gets which error, and who goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from http_server import http_server
+from replies import events
+from test_serve_errors import error_of
+from test_serve_long_prompts import slowest_health
+
+from shadowkv.engine.async_engine import AsyncEngine
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.api import build_app
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(EngineConfig(max_model_len=512, max_num_seqs=2, max_cached_seqs=0, device="cpu"))
+    engine.start()
+    yield engine
+    engine.shutdown(10)
+
+
+@pytest.fixture
+def url(engine: AsyncEngine) -> Iterator[str]:
+    with http_server(build_app(engine, "small")) as url:
+        yield url
+
+
+def ask(url: str, **more: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={**BODY, **more}, timeout=60)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_when_the_engine_dies_every_client_is_told(url, engine, monkeypatch):
+    def die(*_):
+        raise SystemError("boom")
+
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(ask, url, stream=number % 2 == 0) for number in range(4)]
+        wait_until(
+            lambda: (engine.stats().running, engine.stats().waiting) == (2, 2) and engine.engine.scheduler.running
+        )
+        assert httpx.get(f"{url}/health").status_code == 200
+        monkeypatch.setattr(engine.engine.runner, "decode", die)
+        for number, answer in enumerate(answers):
+            response = answer.result()
+            if number % 2 == 0 and response.status_code == 200:
+                error = events(response)[-1]["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+            else:
+                error = error_of(response, 503)
+            assert "boom" in error["message"] and error["code"] == "engine_dead"
+    assert httpx.get(f"{url}/health").status_code == 503
+    for stream in (False, True):
+        assert error_of(ask(url, stream=stream), 503)["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch, stream):
+    wanted = ask(url, max_tokens=20).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(2) as clients:
+        broken = clients.submit(ask, url, stream=stream)
+        wait_until(lambda: engine.engine.scheduler.running)
+        (running,) = engine.engine.scheduler.running
+        monkeypatch.setattr(engine.engine._text[running.request.request_id]._stream, "push", None)
+        other = clients.submit(ask, url, max_tokens=20)
+        response = broken.result()
+        error = events(response)[-1]["error"] if stream else error_of(response, 500)
+        assert error["code"] == "generation_failed" and "TypeError" in error["message"]
+        assert other.result().json()["choices"][0]["text"] == wanted
+    assert httpx.get(f"{url}/health").status_code == 200
+    pool, finished = engine.engine.cache.pool, engine.engine.scheduler.finished
+    assert engine.stats().running == 0 and pool.free + finished.blocks() == pool.total
+
+
+def test_a_schema_that_nothing_follows(url):
+    for schema in ({"$ref": "#"}, {"type": "nope"}):
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        error = error_of(ask(url, response_format=format))
+        assert error["param"] == "response_format" and "/project" not in error["message"]
+
+
+def test_others_are_served_while_a_large_schema_is_compiled(url):
+    word = {"type": "string", "maxLength": 60}
+    names = [f"p{number}" for number in range(300)]
+    inner = {"type": "object", "properties": {"a": word, "b": word, "c": word}, "required": ["a", "b", "c"]}
+    schema = {"type": "object", "properties": dict.fromkeys(names, inner), "required": names}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    seconds, answer = slowest_health(url, lambda: ask(url, response_format=format, max_tokens=2, ignore_eos=False))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"].startswith("{")
+    assert seconds < 0.5
