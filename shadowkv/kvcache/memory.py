@@ -111,24 +111,24 @@ class Tier:
         """Mixes the free blocks, as a day of sequences that come and go does."""
         random.Random(seed).shuffle(self._free)
 
-    def views(self, fields: Ids[Field]) -> dict[str, list[Tensor]]:
-        """For each field the per-layer views ``[granules, *shape]`` of pages that lay ``fields`` out in order."""
-        views: dict[str, list[Tensor]] = {}
+    def views(self, fields: Ids[Field]) -> dict[str, Tensor]:
+        """For each field the view ``[num_layers, granules, *shape]`` of pages that lay ``fields`` out in order."""
+        views: dict[str, Tensor] = {}
         offset = 0
         for field in fields:
-            views[field.name] = [self._view(layer, offset, field) for layer in range(self.num_layers)]
+            views[field.name] = self._view(offset, field)
             offset += field.nbytes
         return views
 
-    def _view(self, layer: int, offset: int, field: Field) -> Tensor:
+    def _view(self, offset: int, field: Field) -> Tensor:
         if not self.block_bytes:
-            return self.arena.new_empty(0, *field.shape, dtype=field.dtype)
-        size = field.dtype.itemsize
-        flat = self.arena[layer].view(field.dtype)
+            return self.arena.new_empty(self.num_layers, 0, *field.shape, dtype=field.dtype)
+        size, flat = field.dtype.itemsize, self.arena.view(field.dtype)
         strides = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
-        count = max(0, (flat.numel() * size - offset - math.prod(field.shape) * size) // GRANULE + 1)
+        count = max(0, (self.arena.shape[1] - offset - math.prod(field.shape) * size) // GRANULE + 1)
         start = flat.storage_offset() + offset // size
-        return flat.as_strided((count, *field.shape), (GRANULE // size, *strides), start)
+        shape = (self.num_layers, count, *field.shape)
+        return flat.as_strided(shape, (flat.stride(0), GRANULE // size, *strides), start)
 
 
 def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:

@@ -119,12 +119,13 @@ class Prefill:
             slot, names, value_names = (
                 torch.tensor(x, device=self.store.compute) for x in ([sequence.slot], pages[new], value_pages[new])
             )
-            tokens = SealedTokens(slot, names, value_names, by_page(keys), by_page(rotated), by_page(values))
-            self.sealing.write(layer, tokens, excluded)
+            tokens = (by_page(x).unsqueeze(0) for x in (keys, rotated, values))
+            layers = slice(layer, layer + 1)
+            self.sealing.write(SealedTokens(layers, slot, names, value_names, *tokens), excluded)
         self._write_exact(layer, sequence.ring, sealed, rotated[count:], values[count:])
 
     def _write_static(self, layer: int, sequence: Sequence, rotated: Tensor, values: Tensor) -> Tensor:
-        """Makes the sink chunk and the outliers exact; returns their bits, bool [pages, H, C]."""
+        """Makes the sink chunk and the outliers exact; returns their bits, bool [1, pages, H, C]."""
         chunk, heads = self.spec.chunk, self.shape.num_kv_heads
         outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers)
         chosen = torch.cat((outliers.new_zeros(heads, 1), outliers), dim=1)
@@ -134,7 +135,7 @@ class Prefill:
         self._write_exact(layer, sequence.static, 0, *exact)
         bits = torch.zeros(heads, len(rotated) // chunk, dtype=torch.bool, device=chosen.device)
         bits.scatter_(1, chosen, True)
-        return bits.unflatten(1, (-1, PAGE // chunk)).transpose(0, 1)
+        return bits.unflatten(1, (-1, PAGE // chunk)).transpose(0, 1).unsqueeze(0)
 
     def _write_exact(self, layer: int, pages: list[int], first: int, rotated: Tensor, values: Tensor) -> None:
         """Writes tokens [n, H, d] of positions ``first`` on into a ring of exact pages."""

@@ -19,7 +19,7 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
 PAGES_AT_ONCE = 256
-"""Pages that are coded at a time, to bound what that takes beside them."""
+"""Pages of one layer that are coded at a time, to bound what that takes beside them."""
 
 
 class Sealing:
@@ -34,14 +34,17 @@ class Sealing:
         self.spec = store.layout.spec
         self.launch: Callable[[np.ndarray], None] = self._launch
 
-    def write(self, layer: int, tokens: SealedTokens, excluded: Tensor | None = None) -> None:
-        """Stores full pages of one layer; ``excluded`` bool [n, H, C] marks chunks that are exact elsewhere."""
+    def write(self, tokens: SealedTokens, excluded: Tensor | None = None) -> None:
+        """Stores full pages; ``excluded`` bool [L, n, H, C] marks chunks that are exact elsewhere."""
+        layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
-            for some in tokens.split(PAGES_AT_ONCE):
-                part.seal(self.store, layer, some)
-        bits = self.store.page["excluded"][layer]
-        # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
-        bits[tokens.pages] = bits.new_zeros(len(tokens.pages), *bits.shape[1:]) if excluded is None else excluded
+            for some in tokens.split(max(1, PAGES_AT_ONCE // layers)):
+                part.seal(self.store, some)
+        if excluded is None:
+            shape = layers, len(tokens.pages), *self.store.page["excluded"].shape[2:]
+            # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
+            excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
+        self.store.write("excluded", tokens.layers, tokens.pages, excluded)
 
     def _launch(self, numbers: np.ndarray) -> None:
         self.seal_pages(torch.from_numpy(numbers).to(self.store.compute))
@@ -65,9 +68,7 @@ class Sealing:
                 (self.table.exact, column), (self.table.sealed_pages, number), (self.table.value_pages, number)
             )
         )  # fmt: skip
+        rotated, values = self.store.k[:, exact].transpose(2, 3), self.store.v[:, exact].transpose(2, 3)
         positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
-        for layer in range(self.store.layout.shape.num_layers):
-            rotated = self.store.k[layer][exact].transpose(1, 2)
-            values = self.store.v[layer][exact].transpose(1, 2)
-            keys = self.store.ops.rotate(rotated, positions, self.store.rotary, inverse=True)
-            self.write(layer, SealedTokens(slots, pages, value_pages, keys, rotated, values))
+        keys = self.store.ops.rotate(rotated, positions.expand(len(rotated), -1, -1), self.store.rotary, inverse=True)
+        self.write(SealedTokens(slice(None), slots, pages, value_pages, keys, rotated, values))

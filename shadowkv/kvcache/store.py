@@ -16,8 +16,8 @@ class Store:
 
     Attributes:
         device, host: the tiers; the host tier has no blocks where the policy keeps nothing there.
-        k, v: per layer [granules, H, 64, d], exact pages.
-        page: per field and layer [granules, *field.shape], sealed pages.
+        k, v: [num_layers, granules, H, 64, d], exact pages.
+        page: per field [num_layers, granules, *field.shape], sealed pages.
         state: per field [num_layers, slots, *field.shape].
     """
 
@@ -49,7 +49,10 @@ class Store:
         step = self.layout.sealed_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
 
-    def write_heads(self, name: str, layer: int, pages: Tensor, tokens: Tensor) -> None:
-        """Writes [n, 64, H, x] into a field of shape [H, C, c, x], on whichever tier it is."""
-        target = self.page[name][layer]
-        target[pages] = tokens.transpose(1, 2).unflatten(2, target.shape[2:4]).to(target.dtype)
+    def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
+        """Writes pages [L, n, *field.shape] of some layers."""
+        self.page[name][layers][:, pages] = rows
+
+    def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
+        """Writes [L, n, 64, H, x] into a field of shape [H, C, c, x]."""
+        self.write(name, layers, pages, tokens.transpose(2, 3).unflatten(3, self.page[name].shape[3:5]))

@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SealedTokens:
-    """Full pages of tokens about to be stored, of one layer.
+    """Full pages of tokens about to be stored, of L layers at once.
 
     Attributes:
+        layers: which ones.
         slots: int64 [n], or [1] when all pages are of one sequence.
         pages: int64 [n], granules of the device pages.
         value_pages: int64 [n], granules of the pages that hold the values (the same where they stay on the device).
-        keys: [n, 64, H, d] before the rotation.
-        rotated: [n, 64, H, d] after the rotation.
-        values: [n, 64, H, d].
+        keys: [L, n, 64, H, d] before the rotation.
+        rotated: [L, n, 64, H, d] after the rotation.
+        values: [L, n, 64, H, d].
     """
 
+    layers: slice
     slots: Tensor
     pages: Tensor
     value_pages: Tensor
@@ -49,10 +51,13 @@ class SealedTokens:
         """Runs of at most ``count`` pages."""
         for start in range(0, len(self.pages), count):
             rows = slice(start, start + count)
-            slots = self.slots if len(self.slots) == 1 else self.slots[rows]
-            yield SealedTokens(slots, *(x[rows] for x in (
-                self.pages, self.value_pages, self.keys, self.rotated, self.values
-            )))  # fmt: skip
+            yield SealedTokens(
+                self.layers,
+                self.slots if len(self.slots) == 1 else self.slots[rows],
+                self.pages[rows],
+                self.value_pages[rows],
+                *(x[:, rows] for x in (self.keys, self.rotated, self.values)),
+            )
 
 
 class Part(ABC):
@@ -77,7 +82,7 @@ class Part(ABC):
         return ()
 
     @abstractmethod
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
         """Stores full pages."""
 
 

@@ -18,9 +18,9 @@ class ChunkMean(IndexPart):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
-        means = tokens.rotated.unflatten(1, (self.chunks, self.spec.chunk)).float().mean(2)
-        store.page["landmarks"][layer][tokens.pages] = means.transpose(1, 2).to(self.dtype)
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        means = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk)).float().mean(3)
+        store.write("landmarks", tokens.layers, tokens.pages, means.transpose(2, 3).to(self.dtype))
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         landmarks, excluded = store.page["landmarks"][layer], store.page["excluded"][layer]

@@ -19,10 +19,10 @@ class MinMax(IndexPart):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
-        chunks = tokens.rotated.unflatten(1, (self.chunks, self.spec.chunk))
-        bounds = torch.stack((chunks.amin(2), chunks.amax(2)), dim=1)  # [n, 2, C, H, d]
-        store.page["bounds"][layer][tokens.pages] = bounds.permute(0, 3, 1, 2, 4)
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        chunks = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk))
+        bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [L, n, 2, C, H, d]
+        store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         bounds, excluded = store.page["bounds"][layer], store.page["excluded"][layer]

@@ -20,7 +20,7 @@ class AttendAll(IndexPart):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
         return
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

@@ -34,10 +34,10 @@ class Sketch(IndexPart):
             Field("sketch_scale", (heads, PAGE), torch.float16),
         )
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
         codes, scale = pack_sketch(tokens.rotated, self._rotation_on(store))
-        store.write_heads("sketch", layer, tokens.pages, codes)
-        store.page["sketch_scale"][layer][tokens.pages] = scale.transpose(1, 2)
+        store.write_heads("sketch", tokens.layers, tokens.pages, codes)
+        store.write("sketch_scale", tokens.layers, tokens.pages, scale.transpose(2, 3))
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         codes, scale, excluded = (store.page[name][layer] for name in ("sketch", "sketch_scale", "excluded"))

@@ -18,8 +18,8 @@ class DenseKeys(KeyPart):
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("keys", shape, self.dtype),)
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
-        store.write_heads("keys", layer, tokens.pages, tokens.rotated)
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        store.write_heads("keys", tokens.layers, tokens.pages, tokens.rotated)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
         return DenseRows(store.page["keys"][layer], batch.pages)

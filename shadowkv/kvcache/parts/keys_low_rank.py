@@ -40,10 +40,10 @@ class LowRankKeys(KeyPart):
         store.state["basis"][layer, slot] = basis.view(self.rank, *keys.shape[1:]).to(self.dtype)
         store.state["kept_energy"][layer, slot] = kept
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
-        basis = store.state["basis"][layer][tokens.slots].flatten(2)
-        latents = tokens.keys.flatten(2) @ basis.transpose(1, 2)
-        store.page["latents"][layer][tokens.pages] = latents.unflatten(1, (self.chunks, self.spec.chunk))
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        basis = store.state["basis"][tokens.layers][:, tokens.slots].flatten(3)
+        latents = tokens.keys.flatten(3) @ basis.transpose(2, 3)
+        store.write("latents", tokens.layers, tokens.pages, latents.unflatten(2, (self.chunks, self.spec.chunk)))
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]
@@ -78,12 +78,12 @@ class LowRankInt8Keys(LowRankKeys):
         store.state["latent_step"][layer, slot] = step
         store.state["kept_energy"][layer, slot] = kept
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
-        state = {name: field[layer][tokens.slots] for name, field in store.state.items()}
-        centred = tokens.keys.float() - state["key_mean"].float()[:, None]
-        latents = centred.flatten(2) @ state["basis"].float().flatten(2).transpose(1, 2)
-        steps = (latents / state["latent_step"].square()[:, None]).round().clamp(-127, 127).to(torch.int8)
-        store.page["latents"][layer][tokens.pages] = steps.unflatten(1, (self.chunks, self.spec.chunk))
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        state = {name: field[tokens.layers][:, tokens.slots] for name, field in store.state.items()}
+        centred = tokens.keys.float() - state["key_mean"].float().unsqueeze(2)
+        latents = centred.flatten(3) @ state["basis"].float().flatten(3).transpose(2, 3)
+        steps = (latents / state["latent_step"].square().unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
+        store.write("latents", tokens.layers, tokens.pages, steps.unflatten(2, (self.chunks, self.spec.chunk)))
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
         latents, state = store.page["latents"][layer], store.state

@@ -19,8 +19,8 @@ class DenseValues(ValuePart):
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("values", shape, self.dtype),)
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
-        store.write_heads("values", layer, tokens.value_pages, tokens.values)
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        store.write_heads("values", tokens.layers, tokens.value_pages, tokens.values)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
         return DenseRows(store.page["values"][layer], batch.value_pages)

@@ -37,10 +37,10 @@ class RotatedValues(ValuePart):
             Field("value_scale", (heads, PAGE), torch.float16),
         )
 
-    def seal(self, store: Store, layer: int, tokens: SealedTokens) -> None:
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
         codes, scale = quantise_rows(tokens.values, self._rotation_on(store), self.bits)
-        store.write_heads("values", layer, tokens.value_pages, codes)
-        store.page["value_scale"][layer][tokens.value_pages] = scale.transpose(1, 2)
+        store.write_heads("values", tokens.layers, tokens.value_pages, codes)
+        store.write("value_scale", tokens.layers, tokens.value_pages, scale.transpose(2, 3))
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> QuantisedRows:
         codes, scale = (store.page[name][layer] for name in ("values", "value_scale"))
