@@ -26,21 +26,20 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
 
     Returns:
         token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
-        row's logits are all finite: the token of a row that is not has no meaning.
+        row has a largest logit: the token of a row with NaN or infinity in it has no meaning.
     """
-    finite = logits.isfinite().all(-1)
     raw = logits
     changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
     if changed:
         raw = logits.clone()
         for row in changed:
             _change(logits[row], requests[row])
-    tokens = logits.argmax(-1)
+    largest, tokens = logits.max(-1)  # the largest is NaN where any is
     drawn = [row for row, request in enumerate(requests) if request.params.temperature > COLDEST]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
-    chosen = tokens.tolist()
-    return chosen, _logprobs(raw, chosen, requests), finite.tolist()
+    chosen, finite = torch.stack((tokens, largest.isfinite().long())).tolist()  # one wait for the device
+    return chosen, _logprobs(raw, chosen, requests), [bool(row) for row in finite]
 
 
 def _change(logits: Tensor, request: Request) -> None:
