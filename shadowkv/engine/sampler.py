@@ -26,19 +26,20 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
 
     Returns:
         token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
-        row has a largest logit: the token of a row with NaN or infinity in it has no meaning.
+        row's logits are all finite: the token of a row that is not has no meaning.
     """
+    low, high = torch.aminmax(logits, dim=-1)  # NaN where any is
     raw = logits
     changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
     if changed:
         raw = logits.clone()
         for row in changed:
             _change(logits[row], requests[row])
-    largest, tokens = logits.max(-1)  # the largest is NaN where any is
+    tokens = logits.argmax(-1)
     drawn = [row for row, request in enumerate(requests) if request.params.temperature > COLDEST]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
-    chosen, finite = torch.stack((tokens, largest.isfinite().long())).tolist()  # one wait for the device
+    chosen, finite = torch.stack((tokens, (low.isfinite() & high.isfinite()).long())).tolist()  # one wait for the device
     return chosen, _logprobs(raw, chosen, requests), [bool(row) for row in finite]
 
 
