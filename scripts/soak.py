@@ -1,11 +1,13 @@
 """Mixed load on a live server of this machine: nothing lost, nothing wrong, nothing left over; stops by itself.
 
 Good requests (whole and streamed, 1 token to the limit, chats of several turns), clients that hang up, and bad bodies,
-in random order. Greedy answers must be those that the same prompts got alone before; where two tokens were nearly as
-likely, rounding may choose the other one, and that is counted as a near-tie.
+in random order; the load comes and goes, so that queues fill up and cached sequences live on. Greedy answers must be
+those that the same prompts got alone before, and a chat's last turn, on its cached sequence, the one that the same
+tokens get afresh: log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may choose the
+other one, and that is counted as a near-tie.
 
-    python -m shadowkv.serve --max-model-len 1024 &
-    python scripts/soak.py --requests 300
+    python scripts/soak.py                # starts a server of its own, with a tiny model
+    python scripts/soak.py --base-url http://127.0.0.1:8000 --tolerance 0.1 --requests 300
 """
 
 from __future__ import annotations
@@ -15,21 +17,34 @@ import asyncio
 import json
 import random
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from tiny_model import ENGINE, tiny_model
 
-NEAR_TIE = 0.1
-"""Greedy tokens whose log-probabilities differ by less may change places with the batch's shape."""
-ANSWER_TOKENS = 16
 WEIGHTS = {"whole": 35, "stream": 30, "hang up": 13, "bad": 12, "chat": 10}
-TURNS = 3
+LONGEST_ANSWER = 128
+TURNS, TURN_TOKENS = 3, 16
+TIDE = 250
+"""Requests between high water, when every client works, and low water, when every fourth one does."""
+MAX_FAULTS = 100
+"""They tell the story."""
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
+
+SLOTS = 16
+SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
+"""Our own server: it keeps finished sequences only in slots that nothing runs in."""
+RETRY_SECONDS, STOP_SECONDS = 2, 60
 
 
 class Lost(Exception):
@@ -45,13 +60,20 @@ class Answer:
     top: list[dict[str, float]] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, choice: dict[str, Any]) -> None:
-        """Takes in a choice, or a part of it."""
+    def add(self, choice: dict[str, Any], skip: int = 0) -> None:
+        """Takes in a choice, or a part of it, without its first ``skip`` tokens."""
         part = choice.get("logprobs") or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-        self.tokens += part["tokens"]
-        self.logprobs += part["token_logprobs"]
-        self.top += part["top_logprobs"]
+        self.tokens += part["tokens"][skip:]
+        self.logprobs += part["token_logprobs"][skip:]
+        self.top += part["top_logprobs"][skip:]
         self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    @classmethod
+    def of_chat(cls, choice: dict[str, Any]) -> Answer:
+        """The answer that a chat completion's choice is."""
+        steps = choice["logprobs"]["content"]
+        top = [{other["token"]: other["logprob"] for other in step["top_logprobs"]} for step in steps]
+        return cls([step["token"] for step in steps], [step["logprob"] for step in steps], top, choice["finish_reason"])
 
 
 @dataclass
@@ -67,41 +89,49 @@ class Soak:
     args: argparse.Namespace
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)
-    drift: float = 0.0
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    largest_difference: float = 0.0
     begun: int = 0
+    stopped: bool = False
 
-    async def run(self) -> bool:
-        """Prints a table; whether all was well."""
+    async def run(self) -> dict[str, Any]:
+        """The summary."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
         self.random = random.Random(self.args.seed)
         model = (await self.client.get("/v1/models")).json()["data"][0]
         self.limit: int = model["max_model_len"]
         text = " ".join(self.random.choice(WORDS) for _ in range(self.limit))
-        self.tokens: list[int] = (await self.client.post("/tokenize", json={"prompt": text})).json()["tokens"]
-        self.prompts = [self.prompt(share / (self.args.prompts - 1)) for share in range(self.args.prompts)]
-        self.alone = [await self.whole(prompt) for prompt in self.prompts]
-        start = time.monotonic()
+        self.tokens: list[int] = (await self.post("/tokenize", {"prompt": text}))["tokens"]
+        self.asked = [self.greedy(share / (self.args.prompts - 1)) for share in range(self.args.prompts)]
+        self.alone = [await self.whole(body) for body in self.asked]
+        self.start = time.monotonic()
         await self.sample()
-        workers = [self.work(start + self.args.seconds) for _ in range(self.args.concurrency)]
-        await asyncio.gather(*workers)
-        seconds = time.monotonic() - start
+        await asyncio.gather(*(self.work(number) for number in range(self.args.concurrency)))
+        seconds = time.monotonic() - self.start
         left = await self.left_over()
+        pools = {} if self.args.base_url else await self.fill_and_empty()
         await self.sample()
-        return self.report(seconds, left)
+        return self.summary(seconds, left, pools)
 
-    def prompt(self, share: float) -> list[int]:
-        """Token ids of a prompt, of 1 token (0) to as many as the context has room for (1)."""
-        longest = min(self.limit - ANSWER_TOKENS, len(self.tokens))
-        length = max(1, round(longest**share))
-        begin = self.random.randrange(len(self.tokens) - length + 1)
-        return self.tokens[begin : begin + length]
+    def stop(self, number: int) -> None:
+        """Lets what has begun come to its end; the second signal does not."""
+        asyncio.get_running_loop().remove_signal_handler(number)
+        self.stopped = True
 
-    async def work(self, deadline: float) -> None:
+    # -- clients ---------------------------------------------------------------------------------------------------
+
+    async def work(self, number: int) -> None:
         """One client: requests one after another until there have been enough, or time is up."""
-        while self.begun < self.args.requests and time.monotonic() < deadline:
+        while self.begun < self.args.requests and not self.stopped:
+            if time.monotonic() > self.start + self.args.seconds or len(self.faults) >= MAX_FAULTS:
+                break
+            if number % 4 and self.begun // TIDE % 2:
+                await asyncio.sleep(0.1)
+                continue
             self.begun += 1
-            if self.begun % max(1, self.args.requests // 20) == 0:
-                print(f"{self.begun} requests, {len(self.faults)} faults", file=sys.stderr, flush=True)
+            if self.begun % max(1, self.args.requests // 40) == 0:
+                self.progress(self.begun)
                 await self.sample()
             (kind,) = self.random.choices([*WEIGHTS], [*WEIGHTS.values()])
             self.counts[kind] += 1
@@ -111,33 +141,23 @@ class Soak:
                 self.faults.append(f"{kind}: {type(error).__name__}: {error}"[:300])
 
     async def do_whole(self) -> None:
-        which = self.random.randrange(len(self.prompts))
-        self.compare(which, await self.whole(self.prompts[which]))
+        which = self.random.randrange(len(self.asked))
+        self.compare(self.alone[which], await self.whole(self.asked[which]))
 
     async def do_stream(self) -> None:
-        which = self.random.randrange(len(self.prompts))
-        answer = Answer()
-        async with self.stream(self.body(self.prompts[which])) as response:
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    break
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise Lost(event["error"]["message"])
-                    answer.add(event["choices"][0])
-            else:
-                raise Lost("the stream ended without [DONE]")
-        self.compare(which, answer)
+        which = self.random.randrange(len(self.asked))
+        while (answer := await self.streamed(self.asked[which])) is None:
+            self.counts["queue full in a stream"] += 1
+            await asyncio.sleep(RETRY_SECONDS)
+        self.compare(self.alone[which], answer)
 
     async def do_hang_up(self) -> None:
-        body = self.body(self.prompt(self.random.random()), ignore_eos=True, stream=self.random.random() < 0.5)
-        body["max_tokens"] = max(1, self.limit - len(body["prompt"]))
+        body = self.body(self.prompt(self.random.random(), 1), ignore_eos=True, stream=self.random.random() < 0.5)
+        body["max_tokens"] = self.limit - len(body["prompt"])
         try:
-            timeout = self.random.uniform(0.01, 2)
-            await asyncio.wait_for(self.client.post("/v1/completions", json=body), timeout)
+            await asyncio.wait_for(self.client.post("/v1/completions", json=body), self.random.random() ** 2)
         except asyncio.TimeoutError:
-            pass
+            self.counts["hung up"] += 1
 
     async def do_bad(self) -> None:
         good = json.dumps(self.body([1, 2, 3]))
@@ -159,103 +179,180 @@ class Soak:
 
     async def do_chat(self) -> None:
         messages: list[dict[str, str]] = []
+        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 2}
         for turn in range(TURNS):
-            messages.append({"role": "user", "content": f"Word {self.random.randrange(100)} please, turn {turn}."})
-            options = {"max_tokens": ANSWER_TOKENS, "temperature": 0.7, "seed": 1}
-            answer = await self.post("/v1/chat/completions", {"messages": messages, **options})
-            if answer["usage"]["completion_tokens"] < 1:
-                raise Lost("no tokens")
-            self.counts["cached tokens"] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            said = " ".join(self.random.choices(WORDS, k=self.random.randrange(1, 40)))
+            messages.append({"role": "user", "content": f"Turn {turn} {self.random.random()}: {said}"})
+            reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
+            self.counts["cached tokens"] += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if turn + 1 < TURNS:
+                messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        prompt = (await self.post("/tokenize", {"messages": messages}))["tokens"]
+        # With echo, the prompt's own tokens are scored: that takes all of it to be computed, nothing cached.
+        body = self.body(prompt, echo=True, max_tokens=TURN_TOKENS)
+        fresh = Answer()
+        fresh.add((await self.post("/v1/completions", body))["choices"][0], skip=len(prompt))
+        self.compare(fresh, Answer.of_chat(reply["choices"][0]))
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def prompt(self, share: float, answer: int) -> list[int]:
+        """Token ids of a prompt, of 1 token (0) to as many as the context has room for beside the answer (1)."""
+        longest = min(self.limit - answer, len(self.tokens))
+        length = max(1, round(longest**share))
+        begin = self.random.randrange(len(self.tokens) - length + 1)
+        return self.tokens[begin : begin + length]
+
+    def greedy(self, share: float) -> dict[str, Any]:
+        """A request with a prompt as long as ``prompt`` says and an answer of any length."""
+        answer = round(LONGEST_ANSWER ** self.random.random())
+        return self.body(self.prompt(share, answer), max_tokens=answer)
 
     def body(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """A greedy request."""
-        return {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 2, **more}
+        return {"prompt": prompt, "temperature": 0, "logprobs": 2, **more}
 
-    async def whole(self, prompt: list[int]) -> Answer:
-        """The answer to one prompt, in one piece."""
+    async def whole(self, body: dict[str, Any]) -> Answer:
+        """The answer to one request, in one piece."""
         answer = Answer()
-        answer.add((await self.post("/v1/completions", self.body(prompt)))["choices"][0])
+        answer.add((await self.post("/v1/completions", body))["choices"][0])
         return answer
 
+    async def streamed(self, body: dict[str, Any]) -> Answer | None:
+        """The answer to one request, piece by piece; None if the queue was full, which a stream may notice late."""
+        answer = Answer()
+        async with self.open("/v1/completions", {**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return answer
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" not in event:
+                        answer.add(event["choices"][0])
+                    elif event["error"]["code"] == "queue_full" and not answer.tokens:
+                        return None
+                    else:
+                        raise Lost(event["error"]["message"])
+        raise Lost("the stream ended without [DONE]")
+
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """An answer's body; a full queue is asked again."""
-        while True:
-            response = await self.client.post(path, json=body)
-            if response.status_code == 503 and "retry-after" in response.headers:
-                self.counts["retries"] += 1
-                await asyncio.sleep(float(response.headers["retry-after"]))
-                continue
-            if response.status_code != 200:
-                raise Lost(f"{response.status_code}: {response.text[:200]}")
+        """An answer's body."""
+        async with self.open(path, body) as response:
+            await response.aread()
             return response.json()
 
-    def stream(self, body: dict[str, Any]) -> Any:
-        """A streamed answer, as a context."""
-        return self.client.stream("POST", "/v1/completions", json={**body, "stream": True})
+    @asynccontextmanager
+    async def open(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        """A good answer, still to be read; a full queue is asked again."""
+        while True:
+            async with self.client.stream("POST", path, json=body) as response:
+                if response.status_code == 200:
+                    yield response
+                    return
+                text = (await response.aread()).decode()
+            if response.status_code != 503 or "retry-after" not in response.headers:
+                raise Lost(f"{response.status_code}: {text[:200]}")
+            self.counts["queue full"] += 1
+            await asyncio.sleep(float(response.headers["retry-after"]))
 
-    def compare(self, which: int, answer: Answer) -> None:
-        """Counts an answer as the same as alone, as a near-tie, or as wrong."""
-        alone = self.alone[which]
+    # -- judgement -------------------------------------------------------------------------------------------------
+
+    def compare(self, expected: Answer, answer: Answer) -> None:
+        """Counts an answer as the same as expected, as a near-tie, or as wrong."""
         if answer.finish_reason is None or len(answer.tokens) != len(answer.logprobs):
             raise Lost("the answer is not whole")
-        for one, other, mine, theirs in zip(alone.tokens, answer.tokens, alone.logprobs, answer.logprobs, strict=False):
-            if one != other:
+        difference, verdict = 0.0, "same" if len(answer.tokens) == len(expected.tokens) else "wrong"
+        for token, other, top, one, two in zip(
+            answer.tokens, expected.tokens, expected.top, answer.logprobs, expected.logprobs, strict=False
+        ):
+            if token != other:
+                # Both may be off by the tolerance: so far apart may two tokens be that change places.
+                close = two - top.get(token, float("-inf")) < 2 * self.args.tolerance
+                verdict = "near-ties" if close else "wrong"
                 break
-            self.drift = max(self.drift, abs(mine - theirs))
-        if answer.tokens == alone.tokens:
-            self.counts["same"] += 1
-            return
-        first = next((i for i, pair in enumerate(zip(alone.tokens, answer.tokens)) if pair[0] != pair[1]), None)
-        gap = float("inf") if first is None else alone.logprobs[first] - alone.top[first].get(answer.tokens[first], -99)
-        if gap < NEAR_TIE:
-            self.counts["near-ties"] += 1
-            return
-        self.counts["wrong"] += 1
-        where = f"prompt of {len(self.prompts[which])} tokens, at {first} by {gap:.3f}"
-        self.faults.append(f"wrong: {where}: {''.join(answer.tokens)!r} for {''.join(alone.tokens)!r}"[:300])
+            difference = max(difference, abs(one - two))
+        self.largest_difference = max(self.largest_difference, difference)
+        if difference > self.args.tolerance:
+            verdict = "wrong"
+        self.counts[verdict] += 1
+        if verdict == "wrong":
+            texts = "".join(answer.tokens), "".join(expected.tokens)
+            self.faults.append("wrong: {!r} for {!r}, by {:.4f}".format(*texts, difference)[:300])
 
     async def gauge(self, name: str) -> float:
-        """A number from /metrics."""
+        """A number from /metrics, summed over its labels."""
         page = (await self.client.get("/metrics")).text
-        found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
-        if found is None:
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+        if not found:
             raise SystemExit(f"/metrics has no {name}")
-        return float(found[1])
+        return sum(map(float, found))
 
     async def sample(self) -> None:
-        self.memory.append(await self.gauge("process_resident_memory_bytes") / 2**20)
+        """Notes the server's resident memory."""
+        mib = await self.gauge("process_resident_memory_bytes") / 2**20
+        self.memory.append((round(time.monotonic() - self.start), round(mib)))
 
-    async def left_over(self) -> float:
+    async def left_over(self) -> int:
         """Requests that the server still has, after a while of rest."""
         for _ in range(60):
             left = await self.gauge("shadowkv:num_requests_running") + await self.gauge("shadowkv:num_requests_waiting")
             if not left:
                 break
             await asyncio.sleep(0.5)
-        return left
+        return int(left)
 
-    def report(self, seconds: float, left: float) -> bool:
-        lost = len(self.faults) - self.counts["wrong"]
-        early, late = max(self.memory[: len(self.memory) // 2 + 1]), self.memory[-1]
+    async def fill_and_empty(self) -> dict[str, int]:
+        """Sequences that run when every slot is asked for at once, and bytes of the KV cache in use when they are gone.
+
+        They leave no room for finished sequences, so whatever is left then was lost on the way.
+        """
+        body = self.body([1], max_tokens=self.limit - 1, ignore_eos=True, stream=True)
+        lines: list[AsyncIterator[str]] = []
+        async with AsyncExitStack() as stack:
+            for _ in range(SLOTS):
+                response = await stack.enter_async_context(self.open("/v1/completions", body))
+                lines.append(response.aiter_lines())
+                await anext(lines[-1])  # admitted; the stream lives as long as its iterator
+            running = await self.gauge("shadowkv:num_requests_running")
+        await self.left_over()
+        return {"sequences at once": int(running), "bytes left": int(await self.gauge("shadowkv:kv_cache_used_bytes"))}
+
+    # -- report ----------------------------------------------------------------------------------------------------
+
+    def progress(self, begun: int) -> None:
+        passed = time.monotonic() - self.start
+        left = passed / begun * (self.args.requests - begun)
+        done = f"{begun} of {self.args.requests} requests, {len(self.faults)} faults"
+        print(f"{done}, {passed:.0f} s, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def summary(self, seconds: float, left: int, pools: dict[str, int]) -> dict[str, Any]:
+        """All figures, and whether all was well."""
+        mib = [size for _, size in self.memory]
+        early, late = max(mib[: len(mib) // 2 + 1]), mib[-1]
         flat = late <= 1.03 * early + 16
-        kinds = ", ".join(f"{self.counts[kind]} {kind}" for kind in WEIGHTS)
-        rows = (
-            ("requests", f"{self.begun} in {seconds:.0f} s ({kinds})"),
-            ("lost", lost),
-            ("wrong", self.counts["wrong"]),
-            ("same as alone", f"{self.counts['same']}, near-ties {self.counts['near-ties']}"),
-            ("largest difference", f"{self.drift:.4f} in log-probability"),
-            ("chat tokens cached", self.counts["cached tokens"]),
-            ("queue full", f"{self.counts['retries']} times"),
-            ("left over", f"{left:g} requests"),
-            ("memory, MiB", f"{self.memory[0]:.0f} first, {early:.0f} half-way, {late:.0f} last, flat: {flat}"),
-        )
-        for name, value in rows:
-            print(f"{name:20} {value}")
-        for fault in self.faults[:20]:
-            print(fault)
-        return not self.faults and not left and flat and self.begun >= self.args.requests
+        empty = pools in ({}, {"sequences at once": SLOTS, "bytes left": 0})
+        wrong, enough = self.counts["wrong"], self.begun >= self.args.requests
+        return {
+            "ok": not self.faults and not left and flat and empty and enough,
+            "requests": self.begun,
+            "seconds": round(seconds, 1),
+            "kinds": {kind: self.counts[kind] for kind in WEIGHTS},
+            "hung up before the answer": self.counts["hung up"],
+            "lost": len(self.faults) - wrong,
+            "wrong": wrong,
+            "same": self.counts["same"],
+            "near-ties": self.counts["near-ties"],
+            "largest difference in log-probability": self.largest_difference,
+            "tolerance": self.args.tolerance,
+            "queue full": self.counts["queue full"],
+            "queue full in a stream": self.counts["queue full in a stream"],
+            "chat tokens cached": self.counts["cached tokens"],
+            "requests left over": left,
+            "KV cache": pools,
+            "memory": {"first MiB": mib[0], "half-way MiB": early, "last MiB": late, "flat": flat},
+            "memory over time, s and MiB": self.memory,
+            "server": self.args.base_url or SERVER,
+        }
 
 
 BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
@@ -272,29 +369,71 @@ BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def main() -> int:
-    """Command line; returns the exit status."""
+@contextmanager
+def own_server() -> Iterator[str]:
+    """URL of a server with the tiny model; it must end as it is told to."""
+    with tiny_model() as folder:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SERVER.items()]
+        command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
+        # In a session of its own: Ctrl-C is for us.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            try:
+                assert process.stdout is not None
+                ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+                if ready is None:
+                    raise SystemExit("the server did not start")
+                yield ready.split()[1].removesuffix("/v1")
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        if process.returncode != 128 + signal.SIGTERM:
+            raise SystemExit(f"the server ended with {process.returncode}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="(default: %(default)s)")
+    parser.add_argument("--base-url", help="server on 127.0.0.1 (default: starts its own)")
     parser.add_argument("--requests", type=int, default=10_000, help="(default: %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=24, help="clients (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=24, help="different greedy prompts (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=32, help="clients (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=64, help="different greedy requests (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3600, help="stop after (default: %(default)s)")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities (default: %(default)s)")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if urlsplit(args.base_url).hostname != "127.0.0.1":
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the summary there, as JSON")
+    args = parser.parse_args(argv)
+    if args.base_url and urlsplit(args.base_url).hostname != "127.0.0.1":
         parser.error("--base-url must be on 127.0.0.1: this is a load test")
-    if min(args.requests, args.concurrency, args.prompts - 1, args.seconds) <= 0:
-        parser.error("--requests, --concurrency and --seconds must be positive, --prompts at least 2")
+    if min(args.requests, args.concurrency, args.prompts - 1, args.seconds, args.tolerance) <= 0:
+        parser.error("numbers must be positive, and --prompts at least 2")
+    return args
 
-    async def run() -> bool:
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    args = parse()
+
+    async def run(url: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {args.api_key}"}
-        limits = httpx.Limits(max_connections=args.concurrency + 4)
-        async with httpx.AsyncClient(base_url=args.base_url, headers=headers, timeout=600, limits=limits) as client:
-            return await Soak(client, args).run()
+        limits = httpx.Limits(max_connections=args.concurrency + SLOTS)
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits) as client:
+            soak = Soak(client, args)
+            summary = await soak.run()
+        for fault in soak.faults[:20]:
+            print(fault)
+        return summary
 
-    return 0 if asyncio.run(run()) else 1
+    with nullcontext(args.base_url) if args.base_url else own_server() as url:
+        summary = asyncio.run(run(url))
+    for name, value in summary.items():
+        print(f"{name:38} {value}")
+    if args.out:
+        args.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return 0 if summary["ok"] else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,297 @@
+"""What the fuzzer holds against the server: which bodies are nonsense, and which answers are not well-formed.
+
+Written from the API's documents (OpenAI's, and vLLM's for its extra parameters), not from the server's code. It is
+lenient where they leave room: it need not find all nonsense, but what it finds must not be answered with 200.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import httpx
+
+Rule = Callable[[Any], bool]
+
+
+def boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def utf8(value: Any) -> bool:
+    """A text without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def integer(low: float = -math.inf, high: float = math.inf) -> Rule:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def number(low: float, high: float, above: float = -math.inf) -> Rule:
+    return lambda value: type(value) in (int, float) and low <= value <= high and value > above
+
+
+def some(rule: Rule, least: int = 0) -> Rule:
+    """A list of at least so many."""
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(rule, value))
+
+
+def either(*rules: Rule) -> Rule:
+    return lambda value: any(rule(value) for rule in rules)
+
+
+def fields(rules: dict[str, Rule], *required: str) -> Rule:
+    """An object whose fields follow the rules; null is the same as left out."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, dict) or any(value.get(name) is None for name in required):
+            return False
+        return all(harmless(*item) if item[0] not in rules else rules[item[0]](item[1]) for item in given(value))
+
+    return check
+
+
+def given(value: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [item for item in value.items() if item[1] is not None]
+
+
+def harmless(name: str, value: Any) -> bool:
+    """Whether a parameter that is not supported asks for nothing."""
+    neutral = [value == other and type(value) is type(other) for other in NEUTRAL.get(name, ())]
+    return name in WITHOUT_EFFECT or any(neutral)
+
+
+WITHOUT_EFFECT = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    + ("prediction", "include_obfuscation")
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "tool_calls": ([],),
+    "annotations": ([],),
+}
+
+
+def schema(value: Any) -> bool:
+    types = {"string", "number", "integer", "boolean", "array", "object", "null"}
+    known = either(lambda kind: text(kind) and kind in types, some(lambda kind: text(kind) and kind in types))
+    return isinstance(value, dict) and ("type" not in value or known(value["type"]))
+
+
+def response_format(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
+        return False
+    named = value.get("json_schema")
+    return value["type"] != "json_schema" or (isinstance(named, dict) and schema(named.get("schema")))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Knows what is served: the model's name, its longest sequence and its number of tokens; every byte is one."""
+
+    model: str
+    limit: int
+    vocab: int
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """By route, what a body has to be, each parameter for itself."""
+        token = integer(0, self.vocab - 1)
+        named = {str(token) for token in range(self.vocab)}
+        model = {"model": lambda name: name == self.model}
+        part = fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text")
+        roles = ("system", "developer", "user", "assistant")
+        message = fields(
+            {"role": lambda role: role in roles, "content": either(utf8, some(part)), "name": text}, "role", "content"
+        )
+        sampling: dict[str, Rule] = {
+            **model,
+            "n": integer(1, 128),
+            "best_of": integer(1, 128),
+            "max_tokens": integer(0),
+            "min_tokens": integer(0),
+            "temperature": number(0, 100),
+            "top_p": number(0, 1, above=0),
+            "top_k": integer(-1),
+            "min_p": number(0, 1),
+            "repetition_penalty": number(0, 100, above=0),
+            "presence_penalty": number(-2, 2),
+            "frequency_penalty": number(-2, 2),
+            "logit_bias": lambda bias: (
+                isinstance(bias, dict) and {*bias} <= named and all(map(number(-100, 100), bias.values()))
+            ),
+            "stop": either(lambda one: text(one) and one != "", some(lambda one: text(one) and one != "")),
+            "stop_token_ids": some(token),
+            "ignore_eos": boolean,
+            "seed": integer(-(2**63), 2**63 - 1),
+            "response_format": response_format,
+            "stream": boolean,
+            "stream_options": fields({"include_usage": boolean}),
+        }
+        tokens = some(token, 1)
+        prompt = either(utf8, tokens, some(either(utf8, tokens), 1))
+        return {
+            "/v1/completions": fields(
+                {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"
+            ),
+            "/v1/chat/completions": fields(
+                {
+                    **sampling,
+                    "messages": some(message, 1),
+                    "max_completion_tokens": integer(1),
+                    "logprobs": boolean,
+                    "top_logprobs": integer(0, 20),
+                },
+                "messages",
+            ),
+            "/tokenize": fields(
+                {
+                    **model,
+                    "prompt": utf8,
+                    "messages": some(message),
+                    "add_special_tokens": boolean,
+                    "add_generation_prompt": boolean,
+                    "return_token_strs": boolean,
+                }
+            ),
+            "/detokenize": fields({**model, "tokens": some(token)}, "tokens"),
+        }
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def nonsense(self, path: str, content_type: str | None, raw: bytes) -> str | None:
+        """Why this request must not be answered with 200, if so."""
+        kind = (content_type or "").split(";")[0].strip().lower()
+        if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+            return "the content type is not JSON"
+        try:
+            body = loads(raw)
+        except (ValueError, RecursionError):
+            return "the body is not JSON"
+        if not self.rules[path](body):
+            return "a parameter's type or range"
+        body = dict(given(body))
+        if path == "/tokenize" and ("prompt" in body) == bool(body.get("messages")):
+            return "neither or both of prompt and messages"
+        return self._contradiction(body, "messages" in body) if path.startswith("/v1/") else None
+
+    def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:
+        """What does not go together in a request for text."""
+        limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
+        least = 0 if body.get("echo") and not chat else 1
+        asked = min(limits, default=1)
+        constrained = body.get("response_format", {}).get("type") in ("json_object", "json_schema")
+        wrong = {
+            "best_of is not n": body.get("best_of", body.get("n", 1)) != body.get("n", 1),
+            "stream_options without stream": "stream_options" in body and not body.get("stream"),
+            "two limits that differ": len(set(limits)) > 1,
+            "nothing to generate": asked < least,
+            "min_tokens above max_tokens": bool(limits) and body.get("min_tokens", 0) > asked,
+            "JSON of a given length": constrained and (body.get("min_tokens", 0) > 0 or body.get("ignore_eos", False)),
+            "top_logprobs without logprobs": chat and "top_logprobs" in body and not body.get("logprobs"),
+            "longer than the context": max(map(self._length, prompts(body))) + asked > self.limit,
+            "empty": not chat and min(map(self._length, prompts(body))) == 0,
+        }
+        return next((reason for reason, is_so in wrong.items() if is_so), None)
+
+    @staticmethod
+    def _length(prompt: str | list[int]) -> int:
+        """Tokens of a prompt; those of a chat at the least: its template adds some."""
+        return len(prompt) if isinstance(prompt, list) else len(prompt.encode())
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def malformed(self, path: str, raw: bytes, response: httpx.Response) -> str | None:
+        """What is wrong with a response's form, if anything is."""
+        try:
+            if response.status_code == 200:
+                return self._answer(path, loads(raw), response)
+            error = loads(response.content)["error"]
+            if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+                return "an error of another shape"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+            return f"an answer that cannot be read: {type(problem).__name__}: {problem}"
+        if response.status_code >= 500:
+            full = response.status_code == 503 and error["code"] == "queue_full" and "retry-after" in response.headers
+            return None if full else f"{response.status_code}: {error['message']}"
+        return None if error["type"] == "invalid_request_error" else "an error of another type"
+
+    def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
+        if path == "/detokenize":
+            return None if text(loads(response.content)["prompt"]) else "no text"
+        if path == "/tokenize":
+            found = loads(response.content)
+            fine = found["count"] == len(found["tokens"]) and some(integer(0, self.vocab - 1))(found["tokens"])
+            return None if fine else "no tokens"
+        events = stream_events(response.text) if body.get("stream") else [loads(response.content)]
+        failed = next((event["error"] for event in events if "error" in event), None)
+        if failed is not None:
+            return None if failed["code"] == "queue_full" else f"a stream that failed: {failed['message']}"
+        said, ends, steps = defaultdict[int, str](str), defaultdict[int, list[str]](list), defaultdict[int, int](int)
+        for choice in (choice for event in events for choice in event["choices"]):
+            part = choice.get("delta") or choice.get("message") or {}
+            said[choice["index"]] += choice.get("text") or part.get("content") or ""
+            ends[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            scores = choice["logprobs"] or {}
+            steps[choice["index"]] += len(scores.get("tokens") or scores.get("content") or ())
+        count = (body.get("n") or 1) * (1 if path.endswith("chat/completions") else len(prompts(body)))
+        if sorted(said) != list(range(count)) or not all(end in (["stop"], ["length"]) for end in ends.values()):
+            return f"choices {sorted(said)} that end with {list(ends.values())}"
+        if body.get("logprobs") not in (None, False) and min(steps.values()) == 0 and body.get("max_tokens") != 0:
+            return "no log-probabilities"
+        usage = [event["usage"] for event in events if event.get("usage")]
+        if any(one["prompt_tokens"] + one["completion_tokens"] != one["total_tokens"] for one in usage):
+            return "a usage that does not add up"
+        form = (body.get("response_format") or {}).get("type")
+        if form in ("json_object", "json_schema") and not (body.get("stop") or body.get("stop_token_ids")):
+            for index, end in ends.items():
+                if end == ["stop"] and not body.get("echo"):
+                    loads(said[index].encode())  # or it cannot be read
+        return None
+
+
+def prompts(body: dict[str, Any]) -> list[Any]:
+    """Every prompt of a good body; of a chat, all of its text."""
+    if "messages" in body:
+        contents = [message["content"] for message in body["messages"]]
+        return ["".join(c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents)]
+    prompt = body["prompt"]
+    return prompt if isinstance(prompt, list) and not all(map(integer(), prompt)) else [prompt]
+
+
+def stream_events(content: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in content.split("\n\n") if line and not line.startswith(":")]
+    if lines.pop() != "[DONE]":
+        raise ValueError("the stream ended without [DONE]")
+    return [loads(line.encode()) for line in lines]
+
+
+def loads(raw: bytes) -> Any:
+    """JSON, without the NaN and Infinity that Python lets pass."""
+    return json.loads(raw, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,53 @@
+"""A model of two small layers with random weights: what soak and fuzz serve, where speed is not the question.
+
+Its policy seals, rebuilds and fetches as any other, yet loses nothing (all ranks, all chunks selected): whatever a
+request shares the batch or the cache with, its answer must be the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,  # ASCII: every answer is text that comes back as the same tokens in the next turn
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 0,
+    "max_position_embeddings": 4096,
+    # Sharp attention, as in trained models: with plain random weights every token weighs about the same, and one that
+    # is read from the wrong page would hardly show.
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 2.0,
+    },
+}
+ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "kv": "shadowkv",
+    "kv_rank": 32,
+    "kv_budget": 1.0,
+    "kv_outliers": 4,
+}
+"""Fields of EngineConfig; prompts of up to 136 tokens stay dense, longer ones are sealed."""
+
+
+@contextmanager
+def tiny_model(**changes: Any) -> Iterator[Path]:
+    """A directory that ``EngineConfig.model`` may name, together with ``ENGINE``; ``changes`` go before ``CONFIG``."""
+    with TemporaryDirectory(prefix="tiny-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**CONFIG, **changes}), encoding="utf-8")
+        yield Path(folder)

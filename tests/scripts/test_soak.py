@@ -1,0 +1,49 @@
+"""The mixed-load run: all is well with a live server, and what is not the same is noticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import soak
+from soak import Answer, Lost, Soak
+
+EXPECTED = Answer(["a", "b"], [-0.1, -0.2], [{"a": -0.1, "x": -0.1015}, {"b": -0.2, "y": -0.3}], "length")
+
+
+def test_a_live_server(tmp_path):
+    out = tmp_path / "soak.json"
+    done = subprocess.run([sys.executable, soak.__file__, "--requests", "150", "--prompts", "12", "--out", str(out)])
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert done.returncode == 0 and found["ok"], found
+    assert found["requests"] == sum(found["kinds"].values()) == 150
+    # Every whole, streamed and chat answer was compared.
+    compared = sum(found["kinds"][kind] for kind in ("whole", "stream", "chat"))
+    assert found["same"] + found["near-ties"] == compared > 80
+    assert found["KV cache"] == {"sequences at once": soak.SLOTS, "bytes left": 0}
+    assert found["hung up before the answer"] and found["chat tokens cached"]
+
+
+@pytest.mark.parametrize(
+    "answer, verdict",
+    [
+        (EXPECTED, "same"),
+        (Answer(["a", "b"], [-0.1, -0.2009], EXPECTED.top, "length"), "same"),
+        (Answer(["a", "b"], [-0.1, -0.2011], EXPECTED.top, "length"), "wrong"),
+        (Answer(["x", "q"], [-0.1, -0.5], EXPECTED.top, "stop"), "near-ties"),
+        (Answer(["a", "y"], [-0.1, -0.3], EXPECTED.top, "length"), "wrong"),
+        (Answer(["a", "q"], [-0.1, -0.2], EXPECTED.top, "length"), "wrong"),
+        (Answer(["a"], [-0.1], EXPECTED.top[:1], "length"), "wrong"),
+    ],
+)
+def test_answers_are_compared(answer, verdict):
+    run = Soak(None, soak.parse([]))
+    run.compare(EXPECTED, answer)
+    assert [*run.counts] == [verdict] and bool(run.faults) == (verdict == "wrong")
+
+
+def test_half_an_answer_is_a_lost_one():
+    with pytest.raises(Lost):
+        Soak(None, soak.parse([])).compare(EXPECTED, Answer(["a", "b"], [-0.1, -0.2], EXPECTED.top, None))
