@@ -81,7 +81,7 @@ def test_bad_lines_become_records_and_the_rest_go_on(run, engine, capsys):
 
 
 def test_requests_run_together_up_to_the_limit(run, engine):
-    assert run([line(str(i), prompt="Hi") for i in range(20)], concurrency=6) == 0
+    assert run([line(str(i), prompt="SLEEP") for i in range(20)], concurrency=6) == 0
     assert engine.most_running == 6
     assert sorted(int(record["custom_id"]) for record in records(run.files.output)) == list(range(20))
 
