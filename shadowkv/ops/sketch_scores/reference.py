@@ -71,7 +71,7 @@ def quantise_queries(q: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     """``q @ rotation`` in whole numbers from -127 to 127, float32 [..., d], and what they are multiples of, [...]."""
     x = q.float() @ rotation
     unit = (x.abs().amax(-1) * (1 / 127)).clamp_min(1e-30)
-    return (x / unit.unsqueeze(-1)).round(), unit
+    return (x * unit.reciprocal().unsqueeze(-1)).round(), unit
 
 
 def sketch_scores(

@@ -1,0 +1,241 @@
+// Ragged top-k of softmax shares, one block a row: scores become integers of the same order in shared memory while
+// their histogram is counted; the digits of the k-th largest follow from it, and only the few chunks that share its
+// first digit are looked at again. Bit sets make the result ascending and the same in every run.
+#pragma once
+
+#include <cfloat>
+
+#include "kernels/mma.cuh"
+
+namespace shadowkv {
+
+constexpr int kSelectGroup = 32;  // most query heads of a kv head
+constexpr int kDigitBits = 11;    // keys of 32 bits are digits of 11, 11 and 10 bits
+constexpr int kBins = 1 << kDigitBits;
+constexpr int kListed = 1024;     // chunks that can be told apart without going through all of them again
+
+struct SelectTopChunks {
+  const float* logits;   // [rows, G, n]
+  const float* lse;      // [rows, G, T]
+  const int64_t* budget; // [B]
+  uint32_t* workspace;   // [rows, keys and bit sets] where they do not fit in shared memory, otherwise null
+  int64_t* selected;     // [rows, k]
+  int heads, group, chunks, parts, k;
+};
+
+__host__ __device__ constexpr int64_t select_words(int64_t chunks) { return (chunks + 31) / 32 * 34; }
+
+// An integer that grows with the score; 0 only for what may not be selected. Scores are logarithms of shares, most of
+// them between -20 and -5: with floats' own bits, nearly all would begin with the same few digits, and atomics on one
+// bin wait for each other. Down to -128 a key is a fixed-point number instead, exact but for 2**-24; scores below
+// that, where softmax leaves nothing to select by in float32, keep their order as floats.
+__device__ __forceinline__ uint32_t rank_key(float score) {
+  if (!(fabsf(score) <= FLT_MAX)) return 0;
+  const float depth = fmaxf(-score, 0.f);
+  if (depth < 128.f) return 0xffffffffu - uint32_t(depth * 0x1p24f);
+  return 0x7fffffffu - (__float_as_uint(depth) - __float_as_uint(128.f));
+}
+
+// Sum of x over the threads before this one; `total` that over all. Ends with the scratch free to be used again.
+template <int kWarps>
+__device__ __forceinline__ uint32_t scan_block(uint32_t x, uint32_t* scratch, uint32_t& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t inclusive = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t below = __shfl_up_sync(~0u, inclusive, step);
+    if (lane >= step) inclusive += below;
+  }
+  if (lane == 31) scratch[warp] = inclusive;
+  __syncthreads();
+  uint32_t before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += scratch[w];
+    total += scratch[w];
+  }
+  __syncthreads();
+  return before + inclusive - x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  return x;
+}
+
+struct SelectShared {
+  uint32_t histogram[kBins];
+  uint2 listed[kListed]; // key, chunk
+  uint32_t scratch[32];
+  float norm[kSelectGroup];
+  uint32_t num_listed, bin, above, inside;
+};
+
+// Finds the bin of the `need`-th largest key in the histogram, clears that and returns how many keys it counted. Leaves
+// in shared memory the bin and how many keys lie above and inside it, unless there are fewer than `need`.
+template <int kThreads>
+__device__ __noinline__ uint32_t find_bin(SelectShared& shared, uint32_t need) {
+  constexpr int kOwn = kBins / kThreads;
+  const int top = kBins - kOwn * (threadIdx.x + 1); // a thread's bins, the first thread's on top
+  uint32_t own[kOwn], sum = 0, total;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    sum += own[i] = shared.histogram[top + i];
+    shared.histogram[top + i] = 0;
+  }
+  uint32_t above = scan_block<kThreads / 32>(sum, shared.scratch, total);
+  if (above < need && need <= above + sum) {
+#pragma unroll
+    for (int i = kOwn - 1; i >= 0; --i) {
+      if (above < need && need <= above + own[i]) shared.bin = top + i, shared.above = above, shared.inside = own[i];
+      above += own[i];
+    }
+  }
+  __syncthreads();
+  return total;
+}
+
+// kVector: chunks of a load, 4 where rows allow it. kHeads: query heads of a kv head, 0 if not known when compiled.
+template <int kVector, int kHeads, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_kernel(const SelectTopChunks p) {
+  constexpr int kWarps = kThreads / 32;
+  extern __shared__ __align__(16) uint32_t row_memory[];
+  __shared__ SelectShared shared;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = kHeads ? kHeads : p.group;
+  const int64_t row = blockIdx.x;
+  const int words = (p.chunks + 31) / 32;
+  uint32_t* keys = p.workspace ? p.workspace + row * select_words(p.chunks) : row_memory;
+  uint32_t *above = keys + 32 * words, *equal = above + words; // bit sets: larger than the threshold, equal to it
+  int64_t* selected = p.selected + row * p.k;
+  const uint32_t budget = uint32_t(max(int64_t(0), min(p.budget[row / p.heads], int64_t(p.k))));
+
+  for (int i = thread; i < kBins; i += kThreads) shared.histogram[i] = 0;
+  if (thread == 0) shared.num_listed = 0;
+  for (int head = warp; head < group; head += kWarps) {
+    const float* parts = p.lse + (row * group + head) * p.parts;
+    float top = -FLT_MAX, sum = 0;
+#pragma unroll 4
+    for (int i = lane; i < p.parts; i += 32) {
+      const float part = parts[i], next = fmaxf(top, part);
+      sum = sum * __expf(top - next) + __expf(part - next);
+      top = next;
+    }
+    const float most = warp_max(top);
+    sum *= __expf(top - most);
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    if (lane == 0) shared.norm[head] = most + logf(sum);
+  }
+  __syncthreads();
+  if (budget == 0) {
+    for (int i = thread; i < p.k; i += kThreads) selected[i] = -1;
+    return;
+  }
+
+  // Scores, keys, and how many there are of each first digit.
+  int shift = 32 - kDigitBits;
+  const float* logits = p.logits + row * group * p.chunks;
+#pragma unroll 2 // with the loads of both under way
+  for (int i = thread * kVector; i < p.chunks; i += kThreads * kVector) {
+    float best[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) best[e] = -INFINITY;
+#pragma unroll 4
+    for (int head = 0; head < group; ++head) {
+      const float* from = logits + int64_t(head) * p.chunks + i;
+      const float norm = shared.norm[head];
+      if constexpr (kVector == 4) {
+        const uint4 x = load_streamed16(from);
+        best[0] = fmaxf(best[0], __uint_as_float(x.x) - norm); // of NaN and a number, fmaxf takes the number
+        best[1] = fmaxf(best[1], __uint_as_float(x.y) - norm);
+        best[2] = fmaxf(best[2], __uint_as_float(x.z) - norm);
+        best[3] = fmaxf(best[3], __uint_as_float(x.w) - norm);
+      } else {
+        best[0] = fmaxf(best[0], *from - norm);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      const uint32_t key = rank_key(best[e]);
+      keys[i + e] = key;
+      if (key) atomicAdd(&shared.histogram[key >> shift], 1);
+    }
+  }
+  for (int i = p.chunks + thread; i < 32 * words; i += kThreads) keys[i] = 0;
+  __syncthreads();
+
+  // The threshold's first digits, as far as all keys are needed for them. Of the keys that begin with `prefix`, `need`
+  // are selected.
+  uint32_t prefix = 0, need = 0;
+  const auto narrow = [&](int next) {
+    find_bin<kThreads>(shared, need);
+    prefix = prefix << (shift - next) | shared.bin;
+    shift = next;
+    need -= shared.above;
+  };
+  if (find_bin<kThreads>(shared, budget) <= budget) {
+    shift = 0; // all of them: every key above 0
+  } else {
+    prefix = shared.bin, need = budget - shared.above;
+    while (shift > 0 && shared.inside > kListed) {
+      const int next = max(0, shift - kDigitBits);
+      const uint32_t mask = (1u << (shift - next)) - 1;
+      for (int i = thread; i < p.chunks; i += kThreads) {
+        const uint32_t key = keys[i];
+        if (key >> shift == prefix) atomicAdd(&shared.histogram[key >> next & mask], 1);
+      }
+      __syncthreads();
+      narrow(next);
+    }
+  }
+
+  // What is above, and what has to be looked at.
+#pragma unroll 4
+  for (int word = warp; word < words; word += kWarps) {
+    const uint32_t key = keys[32 * word + lane], start = key >> shift;
+    const bool same = need > 0 && start == prefix;
+    const uint32_t larger = __ballot_sync(~0u, start > prefix), alike = __ballot_sync(~0u, same);
+    if (lane == 0) above[word] = larger, equal[word] = shift ? 0 : alike;
+    if (shift && same) shared.listed[atomicAdd(&shared.num_listed, 1)] = {key, uint32_t(32 * word + lane)};
+  }
+  __syncthreads();
+  if (shift) {
+    while (shift > 0) {
+      const int next = max(0, shift - kDigitBits);
+      const uint32_t mask = (1u << (shift - next)) - 1;
+      for (int i = thread; i < shared.num_listed; i += kThreads) {
+        const uint32_t key = shared.listed[i].x;
+        if (key >> shift == prefix) atomicAdd(&shared.histogram[key >> next & mask], 1);
+      }
+      __syncthreads();
+      narrow(next);
+    }
+    for (int i = thread; i < shared.num_listed; i += kThreads) {
+      const uint2 x = shared.listed[i];
+      if (x.x >= prefix) atomicOr((x.x > prefix ? above : equal) + x.y / 32, 1u << x.y % 32);
+    }
+    __syncthreads();
+  }
+
+  // Bits to numbers: a thread's words, after those of the threads before it.
+  const int own = (words + kThreads - 1) / kThreads;
+  const int begin = min(thread * own, words), end = min(begin + own, words);
+  uint32_t larger = 0, alike = 0, all_larger, all_alike;
+  for (int word = begin; word < end; ++word) larger += __popc(above[word]), alike += __popc(equal[word]);
+  larger = scan_block<kWarps>(larger, shared.scratch, all_larger);
+  alike = scan_block<kWarps>(alike, shared.scratch, all_alike);
+  for (int word = begin; word < end; ++word) {
+    const uint32_t certain = above[word];
+    for (uint32_t left = certain | equal[word]; left; left &= left - 1) {
+      const int bit = __ffs(left) - 1;
+      const bool is_larger = certain >> bit & 1;
+      if (is_larger || alike < need) selected[larger + min(alike, need)] = 32 * word + bit;
+      is_larger ? ++larger : ++alike;
+    }
+  }
+  for (int i = all_larger + min(all_alike, need) + thread; i < p.k; i += kThreads) selected[i] = -1;
+}
+
+} // namespace shadowkv

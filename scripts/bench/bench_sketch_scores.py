@@ -1,0 +1,139 @@
+"""Sketch scores on a GPU: time of a call, bytes of the index read per second, and both against the memory's speed.
+
+``python scripts/bench/bench_sketch_scores.py [--out file.json]``: pages lie shuffled in an arena among other bytes, as
+in the KV cache. Counted bytes: codes, scales and excluded bits of all valid pages; the floor is those at 4.5 TB/s.
+Logits are written besides. Times are medians over replays of a CUDA graph of several calls; "kernel" leaves out the
+rotation of the queries. Every shape is checked against the reference first, on its first rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.sketch_scores import cuda, reference
+
+READ_SPEED = 4.5e12
+OTHER_BYTES = 32 * 1024
+CASES = [  # rows, tokens, kv heads, group, dim, chunk
+    (33, 124928, 8, 4, 128, 8),
+    (48, 61440, 8, 4, 128, 8),
+    (33, 124928, 8, 4, 128, 2),
+    (33, 124928, 8, 4, 128, 1),
+    (33, 124928, 8, 4, 64, 8),
+    (16, 124928, 8, 4, 256, 8),
+    (48, 61440, 4, 7, 128, 8),
+    (1, 124928, 8, 4, 128, 8),
+]
+
+
+def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int) -> tuple[Tensor, ...]:
+    """Arguments of a call; every row is full."""
+    chunks, columns, device = 64 // chunk, tokens // 64, torch.device("cuda")
+    fields = [
+        Field("other", (OTHER_BYTES,), torch.uint8),
+        Field("codes", (heads, chunks, chunk, reference.code_bytes(dim)), torch.uint8),
+        Field("scale", (heads, 64), torch.float16),
+        Field("excluded", (heads, chunks), torch.bool),
+    ]
+    size = -(-sum(field.nbytes for field in fields) // 256) * 256
+    tier = Tier("device", 1, size, rows * columns, device)
+    tier.arena.random_()
+    views = {name: layers[0] for name, layers in tier.views(fields).items()}
+    names = torch.tensor(tier.allocate(rows * columns)).cuda()
+    for some in names.split(4096):
+        views["scale"][some] = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
+        views["excluded"][some] = torch.rand(len(some), heads, chunks, device=device) < 0.01
+    pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
+    q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
+    counts = torch.full((rows,), columns * chunks, device=device)
+    return q, views["codes"], views["scale"], views["excluded"], pages, counts, reference.rotation(dim, device)
+
+
+def index_bytes(heads: int, tokens: int, dim: int, chunk: int) -> int:
+    """Bytes of codes, scales and excluded bits of one row."""
+    return heads * tokens * (reference.code_bytes(dim) + 2) + heads * tokens // chunk
+
+
+def check(args: tuple[Tensor, ...], results: tuple[Tensor, Tensor]) -> None:
+    """Ends the program where two rows are off by more than rounding."""
+    q, codes, scale, excluded, pages, counts, matrix = args
+    exact, total = reference.sketch_scores(q[:2], codes, scale, excluded, pages[:2], counts[:2], matrix)
+    torch.testing.assert_close(results[0][:2], exact, atol=0.02, rtol=0)
+    torch.testing.assert_close(results[1][:2].logsumexp(-1, keepdim=True), total, atol=0.01, rtol=0)
+
+
+def microseconds(call: Callable[[], object], calls: int = 10, rounds: int = 20) -> float:
+    """Median time of ``call`` in a CUDA graph of several."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(rounds + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times[2:])
+
+
+def measure(case: tuple[int, int, int, int, int, int]) -> dict[str, object]:
+    """One row of the table."""
+    rows, tokens, heads, group, dim, chunk = case
+    args = problem(*case)
+    logits, lse = cuda.sketch_scores(*args)
+    check(args, (logits, lse))
+    run = cuda.run_pages(rows, tokens // 64)
+    rotated = args[0].float() @ args[6]
+    kernel = microseconds(lambda: torch.ops.shadowkv_cuda.sketch_scores(rotated, *args[1:6], run, logits, lse))
+    whole = microseconds(lambda: cuda.sketch_scores(*args))
+    moved = rows * index_bytes(heads, tokens, dim, chunk)
+    floor = moved / READ_SPEED * 1e6
+    return {
+        "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "chunk": chunk,
+        "us": round(whole, 1), "kernel us": round(kernel, 1), "GB/s": round(moved / kernel / 1e3),
+        "floor us": round(floor, 1), "times the floor": round(kernel / floor, 2),
+    }  # fmt: skip
+
+
+def report(results: list[dict[str, object]], out: Path | None) -> None:
+    """Prints a table and writes the file."""
+    for result in results:
+        print("  ".join(f"{name} {value}" for name, value in result.items()))
+    if out:
+        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
+    args = parser.parse_args()
+    if not cuda.available():
+        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+    torch.manual_seed(0)
+    results = []
+    for case in CASES[: args.cases]:
+        results.append(measure(case))
+        torch.cuda.empty_cache()
+    report(results, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
