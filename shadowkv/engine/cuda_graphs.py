@@ -35,7 +35,8 @@ class CudaGraphs:
     """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
 
     Args:
-        step: computes logits from a plan's shapes, its numbers on the device and the newest tokens int64 [B].
+        step: computes logits from a plan's shapes, its numbers on the device and the inputs int64 [2, B]: newest
+            tokens and where else they come from.
         max_batch: sequences that decode together at the most.
     """
 
@@ -45,14 +46,14 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         cache.sealing.launch = self._seal
 
-    def decode(self, plan: DecodePlan, tokens: list[int]) -> Tensor:
+    def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
         """float32 logits [B, V]; overwritten by the next call with the same shapes."""
         count = len(tokens)
         shape = self._rounded(plan)
         key = (len(shape.slots), shape.exact_pages, shape.sealed_pages)
-        numbers = np.concatenate((shape.numbers, np.zeros((1, len(shape.slots)), np.int64)))
-        numbers[-1, :count] = tokens
-        logits: Tensor = self._run(key, numbers, lambda static: self._step(shape, static[:-1], static[-1]))
+        numbers = np.concatenate((shape.numbers, np.full((2, len(shape.slots)), -1, np.int64)))
+        numbers[-2], numbers[-2, :count], numbers[-1, :count] = 0, tokens, sources
+        logits: Tensor = self._run(key, numbers, lambda static: self._step(shape, static[:-2], static[-2:]))
         return logits[:count]
 
     def _seal(self, numbers: np.ndarray) -> None:

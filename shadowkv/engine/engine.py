@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.decode_steps import Chosen, DecodeSteps
 from shadowkv.engine.detokenizer import Detokenizer
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
@@ -65,6 +66,7 @@ class Engine:
         graphs = self.cache.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
         self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
         self.max_model_len = self.cache.pool.max_model_len
         self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
         self._grammars = GrammarCompiler(self.tokenizer, loaded.config.vocab_size, self._stop_ids)
@@ -204,7 +206,9 @@ class Engine:
             if one.request.request_id in self._aborted:
                 self.scheduler.finish(one, keep=False)
         self._aborted.clear()
-        return self._take_tokens([done[row] for row in rows], logits[rows], [hidden[row] for row in rows])
+        kept = [done[row] for row in rows]
+        chosen = sample(logits[rows], [one.request for one in kept])
+        return self._take_tokens(kept, chosen, [hidden[row] for row in rows])
 
     def _drop_prefill(self) -> list[Request]:
         """Gives back what the prefill at work owns; returns its requests that were not aborted."""
@@ -219,9 +223,8 @@ class Engine:
 
     def _decode(self) -> list[RequestOutput]:
         start = time.monotonic()
-        running = list(self.scheduler.running)
-        logits = self.runner.decode([r.sequence for r in running], [r.request.output_token_ids[-1] for r in running])
-        outputs = self._take_tokens(running, logits)
+        rows, chosen = self._steps.next()
+        outputs = self._take_tokens(rows, chosen)
         self._decode_seconds = time.monotonic() - start
         return outputs
 
@@ -232,11 +235,14 @@ class Engine:
         return None if count is None else self.runner.prompt_logprobs(hidden, request.prompt_token_ids, count)
 
     def _take_tokens(
-        self, running: list[Running], logits: Tensor, hidden: list[Tensor] | None = None
+        self, rows: list[Running], chosen: Chosen, hidden: list[Tensor] | None = None
     ) -> list[RequestOutput]:
-        tokens, logprobs, finite = sample(logits, [r.request for r in running])
+        tokens, logprobs, finite = chosen
+        alive = {id(one) for one in self.scheduler.running}
         outputs = []
-        for row, one in enumerate(running):
+        for row, one in enumerate(rows):
+            if id(one) not in alive:
+                continue  # ended while the step was on its way
             if not finite[row]:
                 outputs.append(self._fail(one, "the model's logits are not finite (NaN or infinity)"))
                 continue
@@ -271,6 +277,7 @@ class Engine:
     def _finish(
         self, running: Running, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None, reason: str
     ) -> RequestOutput:
+        self._steps.forget(running)
         self.scheduler.finish(running, keep=True)
         del self._text[running.request.request_id]
         return self._output(running.request, text, tokens, logprobs, reason)

@@ -30,12 +30,16 @@ class Runner:
     Args:
         graphs_up_to: sequences that decode together at the most, where decode steps are to be CUDA graphs; None runs
             them as they are.
+
+    Attributes:
+        chosen: int64 [slots], tokens of the last step that are on the device only; whoever chooses them writes them.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
         self.block_tokens = BLOCK_TOKENS[cache.device.type]
+        self.chosen = torch.zeros(cache.pool.table.padding_slot, dtype=torch.int64, device=cache.device)
         self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
 
     def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
@@ -77,19 +81,24 @@ class Runner:
         return found
 
     @torch.inference_mode()
-    def decode(self, sequences: list[Sequence], tokens: list[int]) -> Tensor:
-        """One step: appends each sequence's token and returns float32 logits [B, V] of the next."""
+    def decode(self, sequences: list[Sequence], tokens: list[int], sources: list[int] | None = None) -> Tensor:
+        """One step: appends each sequence's token and returns float32 logits [B, V] of the next.
+
+        A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead.
+        """
         plan = self.cache.plan_decode(sequences)
         if self.graphs is not None:
-            logits = self.graphs.decode(plan, tokens)
+            logits = self.graphs.decode(plan, tokens, sources or [-1] * len(tokens))
         else:
-            logits = self._step(plan, None, torch.tensor(tokens, device=self.cache.device))
+            inputs = torch.tensor([tokens, sources or [-1] * len(tokens)], device=self.cache.device)
+            logits = self._step(plan, None, inputs)
         self.cache.end_decode(plan)
         return logits
 
-    def _step(self, plan: DecodePlan, numbers: Tensor | None, tokens: Tensor) -> Tensor:
+    def _step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor) -> Tensor:
         batch = self.cache.decode_batch(plan, numbers)
-        hidden = self.model.embed(tokens)
+        tokens, sources = inputs
+        hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
         for layer in self.layers:
             hidden = layer(hidden, self.cache, batch)
         return self.model.logits(hidden)

@@ -18,7 +18,7 @@ COLDEST = 1e-5
 
 @torch.inference_mode()
 def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-    """One token per request.
+    """One token per request, waited for.
 
     Args:
         logits: float32 [B, V]; changed in place by penalties.
@@ -28,19 +28,38 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[Tok
         token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
         row's logits are all finite: the token of a row that is not has no meaning.
     """
-    low, high = torch.aminmax(logits, dim=-1)  # NaN where any is
-    raw = logits
+    raw, finite = logits, _finite(logits)
     changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
     if changed:
         raw = logits.clone()
         for row in changed:
             _change(logits[row], requests[row])
+    steps = [len(request.output_token_ids) + 1 for request in requests]
+    tokens, whole = torch.stack((_tokens(logits, requests, steps), finite)).tolist()  # one wait for the device
+    return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in whole]
+
+
+@torch.inference_mode()
+def choose(logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
+    """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
+
+    For requests that neither change logits nor ask for log-probabilities; ``steps`` says the how-manieth token of each
+    it is.
+    """
+    return torch.stack((_tokens(logits, requests, steps), _finite(logits)))
+
+
+def _finite(logits: Tensor) -> Tensor:
+    low, high = torch.aminmax(logits, dim=-1)  # NaN where any is
+    return (low.isfinite() & high.isfinite()).long()
+
+
+def _tokens(logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
     tokens = logits.argmax(-1)
     drawn = [row for row, request in enumerate(requests) if request.params.temperature > COLDEST]
     if drawn:
-        tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
-    chosen, finite = torch.stack((tokens, (low.isfinite() & high.isfinite()).long())).tolist()  # one wait for the device
-    return chosen, _logprobs(raw, chosen, requests), [bool(row) for row in finite]
+        tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn], [steps[row] for row in drawn])
+    return tokens
 
 
 def _change(logits: Tensor, request: Request) -> None:
@@ -65,7 +84,7 @@ def _change(logits: Tensor, request: Request) -> None:
         logits[ids(request.stop_ids)] = float("-inf")
 
 
-def _draw(logits: Tensor, requests: list[Request]) -> Tensor:
+def _draw(logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
     def column(name: str) -> Tensor:
         values = [float(getattr(request.params, name)) for request in requests]
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
@@ -79,16 +98,17 @@ def _draw(logits: Tensor, requests: list[Request]) -> Tensor:
     dropped = (before >= column("top_p")) | (shares < column("min_p") * shares[:, :1])
     dropped[:, 0] = False
     mass = shares.masked_fill(dropped, 0).nan_to_num_(0).cumsum(-1)
-    uniform = torch.tensor([_uniform(request) for request in requests], dtype=torch.float32, device=logits.device)
+    draws = [_uniform(request.seed, step) for request, step in zip(requests, steps, strict=True)]
+    uniform = torch.tensor(draws, dtype=torch.float32, device=logits.device)
     target = uniform[:, None] * mass[:, -1:]
     place = torch.searchsorted(mass, target, right=True).clamp(max=ordered.shape[-1] - 1)
     return order.gather(1, place).squeeze(1)
 
 
-def _uniform(request: Request) -> float:
-    """A number in [0, 1) from the request's seed and step (the finaliser of SplitMix64)."""
+def _uniform(seed: int, step: int) -> float:
+    """A number in [0, 1) from a request's seed and step (the finaliser of SplitMix64)."""
     mask = (1 << 64) - 1
-    x = (request.seed + (len(request.output_token_ids) + 1) * 0x9E3779B97F4A7C15) & mask
+    x = (seed + step * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     return ((x ^ (x >> 31)) >> 40) / (1 << 24)

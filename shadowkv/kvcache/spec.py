@@ -63,7 +63,7 @@ class KVSpec:
         return spec
 
     def _reasons(self, shape: ModelShape) -> list[str]:
-        from shadowkv.kvcache.parts import INDEX_PARTS, KEY_PARTS, PLACES, VALUE_PARTS
+        from shadowkv.kvcache.parts import INDEX_PARTS, KEY_PARTS, PLACES, VALUE_PARTS, unsupported
 
         reasons = [
             f"{axis}={name!r} is not one of {', '.join(known)}"
@@ -75,6 +75,8 @@ class KVSpec:
             )
             if name not in known
         ]
+        if not reasons:
+            reasons = unsupported(self, shape)
         if self.chunk < 1 or PAGE % self.chunk:
             reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
         if self.outliers < 0:

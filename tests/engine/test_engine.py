@@ -192,8 +192,8 @@ def test_nan_logits_fail_their_request_alone(make: Any, monkeypatch: pytest.Monk
     engine = make(kv="full")
     decode = engine.runner.decode
 
-    def poisoned(sequences: list[Any], last: list[int]) -> torch.Tensor:
-        logits = decode(sequences, last).clone()
+    def poisoned(sequences: list[Any], last: list[int], sources: list[int]) -> torch.Tensor:
+        logits = decode(sequences, last, sources).clone()
         if len(sequences) == 2:
             logits[0] = float("nan")
         return logits

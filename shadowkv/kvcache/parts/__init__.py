@@ -47,8 +47,15 @@ class Parts:
 def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
     """The parts that the resolved ``spec`` names, for ``shape`` and the cache's ``dtype``."""
 
-    def build(entry: str) -> Any:  # each axis has its own class
-        module, name = entry.split(":")
-        return getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name)(spec, shape, dtype)
+    return Parts(*(part(spec, shape, dtype) for part in _classes(spec)))
 
-    return Parts(build(KEY_PARTS[spec.keys]), build(INDEX_PARTS[spec.index]), build(VALUE_PARTS[spec.values]))
+
+def unsupported(spec: KVSpec, shape: ModelShape) -> list[str]:
+    """Why the parts that ``spec`` names cannot serve ``shape``; empty where they can."""
+    return [reason for part in _classes(spec) for reason in part.unsupported(shape)]
+
+
+def _classes(spec: KVSpec) -> list[Any]:  # each axis has its own class
+    names = KEY_PARTS[spec.keys], INDEX_PARTS[spec.index], VALUE_PARTS[spec.values]
+    modules = [entry.split(":") for entry in names]
+    return [getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name) for module, name in modules]

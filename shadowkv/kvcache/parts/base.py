@@ -69,6 +69,11 @@ class Part(ABC):
         self.dtype = dtype
         self.chunks = PAGE // spec.chunk
 
+    @classmethod
+    def unsupported(cls, shape: ModelShape) -> list[str]:
+        """Why the part cannot serve models of ``shape``; empty where it can."""
+        return []
+
     @abstractmethod
     def page_fields(self) -> tuple[Field, ...]:
         """Arrays of one sealed page in one layer."""

@@ -27,6 +27,12 @@ class Sketch(IndexPart):
         super().__init__(spec, shape, dtype)
         self.rotation = random_rotation(shape.head_dim, "sketch")
 
+    @classmethod
+    def unsupported(cls, shape: ModelShape) -> list[str]:
+        return [f"a key sketch needs a head dim that is a multiple of 4, not {shape.head_dim}"] * (
+            shape.head_dim % 4 > 0
+        )
+
     def page_fields(self) -> tuple[Field, ...]:
         heads, width = self.shape.num_kv_heads, code_bytes(self.shape.head_dim)
         return (

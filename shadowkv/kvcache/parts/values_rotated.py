@@ -14,7 +14,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.attend_selected.packing import quantise_rows
+from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
 from shadowkv.ops.attend_selected.sources import QuantisedRows
 from shadowkv.ops.rotations import random_rotation
 
@@ -29,6 +29,13 @@ class RotatedValues(ValuePart):
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         super().__init__(spec, shape, dtype)
         self.rotation = random_rotation(shape.head_dim, "values")
+
+    @classmethod
+    def unsupported(cls, shape: ModelShape) -> list[str]:
+        multiple = row_multiple(cls.bits)
+        if shape.head_dim % multiple:
+            return [f"{cls.bits}-bit values need a head dim that is a multiple of {multiple}, not {shape.head_dim}"]
+        return []
 
     def page_fields(self) -> tuple[Field, ...]:
         heads, width = self.shape.num_kv_heads, self.shape.head_dim * self.bits // 8

@@ -49,12 +49,16 @@ def dequantise_rows(codes: Tensor, scale: Tensor, rotation: Tensor | None, bits:
     return y if rotation is None else y @ rotation.T
 
 
+def row_multiple(bits: int) -> int:
+    """What the dimensions of a row must be a multiple of."""
+    return 64 // min(_PLANES[bits])
+
+
 def _check(bits: int, dim: int) -> None:
     if bits not in _PLANES:
         raise ValueError(f"rows are coded in 4, 3 or 2 bits, not {bits}")
-    multiple = 64 // min(_PLANES[bits])
-    if dim % multiple:
-        raise ValueError(f"{bits}-bit rows need a multiple of {multiple} dimensions, not {dim}")
+    if dim % row_multiple(bits):
+        raise ValueError(f"{bits}-bit rows need a multiple of {row_multiple(bits)} dimensions, not {dim}")
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,86 @@
+"""Decode steps of all running sequences, launched one ahead of what the host knows where that keeps the GPU busy.
+
+The next step needs the tokens that this one chooses, and they are on the device: it can be launched before the host has
+seen them. A sequence that turns out to have ended has then computed one token too many, which is forgotten. Tokens that
+the host has a part in choosing (penalties, grammars, log-probabilities) are waited for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.request import TokenLogprobs
+from shadowkv.engine.runner import Runner
+from shadowkv.engine.sampler import choose, sample
+from shadowkv.engine.scheduler import Running, Scheduler
+
+Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
+"""Tokens, their log-probabilities where asked for, and whether each row's logits were finite."""
+
+
+class DecodeSteps:
+    """Steps of a scheduler's running sequences, one ahead if ``run_ahead``: on a CPU there is nothing to overlap."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, run_ahead: bool) -> None:
+        self.runner, self.scheduler, self.run_ahead = runner, scheduler, run_ahead
+        self._ahead: _Step | None = None
+
+    def next(self) -> tuple[list[Running], Chosen]:
+        """The next token of every running sequence, and of some that have ended since."""
+        step = self._ahead
+        if step is None or not any(one in self.scheduler.running for one in step.rows):
+            step = self._launch(None)
+        assert step is not None, "nothing runs"
+        self._ahead = self._launch(step) if self.run_ahead and step.on_device else None
+        return step.rows, step.chosen()
+
+    def forget(self, running: Running) -> None:
+        """Takes back the token that a sequence which ends now has computed ahead."""
+        if self._ahead is not None and running in self._ahead.rows:
+            pool, sequence = self.runner.cache.pool, running.sequence
+            pool.truncate(sequence, int(pool.table.length[sequence.slot]) - 1)
+
+    def _launch(self, before: _Step | None) -> _Step | None:
+        rows, tokens, sources = [], [], []
+        known = {} if before is None else {id(one): row for row, one in enumerate(before.rows)}
+        for one in self.scheduler.running:
+            request, source = one.request, known.get(id(one), -1)
+            if source >= 0 and len(request.output_token_ids) + 1 >= request.max_tokens:
+                continue  # the token on its way is its last
+            rows.append(one)
+            tokens.append(request.output_token_ids[-1])
+            sources.append(source)
+        if not rows:
+            return None
+        logits = self.runner.decode([one.sequence for one in rows], tokens, sources)
+        return _Step(rows, [source >= 0 for source in sources], logits, self.runner)
+
+
+class _Step:
+    """A step that is on its way."""
+
+    def __init__(self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner) -> None:
+        self.rows, self.logits = rows, logits
+        requests = [one.request for one in rows]
+        plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
+        self.on_device = plain
+        if plain:
+            steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
+            chosen = choose(logits, requests, steps)
+            runner.chosen[: len(rows)] = chosen[0]
+            self._landing, self._landed = chosen, None
+            if chosen.is_cuda:
+                self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+                self._landing.copy_(chosen, non_blocking=True)
+                self._landed = torch.cuda.Event()
+                self._landed.record()
+
+    def chosen(self) -> Chosen:
+        """Waits for the step."""
+        if not self.on_device:
+            return sample(self.logits, [one.request for one in self.rows])
+        if self._landed is not None:
+            self._landed.synchronize()
+        tokens, finite = self._landing.tolist()
+        return tokens, [None] * len(tokens), [bool(row) for row in finite]

@@ -1,0 +1,83 @@
+"""Steps that are launched before the last one's tokens are known give the same answers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shadowkv import SamplingParams
+from shadowkv.engine.engine import Engine
+
+
+def answers(engine: Engine, params: list[SamplingParams]) -> tuple[dict[str, list[int]], dict[str, str | None]]:
+    """Tokens and ends of requests that come one by one; every fifth is aborted on the way and left out."""
+    draw, waiting, step = random.Random(3), list(enumerate(params)), 0
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, str | None] = {}
+    while waiting or engine.has_work:
+        if waiting and step % 3 == 0:
+            number, one = waiting.pop(0)
+            prompt = [draw.randrange(3, 256) for _ in range(draw.choice([5, 70, 450]))]
+            engine.add_request(str(number), prompt, one)
+        if step % 15 == 14:
+            engine.abort(str(step // 15 * 5))
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            ends[output.request_id] = output.finish_reason
+        step += 1
+    for number in range(0, len(params), 5):
+        tokens.pop(str(number), None)
+        ends.pop(str(number), None)
+    return tokens, ends
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv", "quest"])
+def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
+    plain = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    kinds = [
+        plain,
+        replace(plain, temperature=1.0, seed=7, stop_token_ids=list(range(3, 40))),
+        replace(plain, max_tokens=1),
+        replace(plain, repetition_penalty=1.3),
+        replace(plain, temperature=0.8, seed=8, ignore_eos=False),
+        replace(plain, logprobs=2, max_tokens=5),
+    ]
+    params = [kinds[number % len(kinds)] for number in range(18)]
+    wanted, ahead = (
+        make(kv=kv, kv_budget=0.5 if kv != "full" else None),
+        make(kv=kv, kv_budget=0.5 if kv != "full" else None),
+    )
+    ahead._steps.run_ahead = True
+    launched: list[bool] = []
+    launch = ahead._steps._launch
+
+    def spy(before: Any) -> Any:
+        launched.append(before is not None)
+        return launch(before)
+
+    ahead._steps._launch = spy
+    assert answers(ahead, params) == answers(wanted, params)
+    assert any(launched)
+    for engine in (ahead, wanted):
+        while engine.scheduler.finished.evict():
+            pass
+        assert engine.cache.pool.free == engine.cache.pool.total
+
+
+def test_a_finished_sequence_keeps_only_what_was_said(make: Any) -> None:
+    engine = make(kv="full")
+    engine._steps.run_ahead = True
+    draw = random.Random(1)
+    prompt = [draw.randrange(3, 256) for _ in range(100)]
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=6, stop_token_ids=list(range(3, 30)), ignore_eos=True)
+    engine.add_request("a", prompt, params)
+    said: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            said += output.token_ids
+    assert 1 < len(said) < 30, "the seed must end the answer by a stop token"
+    lengths = engine.cache.pool.table.length
+    assert lengths.max() == len(prompt) + len(said) - 1  # the last token's keys were never computed
