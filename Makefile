@@ -7,16 +7,20 @@ CSRC := $(wildcard csrc/*/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test lint format clean
+.PHONY: help serve test test-gpu lint format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
 
 test: .venv/.installed-test ## Run all tests (some of them: make test ARGS="tests/test_x.py -k name")
 	$(PY) -m pytest $(ARGS)
+
+test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
+	$(PYTHON) csrc/build_cuda.py
+	$(PYTHON) -m pytest tests/ops tests/kvcache tests/engine/test_cuda_graphs.py $(ARGS)
 
 lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m ruff check .
@@ -29,7 +33,7 @@ format: .venv/.installed-lint ## Format the code and fix what ruff can
 	$(PY) -m ruff format .
 
 clean: ## Remove builds and caches (not .venv)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist shadowkv/_cuda shadowkv/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find shadowkv models eval tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: a pinned build, in place before anything that depends on it is resolved.

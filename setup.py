@@ -2,9 +2,11 @@
 
 The top-level folders models/ and eval/ are installed as shadowkv.models and shadowkv.eval. The extension,
 shadowkv/_cpu.*.so, holds faster CPU backends of some ops; without a compiler, or where torch is not importable while
-building, it is left out, and those ops run in PyTorch.
+building, it is left out, and those ops run in PyTorch. The CUDA ops, shadowkv/_cuda/*.so, are built where torch is a
+CUDA build and nvcc and ninja are installed.
 """
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -49,6 +51,22 @@ def extensions() -> list[Extension]:
 
 
 class BuildIfPossible(build_ext):
+    def run(self) -> None:
+        super().run()
+        try:
+            self.build_cuda()
+        except Exception as error:
+            print(f"shadowkv: CUDA ops left out: {error}", file=sys.stderr)
+
+    def build_cuda(self) -> None:
+        import torch
+
+        if torch.version.cuda is None:
+            raise RuntimeError("torch is a CPU build (python csrc/build_cuda.py builds them all the same)")
+        package = Path("shadowkv" if self.inplace else self.build_lib, "" if self.inplace else "shadowkv")
+        builder = runpy.run_path("csrc/build_cuda.py")
+        builder["build"](builder["ops"](), package.resolve() / "_cuda", Path(self.build_temp).resolve() / "cuda")
+
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)

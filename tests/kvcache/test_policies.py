@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_plainly
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, rotate_plainly
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
@@ -147,7 +147,29 @@ def test_bounds_are_smallest_and_largest_keys() -> None:
     torch.testing.assert_close(stored[:, :, 1].flatten(1, 2), rotated.amax(1).transpose(0, 1))
 
 
-@pytest.mark.parametrize("spec", [SHADOWKV, QUEST, preset("full")], ids=["shadowkv", "quest", "full"])
+@pytest.mark.parametrize("kv", ["turbo", "turbo-host"])
+def test_turbo_with_everything_selected_loses_only_to_quantisation(kv: str) -> None:
+    cache, stream = run(preset(kv, budget=1.0, rank=32))
+    for _ in range(STEPS - 1):
+        decode(cache, [stream])
+    assert int(cache.pool.table.sealed[stream.sequence.slot]) == 768
+    ours, exact = stream.output()[S:], plain_attention(stream)[S:]
+    error = (ours - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    assert 0.01 < error.mean() < 0.1  # values in 4 bits are off by a tenth of their deviation
+    dense = preset(kv, budget=1.0, rank=32, values="dense")
+    cache, stream = run(dense)
+    for _ in range(STEPS - 1):
+        decode(cache, [stream])
+    ours = stream.output()[S:]
+    error = (ours - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    assert error.mean() < 0.04  # int8 latents of all dimensions
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SHADOWKV, QUEST, preset("full"), preset("turbo", budget=64)],
+    ids=["shadowkv", "quest", "full", "turbo"],
+)
 def test_ragged_batch_equals_each_sequence_alone(spec: KVSpec) -> None:
     lengths = [1, 7, 63, 64, 65, 1000, 3000]
     cache = make_cache(spec)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 65536
 
+HEADROOM = 1.25
+"""What latents of generated tokens may be larger than all of the prompt's."""
+
 
 class LowRankKeys(KeyPart):
     @property
@@ -67,12 +70,12 @@ class LowRankInt8Keys(LowRankKeys):
     def fit(self, store: Store, layer: int, slot: int, keys: Tensor) -> None:
         mean = keys.mean(0, dtype=torch.float32).to(self.dtype)
         basis, kept = store.ops.low_rank_basis((keys - mean).flatten(1), self.rank)
-        # The largest latent of the prompt sets the step; a later token beyond it is clipped.
+        # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
         largest = basis.new_full((self.rank,), 1e-12)
         for block in keys.split(ROWS_AT_ONCE):
             latents = (block.float() - mean.float()).flatten(1) @ basis.T
             largest = torch.maximum(largest, latents.abs().amax(0))
-        step = largest / 127
+        step = HEADROOM * largest / 127
         store.state["basis"][layer, slot] = (basis * step[:, None]).view(self.rank, *mean.shape).to(self.dtype)
         store.state["key_mean"][layer, slot] = mean
         store.state["latent_step"][layer, slot] = step
