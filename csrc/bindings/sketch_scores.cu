@@ -25,10 +25,10 @@ void sketch_scores(
   const int64_t heads = codes.size(1), chunks = codes.size(2), bytes = codes.size(4), num_pages = pages.size(1);
   const int64_t group = heads ? q.size(1) / heads : 0;
   STD_TORCH_CHECK(bytes == 16 || bytes == 32 || bytes == 64, "codes has rows of ", bytes, " bytes, not 16, 32 or 64");
-  STD_TORCH_CHECK(dim % 16 == 0 && dim <= 4 * bytes, "a head dim of ", dim, " does not suit codes of ", bytes, " bytes");
+  STD_TORCH_CHECK(dim % 16 == 0 && dim <= 4 * bytes, "a head dim of ", dim, " does not suit codes of ", bytes);
   STD_TORCH_CHECK(chunks > 0 && kPage % chunks == 0, chunks, " chunks do not divide a page");
   STD_TORCH_CHECK(
-      group > 0 && group <= 8 && group * heads == q.size(1), q.size(1), " query heads do not suit ", heads, " kv heads");
+      group > 0 && group <= 8 && group * heads == q.size(1), q.size(1), " query heads for ", heads, " kv heads");
   STD_TORCH_CHECK(
       run_pages > 0 && run_pages % 2 == 0 && run_pages <= kMostRunPages, "a run of ", run_pages,
       " pages is not an even number of up to ", kMostRunPages);

@@ -1,6 +1,7 @@
 // Ragged top-k of softmax shares, one block a row: scores become integers of the same order in shared memory while
 // their histogram is counted; the digits of the k-th largest follow from it, and only the few chunks that share its
-// first digit are looked at again. Bit sets make the result ascending and the same in every run.
+// first digit are looked at again. Bit sets make the result ascending and the same in every run. Fetching logits into
+// the second-level cache in advance made it slower.
 #pragma once
 
 #include <cfloat>

@@ -1,6 +1,7 @@
 // Chunk scores by a 2-bit key sketch. Memory-bound, 34 bytes a token and head at head dim 128: a warp copies whole
 // 128-byte lines to shared memory two pairs of pages ahead (reads of 32 bytes from the second-level cache reached 3 of
-// 4.5 TB/s), and the fragments' layout puts all tokens of a chunk into one lane.
+// 4.5 TB/s), and the fragments' layout puts all tokens of a chunk into one lane. Marking the codes as first to leave
+// that cache made it slower.
 #pragma once
 
 #include <cfloat>
@@ -59,7 +60,8 @@ struct Stage {
   static constexpr int kRow = 16 * kWords, kPageBytes = kPage * kRow, kScaleBytes = kPage * 2;
   static constexpr int kBytes = 2 * (kPageBytes + kScaleBytes);
   static constexpr int kSpread = 8 / kWords;
-  static constexpr int kCount = kWords == 4 ? 2 : 3; // what two blocks of a multiprocessor (one, of 4 words) have room for
+  // Stages of a warp: what two blocks of a multiprocessor have room for (one, with 4 words).
+  static constexpr int kCount = kWords == 4 ? 2 : 3;
 
   // `from`: 16 bytes a lane after the page's first.
   static __device__ __forceinline__ void copy_codes(uint32_t stage, int r, const uint8_t* from, int lane) {
@@ -120,8 +122,9 @@ struct Query {
 // A bit for each of kCount chunks, from as many bytes of 0 or 1.
 template <int kCount>
 struct Flags {
-  using Bytes = std::conditional_t<
-      kCount == 1, uint8_t, std::conditional_t<kCount == 2, uint16_t, std::conditional_t<kCount == 4, uint32_t, uint64_t>>>;
+  using Few = std::conditional_t<kCount == 1, uint8_t, uint16_t>;
+  using Many = std::conditional_t<kCount == 4, uint32_t, uint64_t>;
+  using Bytes = std::conditional_t<kCount <= 2, Few, Many>;
   Bytes bytes;
 
   Flags() = default;
@@ -177,11 +180,12 @@ struct Total {
 //
 // kChunk: tokens of a chunk; 64 stands for all above 8, whose eights are merged over the lanes of neighbours.
 template <int kWords, int kChunk, bool kWide>
-__global__ void __launch_bounds__(32 * kMostWarps, kWords == 4 || kChunk > 8 ? 1 : 2) sketch_scores_kernel(const SketchScores p) {
+__global__ void __launch_bounds__(32 * kMostWarps, kWords == 4 || kChunk > 8 ? 1 : 2)
+    sketch_scores_kernel(const SketchScores p) {
   constexpr int kTokens = kChunk < 8 ? kChunk : 8;
-  constexpr int kSubs = 8 / kTokens;       // chunks of 8 tokens
-  constexpr int kSteps = kWide ? 2 : 1;    // of a pair of pages
-  constexpr int kPlanes = kWide ? 2 : 4;   // that face multiplications of their own
+  constexpr int kSubs = 8 / kTokens;     // chunks of 8 tokens
+  constexpr int kSteps = kWide ? 2 : 1;  // of a pair of pages
+  constexpr int kPlanes = kWide ? 2 : 4; // that face multiplications of their own
   constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   // Sums start at the bits of 1.5 * 2**23, which makes them floats without a conversion: whole numbers above it.
   constexpr int32_t kMagicBits = 0x4b400000;
@@ -235,9 +239,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 4 || kChunk > 8 ? 1
   const uint8_t* excluded = p.excluded + head * p.chunks_of_page + place;
   Flags<kSubs> flags[kSteps];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) flags[step] = Flags<kSubs>(excluded + page(side + step) * p.excluded_stride);
+  for (int step = 0; step < kSteps; ++step)
+    flags[step] = Flags<kSubs>(excluded + page(side + step) * p.excluded_stride);
 
-  // What faces the codes, and for the lane's two heads: what their sums begin with and what makes base 2 scores of them.
+  // What faces the codes, and for the lane's two heads: what to take off their sums, and what makes scores of base 2.
   uint32_t b[kPlanes][kWords][2];
   float offset[2], factor[2];
   {
@@ -301,9 +306,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 4 || kChunk > 8 ? 1
               return words[r][half][w] >> (j & 2) * 2 & (j & 1 ? 0x0c0c0c0cu : 0x03030303u);
             };
             if constexpr (kWide)
-              mma_u8s8(
-                  sums[j & 1], {plane(0, 0, j), plane(0, 1, j), plane(0, 0, j + 2), plane(0, 1, j + 2)},
-                  b[j][w]);
+              mma_u8s8(sums[j], {plane(0, 0, j), plane(0, 1, j), plane(0, 0, j + 2), plane(0, 1, j + 2)}, b[j][w]);
             else
               mma_u8s8(sums[j & 1], {plane(0, 0, j), plane(0, 1, j), plane(1, 0, j), plane(1, 1, j)}, b[j][w]);
           }
