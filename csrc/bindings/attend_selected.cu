@@ -86,7 +86,7 @@ AttendInputs common(
   check_dense_from(out, "out", 0);
   check_dense_from(lse, "lse", 0);
   if (splits > 1) {
-    check(partial, "partial", Dtype::Float, {batch, heads, splits, rows / heads, dim + 2});
+    check(partial, "partial", Dtype::Float, {batch, heads, splits, rows / heads, dim + 4});
     check_dense_from(partial, "partial", 0);
   }
   check_pages(keys, "keys");
@@ -129,7 +129,8 @@ AttendOutputs outputs(Tensor& out, Tensor& lse, Tensor& partial) {
 
 void attend_selected_latents(
     const Tensor& q, const Tensor& selected, const Tensor& latents, const Tensor& basis,
-    const std::optional<Tensor>& mean, const Tensor& slots, const Tensor& key_pages, const Tensor& turns,
+    const std::optional<Tensor>& mean, const Tensor& slots, const Tensor& key_pages, const Tensor& far_turns,
+    const Tensor& near_turns,
     const Tensor& values, const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation,
     const Tensor& value_pages, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
   AttendInputs in = common(
@@ -142,7 +143,10 @@ void attend_selected_latents(
   check_pages(basis, "basis");
   check(slots, "slots", Dtype::Long, {in.batch});
   check_dense_from(slots, "slots", 0);
-  check(turns, "turns", Dtype::Long, {dim / 2});
+  check(far_turns, "far turns", Dtype::Half, {-1, dim / 4, 2, 2});
+  check(near_turns, "near turns", Dtype::Half, {8, dim / 4, 2, 2});
+  check_dense_from(far_turns, "far turns", 0);
+  check_dense_from(near_turns, "near turns", 0);
   if (mean) {
     in.mean_is_float = mean->scalar_type() == Dtype::Float;
     check(*mean, "mean", in.mean_is_float ? Dtype::Float : Dtype::BFloat16, {-1, in.heads, dim});
@@ -153,7 +157,8 @@ void attend_selected_latents(
   in.basis = static_cast<const __nv_bfloat16*>(basis.data_ptr());
   in.basis_slot = basis.stride(0);
   in.slots = static_cast<const int64_t*>(slots.data_ptr());
-  in.turns = static_cast<const uint64_t*>(turns.data_ptr());
+  in.far_turns = static_cast<const uint2*>(far_turns.data_ptr());
+  in.near_turns = static_cast<const uint2*>(near_turns.data_ptr());
   in.score_scale = float(score_scale);
   in.rank = int(rank);
   if (in.batch == 0) return;
@@ -183,8 +188,8 @@ void attend_selected_rows(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "attend_selected_latents(Tensor q, Tensor selected, Tensor latents, Tensor basis, Tensor? mean, Tensor slots, "
-      "Tensor key_pages, Tensor turns, Tensor values, Tensor? scale, Tensor? rotation, Tensor value_pages, "
-      "float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
+      "Tensor key_pages, Tensor far_turns, Tensor near_turns, Tensor values, Tensor? scale, Tensor? rotation, "
+      "Tensor value_pages, float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
   m.def(
       "attend_selected_rows(Tensor q, Tensor selected, Tensor keys, Tensor key_pages, Tensor values, "
       "Tensor value_pages, float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");

@@ -4,7 +4,8 @@
 //
 // A block takes tiles of one sequence and kv head, each warp its own tiles with its own softmax. The basis slice of the
 // head lies in shared memory. A warp takes 32 tokens at a time where registers allow: with 16 the reads of the basis
-// from shared memory, one per fragment and tile, would take longer than the products.
+// from shared memory, one per fragment and tile, would take longer than the products. A position's cos and sin are the
+// product of those of two tables: of the multiple of eight below it, in the second-level cache, and of the rest.
 #pragma once
 
 #include "mma.cuh"
@@ -29,7 +30,8 @@ struct AttendInputs {
   const __nv_bfloat16* basis; // [slots, rank, heads, dim]
   const void* mean;           // [slots, heads, dim] float or bf16, or null
   const int64_t* slots;       // [batch]
-  const uint64_t* turns;      // [dim / 2], rotations per position x 2^64
+  const uint2* far_turns;     // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
+  const uint2* near_turns;    // [8, dim / 4], of positions 0 to 7
   const float* rotation;      // [dim, dim], for codes
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_slot, mean_slot;
   float score_scale; // of q k in the exponent to base 2
@@ -40,7 +42,8 @@ struct AttendInputs {
 struct AttendOutputs {
   __nv_bfloat16* out; // [batch, heads * group, dim]
   float* lse;         // [batch, heads * group]
-  float* partial;     // [batch, heads, splits, group, dim + 2]: weighed sum, maximum score, sum; unused with one split
+  // [batch, heads, splits, group, dim + 4]: weighed sum, largest score, sum of weights; unused with one split.
+  float* partial;
 };
 
 // What one instance of the kernel is made for. kRank is the largest rank, or the only one if kExactRank.
@@ -56,18 +59,19 @@ struct AttendShape {
   static constexpr int kBasisRow = (kDim == 96 ? 128 : kDim) * 2; // bytes; the swizzle needs whole 128-byte lines
   static constexpr int kPlainRow = kDim * 2 + 16;               // odd in units of 16 bytes: no bank conflicts
   static constexpr int kMergeRow = kDim + 4;                    // floats
+  static constexpr int kTurnRow = kDim * 2 + 32;                // bytes of cos and sin of one position, and a gap
 
   // A row of latents in shared memory: an odd multiple of what the four lanes of a quad read, against bank conflicts.
   __host__ __device__ static constexpr int key_row(int rank) {
     if (!kLow) return kPlainRow;
     return (rank % 64 == 32 ? rank : rank + 32) * (kKeys == KeyForm::kLatentsInt8 ? 1 : 2);
   }
-  // Shared memory: basis, mean, turns, query fragments; per warp a tile of keys, of values and its places.
+  // Shared memory: basis, mean, turns, query fragments; per warp a tile of keys, of values and where its rows are.
   __host__ __device__ static constexpr int table_bytes(int rank) {
-    return (kLow ? rank * kBasisRow + kDim * 8 : 0) + kPairs * 256;
+    return (kLow ? rank * kBasisRow + kDim * 2 + 8 * kTurnRow : 0) + kPairs * 256;
   }
   __host__ __device__ static constexpr int warp_bytes(int rank) {
-    return kTokens * (key_row(rank) + (kCodes ? 0 : kPlainRow) + 16);
+    return kTokens * (key_row(rank) + (kCodes ? 0 : kPlainRow) + 24);
   }
   static constexpr int kMergeBytes = (kAttendWarps + 1) * kAttendQueries * kMergeRow * 4 + 512;
   __host__ __device__ static constexpr int shared_bytes(int rank) {
@@ -82,15 +86,27 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+// Over the eight lanes of one place in the quads, which hold the rows of a fragment.
+__device__ __forceinline__ float rows_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
 }
 
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
+__device__ __forceinline__ float rows_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 4);
+  x += __shfl_xor_sync(~0u, x, 8);
+  return x + __shfl_xor_sync(~0u, x, 16);
 }
+
+// Two bf16 as floats.
+__device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+__device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<const uint32_t*>(&x); }
+
+__device__ __forceinline__ __half2 half2_of(uint32_t x) { return *reinterpret_cast<const __half2*>(&x); }
 
 // a - b of two bf16 each, as the fused form that sm_80 has too.
 __device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
@@ -99,19 +115,26 @@ __device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   return x;
 }
 
-// Two of the four int8 in x as bf16, exactly. 0x4300 | u is 128 + u for u < 128, and 0x4300 | 128 is 256: a byte is its
-// lower seven bits less its sign bit's 128, and both terms are one AND away.
-template <int kPlace>
-__device__ __forceinline__ uint32_t int8_to_bf16(uint32_t x) {
-  const uint32_t spread = __byte_perm(x, 0x43434343u, kPlace == 0 ? 0x4140 : 0x4342);
-  return subtract_bf16(spread & 0xff7fff7fu, spread & 0xff80ff80u);
+// (x & mask) | set in one instruction, which the compiler does not find by itself.
+template <uint32_t kMask, uint32_t kSet>
+__device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "n"(kMask), "n"(kSet));
+  return y;
 }
 
-// cos and sin of a position's angle. The angle in turns is a 64-bit fixed-point product, exact at any position; its
-// upper half as a signed number is the angle within half a turn of zero, where the fast functions are accurate.
-__device__ __forceinline__ void rotation_at(uint32_t position, uint64_t turns, float& cosine, float& sine) {
-  const uint32_t turn = __umulhi(position, uint32_t(turns)) + position * uint32_t(turns >> 32);
-  __sincosf(float(int32_t(turn)) * 1.4629180792671596e-9f, &sine, &cosine); // 2 pi / 2^32
+// Two of four int8 as half, exactly; `biased` holds them plus 128. 0x6400 | u is 1024 + u.
+template <int kPlace>
+__device__ __forceinline__ uint32_t int8_to_half(uint32_t biased) {
+  const uint32_t x = mask_and_set<0x00ff00ffu, 0x64006400u>(__byte_perm(biased, 0, kPlace == 0 ? 0x4140 : 0x4342));
+  return bits(__hsub2(half2_of(x), half2_of(0x64806480u)));
+}
+
+// Turns x by one angle and y with it: (x, y) to (x cos - y sin, y cos + x sin), of two dimensions each.
+__device__ __forceinline__ void turn(__half2& x, __half2& y, __half2 cosine, __half2 sine) {
+  const __half2 old = x;
+  x = __hfma2(x, cosine, __hneg2(__hmul2(y, sine)));
+  y = __hfma2(y, cosine, __hmul2(old, sine));
 }
 
 // Codes of one token that a lane owns: byte i has dimension 16 i + g low and 16 i + 8 + g high.
@@ -153,7 +176,7 @@ __device__ __forceinline__ void write_outputs(
     };
     for (int tile = threadIdx.x / 32; tile < kDim / 16; tile += kAttendWarps) {
       float c[4] = {};
-#pragma unroll 8
+#pragma unroll 4
       for (int step = 0; step < kDim / 16; ++step) {
         uint32_t high[4], low[4], b_high[2], b_low[2];
 #pragma unroll
@@ -187,92 +210,134 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   const int rank = Shape::kExactRank ? Shape::kRank : in.rank;
 
   char* const basis = shared;
-  float* const mean = reinterpret_cast<float*>(shared + (kLow ? rank * Shape::kBasisRow : 0));
-  uint64_t* const turns = reinterpret_cast<uint64_t*>(mean + kDim);
+  __half2* const mean = reinterpret_cast<__half2*>(shared + (kLow ? rank * Shape::kBasisRow : 0));
+  char* const near_turns = reinterpret_cast<char*>(mean + kDim / 2);
   uint2* const queries = reinterpret_cast<uint2*>(shared + Shape::table_bytes(rank) - kPairs * 256);
   const int key_row = Shape::key_row(rank);
   char* const my_keys = shared + Shape::table_bytes(rank) + warp * Shape::warp_bytes(rank);
   char* const my_values = my_keys + kTokens * key_row;
-  int2* const key_places = reinterpret_cast<int2*>(my_values + (kCodes ? 0 : kTokens * Shape::kPlainRow));
-  int2* const value_places = key_places + kTokens;
+  const char** const key_rows = reinterpret_cast<const char**>(my_values + (kCodes ? 0 : kTokens * Shape::kPlainRow));
+  const char** const value_rows = key_rows + kTokens;
+  int* const positions = reinterpret_cast<int*>(value_rows + kTokens);
+  float* const scales = reinterpret_cast<float*>(positions + kTokens);
 
-  // The walk over this warp's tiles. Chunk numbers are read three tiles ahead, page names two, keys one.
+  // The walk over this warp's tiles; lane i looks after token i. Chunk numbers are read three tiles ahead, page names
+  // two, keys and scales one.
   const int64_t* const selected = in.selected + (int64_t(batch) * in.heads + head) * in.chunks;
   const int64_t* const key_pages = in.key_pages + batch * in.key_pages_row;
   const int64_t* const value_pages = in.value_pages + batch * in.value_pages_row;
   const int stride = in.splits * kAttendWarps;
+  const int within = lane & ((1 << in.log_chunk) - 1);
   int tile = split * kAttendWarps + warp;
   const auto chunk_at = [&](int tile) {
     const int index = (tile * kTokens + lane) >> in.log_chunk;
     return lane < kTokens && index < in.chunks ? int(selected[index]) : -1;
   };
-  int chunk, position, key_page, value_page; // of token `lane` of a tile ahead; pages are -1 where there is no token
+  int chunk, position, key_page, value_page; // of the lane's token in a tile ahead; pages are -1 if there is none
   const auto find_pages = [&] {
-    position = (chunk << in.log_chunk) + (lane & ((1 << in.log_chunk) - 1));
+    position = (chunk << in.log_chunk) + within;
     key_page = value_page = -1;
     if (chunk >= 0) {
-      key_page = int(key_pages[position / kPage]);
-      value_page = int(value_pages[position / kPage]);
+      key_page = int(key_pages[uint32_t(position) / kPage]);
+      value_page = int(value_pages[uint32_t(position) / kPage]);
     }
   };
-  // Makes the tile of key_page, ... the next one: publishes its places, starts the copy of its keys.
+  __half scale = __half(0.f); // of the lane's token in the next tile
+  // Makes the tile of key_page, ... the next one: says where its rows are, starts the copy of its keys.
   const auto start_tile = [&]() -> uint32_t {
     const uint32_t valid = __ballot_sync(~0u, key_page >= 0);
     if (lane < kTokens) {
-      key_places[lane] = make_int2(key_page, position);
-      value_places[lane] = make_int2(value_page, position & (kPage - 1));
+      // No token has some row's key, which is masked, and some row's codes, of scale zero.
+      const int row = position & (kPage - 1);
+      constexpr int kKeyBytes = kInt8 ? 1 : 2, kValueBytes = kCodes ? kDim / 2 : kDim * 2;
+      const bool there = key_page >= 0;
+      key_rows[lane] =
+          there ? in.keys + key_page * in.key_page + (kLow ? row * rank : (head * kPage + row) * kDim) * kKeyBytes
+                : in.keys;
+      value_rows[lane] = there ? in.values + value_page * in.value_page + (head * kPage + row) * kValueBytes
+                         : kCodes ? in.values
+                                  : nullptr;
+      positions[lane] = there ? position : 0;
+      if constexpr (kCodes) {
+        scale = __half(0.f);
+        if (there)
+          scale = *reinterpret_cast<const __half*>(in.scale + value_page * in.scale_page + (head * kPage + row) * 2);
+      }
     }
     __syncwarp();
     if (valid) {
-      constexpr int kRowBytes = kLow ? 0 : kDim * 2;
-      const int bytes = kLow ? rank * (kInt8 ? 1 : 2) : kRowBytes;
+      constexpr int kUnits = (kLow ? Shape::kRank * (kInt8 ? 1 : 2) : kDim * 2) / 32;
+      const int bytes = rank * (kInt8 ? 1 : 2);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const int token = 16 * i + lane / 2; // two lanes share a 32-byte sector
-        const int2 place = key_places[token];
-        const int row = place.y % kPage + (kLow ? 0 : head * kPage);
-        const char* from = in.keys + (place.x < 0 ? 0 : place.x * in.key_page + row * bytes) + lane % 2 * 16;
+        const char* from = key_rows[token] + lane % 2 * 16;
         const uint32_t into = shared_address(my_keys + token * key_row) + lane % 2 * 16;
-        constexpr int kUnits = (kLow ? Shape::kRank * (kInt8 ? 1 : 2) : kDim * 2) / 32;
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit)
-          if (!kLow || Shape::kExactRank || unit * 32 < bytes)
-            copy16_async(into + unit * 32, place.x < 0 ? in.keys : from + unit * 32, place.x >= 0);
+          if (!kLow || Shape::kExactRank || unit * 32 < bytes) copy16_async(into + unit * 32, from + unit * 32);
       }
     }
     close_copy_group();
     return valid;
   };
 
+  // The first tile's page names are on their way while the tables are filled.
   chunk = chunk_at(tile);
+  const int64_t slot = kLow ? in.slots[batch] : 0;
+  find_pages();
+  chunk = chunk_at(tile + stride);
   if constexpr (kLow) {
-    const int64_t slot = in.slots[batch];
     const __nv_bfloat16* from = in.basis + slot * in.basis_slot + head * kDim;
     constexpr int kUnits = kDim / 8;
+#pragma unroll 5
     for (int i = threadIdx.x; i < rank * kUnits; i += kAttendWarps * 32) {
       const int row = i / kUnits, unit = i % kUnits;
       const int place = unit ^ (row / 8 % 4 * 2 + row % 2); // as the eight rows of a matrix are read below
-      copy16_async(
-          shared_address(basis + row * Shape::kBasisRow + place * 16), from + int64_t(row) * in.heads * kDim + unit * 8);
+      char* const into = basis + row * Shape::kBasisRow + place * 16;
+      const __nv_bfloat16* const at = from + int64_t(row) * in.heads * kDim + unit * 8;
+      if constexpr (kInt8) {
+        // Half, to which int8 converts faster than to bf16. Entries under 6e-5 lose bits, of keys around one none.
+        uint4 x = __ldg(reinterpret_cast<const uint4*>(at));
+        for (uint32_t* y : {&x.x, &x.y, &x.z, &x.w}) *y = bits(__float22half2_rn(unpack_bf16(*y)));
+        *reinterpret_cast<uint4*>(into) = x;
+      } else {
+        copy16_async(shared_address(into), at);
+      }
     }
     for (int i = threadIdx.x; i < kDim; i += kAttendWarps * 32) {
-      const int64_t at = slot * in.mean_slot + head * kDim + i;
-      mean[i] = in.mean == nullptr ? 0.f
-                : in.mean_is_float ? static_cast<const float*>(in.mean)[at]
-                                   : __bfloat162float(static_cast<const __nv_bfloat16*>(in.mean)[at]);
-      if (i < kDim / 2) turns[i] = in.turns[i];
+      constexpr int kRowUnits = kDim / 8;
+      copy16_async(
+          shared_address(near_turns + i / kRowUnits * Shape::kTurnRow + i % kRowUnits * 16),
+          reinterpret_cast<const char*>(in.near_turns) + i * 16);
+    }
+    // The mean and the queries lie as lanes need them: two dimensions and the two that they rotate with.
+    if (threadIdx.x < kDim / 4) {
+      const int64_t at = slot * in.mean_slot + head * kDim + 2 * threadIdx.x;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2 x = make_float2(0, 0);
+        if (in.mean != nullptr && in.mean_is_float)
+          x = *reinterpret_cast<const float2*>(static_cast<const float*>(in.mean) + at + half * kDim / 2);
+        else if (in.mean != nullptr)
+          x = unpack_bf16(*reinterpret_cast<const uint32_t*>(
+              static_cast<const __nv_bfloat16*>(in.mean) + at + half * kDim / 2));
+        mean[2 * threadIdx.x + half] = __float22half2_rn(x);
+      }
     }
   }
+#pragma unroll
   for (int i = threadIdx.x; i < kPairs * 32; i += kAttendWarps * 32) {
     const int query = i % 32 / 4, at = i / 32 * 8 + i % 4 * 2;
     const __nv_bfloat16* from = in.q + ((int64_t(batch) * in.heads + head) * in.group + query) * kDim + at;
-    queries[i] = make_uint2(0, 0);
-    if (query < in.group)
-      queries[i] = make_uint2(
-          *reinterpret_cast<const uint32_t*>(from), *reinterpret_cast<const uint32_t*>(from + kDim / 2));
+    uint32_t x[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (query < in.group) x[half] = __ldg(reinterpret_cast<const uint32_t*>(from + half * kDim / 2));
+      if constexpr (kLow) x[half] = bits(__float22half2_rn(unpack_bf16(x[half])));
+    }
+    queries[i] = make_uint2(x[0], x[1]);
   }
-  find_pages();
-  chunk = chunk_at(tile + stride);
   uint32_t valid = start_tile();
   find_pages();
   tile += 2 * stride;
@@ -280,24 +345,30 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   wait_copy_groups<0>();
   __syncthreads();
 
-  float o[kDim / 16][4] = {}; // (dimension 16 i + g and + 8, queries 2t, 2t + 1)
-  float top = -INFINITY, sum = 0, coded = 0; // of query g: largest score, sum of weights, of weights x scale
+  float o[kDim / 16][4] = {}; // (dimensions 16 i + g, + 8; queries 2t, 2t + 1)
+  // Of queries 2t, 2t + 1: largest score, sum of weights, sum of weights x scale.
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, coded[2] = {};
 
   while (valid) {
+    if (kCodes && lane < kTokens) scales[lane] = __half2float(scale);
     wait_copy_groups<0>();
     __syncwarp();
 
-    // Scores s: (query g, tokens 8 n + 2t, + 1).
-    float s[2 * kTiles][4] = {};
+    float s[kTiles][4] = {}; // scores: (tokens g, g + 8; queries 2t, 2t + 1)
     uint32_t a[kLow ? kTiles : 1][kLow ? 2 * kSteps : 1][4];
-    uint32_t positions[kTiles][2];
+    const uint2* far[kTiles][2]; // cos and sin of the tokens' positions, in two factors
+    const char* near[kTiles][2];
+    uint2 far_turn[kTiles][2];
     if constexpr (kLow) {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = 16 * m + 8 * half + g;
-          positions[m][half] = key_places[token].y;
+          const int at = positions[token];
+          far[m][half] = in.far_turns + int64_t(at / 8) * (kDim / 4) + t;
+          far_turn[m][half] = __ldg(far[m][half]);
+          near[m][half] = near_turns + at % 8 * Shape::kTurnRow + t * 8;
           const char* from = my_keys + token * key_row + t * (kInt8 ? 8 : 16);
 #pragma unroll
           for (int step = 0; step < kSteps; ++step) {
@@ -305,10 +376,10 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
             // The ranks of a product may come in any order: a quad's lanes take 8 of each 32, four per product.
             if constexpr (kInt8) {
               const uint2 x = *reinterpret_cast<const uint2*>(from + step * 32);
-              a[m][2 * step][half] = int8_to_bf16<0>(x.x);
-              a[m][2 * step][2 + half] = int8_to_bf16<1>(x.x);
-              a[m][2 * step + 1][half] = int8_to_bf16<0>(x.y);
-              a[m][2 * step + 1][2 + half] = int8_to_bf16<1>(x.y);
+              a[m][2 * step][half] = int8_to_half<0>(x.x ^ 0x80808080u);
+              a[m][2 * step][2 + half] = int8_to_half<1>(x.x ^ 0x80808080u);
+              a[m][2 * step + 1][half] = int8_to_half<0>(x.y ^ 0x80808080u);
+              a[m][2 * step + 1][2 + half] = int8_to_half<1>(x.y ^ 0x80808080u);
             } else {
               const uint4 x = *reinterpret_cast<const uint4*>(from + step * 64);
               a[m][2 * step][half] = x.x, a[m][2 * step][2 + half] = x.y;
@@ -326,41 +397,35 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
           uint32_t k[4];
           load_matrices(
               k, shared_address(
-                     my_keys + (16 * m + lane % 8 + lane / 16 * 8) * Shape::kPlainRow +
-                     (j + lane / 8 % 2 * kPairs) * 16));
-          mma_bf16(s[2 * m], {q.x, 0, q.y, 0}, {k[0], k[1]});
-          mma_bf16(s[2 * m + 1], {q.x, 0, q.y, 0}, {k[2], k[3]});
+                     my_keys + (16 * m + lane % 16) * Shape::kPlainRow + (j + lane / 16 * kPairs) * 16));
+          mma_bf16(s[m], k, {q.x, q.y});
         }
       }
     }
 
     // Values of this tile are under way while its keys are made: codes in registers, rows in shared memory.
     LaneCodes<kDim> codes[kCodes ? 4 * kTiles : 1];
-    __half scale[kCodes ? 4 * kTiles : 1];
     if constexpr (kCodes) {
 #pragma unroll
-      for (int i = 0; i < 4 * kTiles; ++i) {
-        const int2 place = value_places[16 * (i / 4) + i / 2 % 2 * 8 + 2 * t + i % 2];
-        const int row = head * kPage + place.y;
-        const int64_t page = max(place.x, 0); // codes of no token are any codes, of scale zero
-        codes[i].load(in.values + page * in.value_page + row * (kDim / 2) + g * (kDim / 16));
-        scale[i] = *reinterpret_cast<const __half*>(in.scale + page * in.scale_page + row * 2);
-        if (place.x < 0) scale[i] = __half(0.f);
-      }
+      for (int i = 0; i < 4 * kTiles; ++i)
+        codes[i].load(value_rows[16 * (i / 4) + i / 2 % 2 * 8 + 2 * t + i % 2] + g * (kDim / 16));
     } else {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const int token = 16 * i + lane / 2;
-        const int2 place = value_places[token];
-        const int64_t at = place.x < 0 ? 0 : place.x * in.value_page + (head * kPage + place.y) * (kDim * 2);
+        const char* from = value_rows[token];
+        const bool there = from != nullptr; // zeros else: a weight of zero does not undo NaN
+        from = (there ? from : in.values) + lane % 2 * 16;
         const uint32_t into = shared_address(my_values + token * Shape::kPlainRow) + lane % 2 * 16;
 #pragma unroll
-        for (int unit = 0; unit < kDim / 16; ++unit)
-          copy16_async(into + unit * 32, in.values + at + unit * 32 + lane % 2 * 16, place.x >= 0);
+        for (int unit = 0; unit < kDim / 16; ++unit) copy16_async(into + unit * 32, from + unit * 32, there);
       }
     }
     close_copy_group();
     const uint32_t valid_now = valid;
+    float token_scale[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) token_scale[i / 2][i % 2] = kCodes ? scales[8 * i + g] : 1.f;
     __syncwarp();
     valid = start_tile();
     find_pages();
@@ -374,14 +439,11 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 #pragma unroll 2
       for (int j = 0; j < kPairs; ++j) {
         const uint32_t column = my_basis + ((j + lane / 16 * kPairs) ^ row) * 16;
-        const float2 low = *reinterpret_cast<const float2*>(mean + 8 * j + 2 * t);
-        const float2 high = *reinterpret_cast<const float2*>(mean + kDim / 2 + 8 * j + 2 * t);
-        float k[kTiles][2][4]; // (tokens g, g + 8; dimensions 8 j + 2t, + 1 and those they rotate with)
+        uint2 next_far_turn[kTiles][2];
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-          k[m][0][0] = k[m][0][2] = low.x, k[m][0][1] = k[m][0][3] = low.y;
-          k[m][1][0] = k[m][1][2] = high.x, k[m][1][1] = k[m][1][3] = high.y;
-        }
+        for (int i = 0; i < 2 * kTiles; ++i)
+          next_far_turn[i / 2][i % 2] = __ldg(far[i / 2][i % 2] + 4 * min(j + 1, kPairs - 1));
+        float k[kTiles][2][4] = {}; // (tokens g, g + 8; dimensions 8 j + 2t, + 1 and those they rotate with)
 #pragma unroll
         for (int step = 0; step < 2 * kSteps; ++step) {
           if (!Shape::kExactRank && step * 16 >= rank) continue;
@@ -389,56 +451,76 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
           load_matrices_transposed(b, column + (step / 2 * 32 + step % 2 * 4) * Shape::kBasisRow);
 #pragma unroll
           for (int m = 0; m < kTiles; ++m) {
-            mma_bf16(k[m][0], a[m][step], {b[0], b[1]});
-            mma_bf16(k[m][1], a[m][step], {b[2], b[3]});
+            if constexpr (kInt8) { // of half
+              mma_f16(k[m][0], a[m][step], {b[0], b[1]});
+              mma_f16(k[m][1], a[m][step], {b[2], b[3]});
+            } else {
+              mma_bf16(k[m][0], a[m][step], {b[0], b[1]});
+              mma_bf16(k[m][1], a[m][step], {b[2], b[3]});
+            }
           }
         }
-        const ulonglong2 turn = *reinterpret_cast<const ulonglong2*>(turns + 8 * j + 2 * t);
+        const uint2 middle = *reinterpret_cast<const uint2*>(mean + (4 * j + t) * 2);
         const uint2 q = queries[j * 32 + lane];
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
+          uint32_t rows[4];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float cosine[2], sine[2];
-            rotation_at(positions[m][half], turn.x, cosine[0], sine[0]);
-            rotation_at(positions[m][half], turn.y, cosine[1], sine[1]);
-            const float *x = &k[m][0][2 * half], *y = &k[m][1][2 * half];
-            mma_bf16(
-                s[2 * m + half], {q.x, 0, q.y, 0},
-                {pack_bf16(x[0] * cosine[0] - y[0] * sine[0], x[1] * cosine[1] - y[1] * sine[1]),
-                 pack_bf16(y[0] * cosine[0] + x[0] * sine[0], y[1] * cosine[1] + x[1] * sine[1])});
+            // Half from here on: its 11 bits lose less in the rotation than rounding keys to bf16 does.
+            __half2 x = __floats2half2_rn(k[m][0][2 * half], k[m][0][2 * half + 1]);
+            __half2 y = __floats2half2_rn(k[m][1][2 * half], k[m][1][2 * half + 1]);
+            x = __hadd2(x, half2_of(middle.x)), y = __hadd2(y, half2_of(middle.y));
+            const uint2 near_turn = *reinterpret_cast<const uint2*>(near[m][half] + 32 * j);
+            __half2 cosine = half2_of(far_turn[m][half].x), sine = half2_of(far_turn[m][half].y);
+            turn(cosine, sine, half2_of(near_turn.x), half2_of(near_turn.y));
+            turn(x, y, cosine, sine);
+            rows[half] = bits(x), rows[2 + half] = bits(y);
           }
+          mma_f16(s[m], rows, {q.x, q.y});
         }
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) far_turn[i / 2][i % 2] = next_far_turn[i / 2][i % 2];
       }
     }
 
-    float next_top = top;
+    float next_top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int n = 0; n < 2 * kTiles; ++n) {
+    for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        s[n][i] = valid_now >> (8 * n + 2 * t + i) & 1 ? s[n][i] * in.score_scale : -INFINITY;
-        next_top = fmaxf(next_top, s[n][i]);
+      for (int i = 0; i < 4; ++i) {
+        if (!(valid_now >> (16 * m + i / 2 * 8 + g) & 1)) s[m][i] = -INFINITY;
+        next_top[i % 2] = fmaxf(next_top[i % 2], s[m][i]);
       }
     }
-    next_top = quad_max(next_top);
-    if (__any_sync(~0u, next_top > top)) {
-      const float shrink = exp2_fast(top - next_top);
-      sum *= shrink, coded *= shrink;
-      const float first = __shfl_sync(~0u, shrink, 8 * t), second = __shfl_sync(~0u, shrink, 8 * t + 4);
 #pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) o[i][0] *= first, o[i][1] *= second, o[i][2] *= first, o[i][3] *= second;
-      top = next_top;
+    for (int i = 0; i < 2; ++i) next_top[i] = fmaxf(top[i], rows_max(next_top[i]) * in.score_scale);
+    if (__any_sync(~0u, next_top[0] > top[0] || next_top[1] > top[1])) {
+      float shrink[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        shrink[i] = exp2_fast(top[i] - next_top[i]);
+        sum[i] *= shrink[i], coded[i] *= shrink[i], top[i] = next_top[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kDim / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o[i][j] *= shrink[j % 2];
+      }
     }
     uint32_t p[kTiles][2]; // weights as the second factor: (tokens 2t, 2t + 1; query g)
 #pragma unroll
-    for (int n = 0; n < 2 * kTiles; ++n) {
-      float x = exp2_fast(s[n][0] - top), y = exp2_fast(s[n][1] - top);
-      sum += x + y;
-      if constexpr (kCodes) x *= __half2float(scale[2 * n]), y *= __half2float(scale[2 * n + 1]);
-      p[n / 2][n % 2] = pack_bf16(x, y);
-      if constexpr (kCodes)
-        coded += __uint_as_float(p[n / 2][n % 2] << 16) + __uint_as_float(p[n / 2][n % 2] & 0xffff0000u);
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = exp2_fast(fmaf(s[m][2 * half], in.score_scale, -top[0]));
+        float y = exp2_fast(fmaf(s[m][2 * half + 1], in.score_scale, -top[1]));
+        sum[0] += x, sum[1] += y;
+        if constexpr (kCodes) x *= token_scale[m][half], y *= token_scale[m][half];
+        const uint32_t both = pack_bf16(x, y);
+        if constexpr (kCodes) coded[0] += unpack_bf16(both).x, coded[1] += unpack_bf16(both).y;
+        p[m][half] = transpose_matrix(both);
+      }
     }
 
     if constexpr (kCodes) {
@@ -453,8 +535,8 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
             const uint32_t both =
                 __byte_perm(pair[0].word[i / 4], pair[1].word[i / 4], i % 4 | (4 + i % 4) << 8);
             // 0x4300 | code is 128 + code; 136 less is the code's centre but for a half, which is added at the end.
-            v[2 * half] = subtract_bf16((both & 0x000f000fu) | 0x43004300u, 0x43084308u);
-            v[2 * half + 1] = subtract_bf16((both >> 4 & 0x000f000fu) | 0x43004300u, 0x43084308u);
+            v[2 * half] = subtract_bf16(mask_and_set<0x000f000fu, 0x43004300u>(both), 0x43084308u);
+            v[2 * half + 1] = subtract_bf16(mask_and_set<0x000f000fu, 0x43004300u>(both >> 4), 0x43084308u);
           }
           mma_bf16(o[i], v, p[m]);
         }
@@ -478,7 +560,8 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   }
 
   // The four warps' results become one.
-  sum = quad_sum(sum), coded = quad_sum(coded);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) sum[i] = rows_sum(sum[i]), coded[i] = rows_sum(coded[i]);
   wait_copy_groups<0>();
   __syncthreads();
   float* const merged = reinterpret_cast<float*>(shared);
@@ -490,31 +573,39 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 #pragma unroll
     for (int j = 0; j < 4; ++j) mine[j % 2 * Shape::kMergeRow + 16 * i + j / 2 * 8] = o[i][j];
   }
-  if (t == 0) states[warp * kAttendQueries + g] = make_float4(top, sum, coded * 0.5f, 0);
+  if (g < 2) states[warp * kAttendQueries + 2 * t + g] = g == 0 ? make_float4(top[0], sum[0], coded[0] * 0.5f, 0)
+                                                              : make_float4(top[1], sum[1], coded[1] * 0.5f, 0);
   __syncthreads();
   const bool whole = in.splits == 1;
   const int64_t unit = int64_t(batch) * in.heads + head;
-  for (int i = threadIdx.x; i < kAttendQueries * kDim; i += kAttendWarps * 32) {
-    const int query = i / kDim, at = i % kDim;
-    float highest = -INFINITY, total = 0, x = 0;
+  for (int i = threadIdx.x; i < kAttendQueries * (kDim / 4); i += kAttendWarps * 32) {
+    const int query = i / (kDim / 4), at = i % (kDim / 4) * 4;
+    float4 state[kAttendWarps];
+    float highest = -INFINITY, total = 0;
 #pragma unroll
-    for (int w = 0; w < kAttendWarps; ++w) highest = fmaxf(highest, states[w * kAttendQueries + query].x);
-    if (highest > -INFINITY) {
+    for (int w = 0; w < kAttendWarps; ++w) {
+      state[w] = states[w * kAttendQueries + query];
+      highest = fmaxf(highest, state[w].x);
+    }
+    float x[4] = {};
 #pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) {
-        const float4 state = states[w * kAttendQueries + query];
-        const float share = exp2_fast(state.x - highest);
-        total += state.y * share;
-        x += (parts[(w * kAttendQueries + query) * Shape::kMergeRow + at] + state.z) * share;
-      }
+    for (int w = 0; w < kAttendWarps; ++w) {
+      const float share = highest > -INFINITY ? exp2_fast(state[w].x - highest) : 0.f;
+      const float4 part =
+          *reinterpret_cast<const float4*>(parts + (w * kAttendQueries + query) * Shape::kMergeRow + at);
+      total += state[w].y * share;
+      x[0] += (part.x + state[w].z) * share, x[1] += (part.y + state[w].z) * share;
+      x[2] += (part.z + state[w].z) * share, x[3] += (part.w + state[w].z) * share;
     }
     if (whole) {
-      merged[query * Shape::kMergeRow + at] = query < in.group && total > 0 ? x / total : 0.f;
+      const float scale = query < in.group && total > 0 ? 1 / total : 0.f;
+      *reinterpret_cast<float4*>(merged + query * Shape::kMergeRow + at) =
+          make_float4(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
       if (at == 0 && query < in.group) to.lse[unit * in.group + query] = (highest + log2f(total)) * 0.6931471805599453f;
     } else if (query < in.group) {
-      float* partial = to.partial + ((unit * in.splits + split) * in.group + query) * (kDim + 2);
-      partial[at] = x;
-      if (at == 0) partial[kDim] = highest, partial[kDim + 1] = total;
+      float* partial = to.partial + ((unit * in.splits + split) * in.group + query) * (kDim + 4);
+      *reinterpret_cast<float4*>(partial + at) = make_float4(x[0], x[1], x[2], x[3]);
+      if (at == 0) *reinterpret_cast<float2*>(partial + kDim) = make_float2(highest, total);
     }
   }
   if (!whole) return;
@@ -533,8 +624,8 @@ __global__ __launch_bounds__(kAttendWarps * 32) void merge_selected_kernel(
     const int query = i / kDim, at = i % kDim;
     y[query][at] = 0;
     if (query >= group) continue;
-    const float* partial = to.partial + (unit * splits * group + query) * (kDim + 2);
-    const int64_t next = group * (kDim + 2);
+    const float* partial = to.partial + (unit * splits * group + query) * (kDim + 4);
+    const int64_t next = group * (kDim + 4);
     float highest = -INFINITY, total = 0, x = 0;
     for (int split = 0; split < splits; ++split) highest = fmaxf(highest, partial[split * next + kDim]);
     if (highest > -INFINITY) {
