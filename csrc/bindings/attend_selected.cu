@@ -58,7 +58,7 @@ void check_pages(const Tensor& x, const char* name) {
       " does not start at a multiple of 16 bytes everywhere");
 }
 
-// Sets what all forms of keys and values have in common. The number of splits is what the partial results have room for.
+// Sets what all forms of keys and values share. The number of splits is what the partial results have room for.
 AttendInputs common(
     const Tensor& q, const Tensor& selected, const Tensor& keys, const Tensor& key_pages, const Tensor& values,
     const Tensor& value_pages, int64_t chunk, const std::optional<Tensor>& scale,
