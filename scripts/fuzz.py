@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 import psutil
+import torch
 from judge import NEUTRAL, WITHOUT_EFFECT, Judge
 from tiny_model import ENGINE, tiny_model
 
@@ -301,6 +302,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:
     """All figures of a run, and whether all was well."""
+    torch.set_num_threads(1)  # tiny tensors gain nothing from a second one
     with tiny_model(vocab_size=VOCAB) as folder:
         engine = AsyncEngine(EngineConfig(model=str(folder), **SERVER))
         engine.start()

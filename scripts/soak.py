@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -375,8 +376,9 @@ def own_server() -> Iterator[str]:
     with tiny_model() as folder:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in SERVER.items()]
         command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
-        # In a session of its own: Ctrl-C is for us.
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
+        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
             try:
                 assert process.stdout is not None
                 ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
