@@ -145,7 +145,7 @@ def _has_answer(rules: Any, answerable: set[str]) -> bool:
     if not isinstance(rules, dict):
         return rules is not False
     if "$ref" in rules:
-        return rules["$ref"] in answerable
+        return not isinstance(rules["$ref"], str) or rules["$ref"] in answerable
     if "const" in rules or "enum" in rules:
         return True
     for key in ("anyOf", "oneOf"):
@@ -153,7 +153,7 @@ def _has_answer(rules: Any, answerable: set[str]) -> bool:
             return any(_has_answer(one, answerable) for one in rules[key])
     kind, properties, required = (rules.get(key) for key in ("type", "properties", "required"))
     if kind in ("object", None) and isinstance(properties, dict) and isinstance(required, list):
-        return all(_has_answer(properties[name], answerable) for name in required if name in properties)
+        return all(_has_answer(properties[name], answerable) for name in properties if name in required)
     if kind == "array" and rules.get("minItems") and "prefixItems" not in rules:
         return _has_answer(rules.get("items", True), answerable)
     return True

@@ -57,7 +57,7 @@ class SamplingParams:
                 ("max_tokens", self.max_tokens is None or self.max_tokens >= least, f"at least {least}"),
                 (
                     "min_tokens",
-                    0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
+                    0 <= self.min_tokens <= (self.min_tokens if self.max_tokens is None else self.max_tokens),
                     "between 0 and max_tokens",
                 ),
                 ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),

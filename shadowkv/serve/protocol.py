@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
-    "length_penalty": (1,),
+    "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
@@ -59,7 +59,9 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Body:
         for name, value in (self.model_extra or {}).items():
-            if name in IGNORED or value in NEUTRAL.get(name, ()):
+            # By type too: true is 1 to Python, and 0.0 is false.
+            neutral_values = NEUTRAL.get(name, ())
+            if name in IGNORED or any(type(value) is type(one) and value == one for one in neutral_values):
                 continue
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
