@@ -1,0 +1,94 @@
+#include "kernels/fetch_chunks.cuh"
+
+#include "bindings/checks.h"
+
+namespace shadowkv {
+
+static void check_aligned(const Tensor& x, const char* name) {
+  STD_TORCH_CHECK((int64_t(x.const_data_ptr()) | x.stride(0)) % 16 == 0, name, " is not aligned to 16 bytes");
+}
+
+void fetch_chunks(
+    const Tensor host, const Tensor pages, const Tensor slots, const Tensor selected, Tensor rows, Tensor owner,
+    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor count, Tensor entries,
+    int64_t blocks) {
+  check(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1});
+  check_dense_from(host, "host", 1);
+  check_aligned(host, "host");
+  const int64_t heads = host.size(1), row_bytes = host.size(3) * host.size(4);
+  STD_TORCH_CHECK(row_bytes % 16 == 0, "host has chunks of ", row_bytes, " bytes, no multiple of 16");
+  check(selected, "selected", Dtype::Long, {-1, heads, -1});
+  check_dense_from(selected, "selected", 0);
+  const int64_t batch = selected.size(0), k = selected.size(2);
+  check(pages, "pages", Dtype::Long, {batch, -1});
+  check_dense_from(pages, "pages", 1);
+  check(slots, "slots", Dtype::Long, {batch});
+  check_dense_from(slots, "slots", 0);
+  check(rows, "rows", Dtype::Byte, {-1, heads, -1, host.size(3), host.size(4)});
+  check_dense_from(rows, "rows", 0);
+  check_aligned(rows, "rows");
+  const int64_t num_slots = rows.size(0), capacity = rows.size(2);
+  STD_TORCH_CHECK(k <= capacity && capacity <= 32767, capacity, " entries, not between ", k, " and 32767");
+  check(owner, "owner", Dtype::Int, {num_slots, heads, capacity});
+  check_dense_from(owner, "owner", 0);
+  check(entry, "entry", Dtype::Short, {num_slots, heads, -1});
+  check_dense_from(entry, "entry", 0);
+  check(used, "used", Dtype::Int, {num_slots, heads, capacity});
+  check_dense_from(used, "used", 0);
+  check(step, "step", Dtype::Int, {num_slots, heads});
+  check_dense_from(step, "step", 0);
+  check(counters, "counters", Dtype::Long, {2});
+  check_dense_from(counters, "counters", 0);
+  check(misses, "misses", Dtype::Long, {batch * heads * k, 2});
+  check_dense_from(misses, "misses", 0);
+  check(count, "count", Dtype::Int, {1});
+  check(entries, "entries", Dtype::Long, {batch, heads, k});
+  check_dense_from(entries, "entries", 0);
+  STD_TORCH_CHECK(batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, "more than 32 GiB may have to be fetched");
+  STD_TORCH_CHECK(0 < blocks && blocks <= 1024, blocks, " blocks, not between 1 and 1024");
+  if (batch * heads * k == 0) return;
+
+  const torch::stable::accelerator::DeviceGuard guard(selected.get_device());
+  FindMisses p{};
+  p.host = static_cast<const uint8_t*>(host.const_data_ptr());
+  p.page_stride = host.stride(0);
+  p.pages = static_cast<const int64_t*>(pages.const_data_ptr());
+  p.pages_stride = pages.stride(0);
+  p.slots = static_cast<const int64_t*>(slots.const_data_ptr());
+  p.selected = static_cast<const int64_t*>(selected.const_data_ptr());
+  p.rows = static_cast<uint8_t*>(rows.mutable_data_ptr());
+  p.owner = static_cast<int32_t*>(owner.mutable_data_ptr());
+  p.entry = static_cast<int16_t*>(entry.mutable_data_ptr());
+  p.used = static_cast<int32_t*>(used.mutable_data_ptr());
+  p.step = static_cast<int32_t*>(step.mutable_data_ptr());
+  p.counters = static_cast<unsigned long long*>(counters.mutable_data_ptr());
+  p.misses = static_cast<Miss*>(misses.mutable_data_ptr());
+  p.count = static_cast<uint32_t*>(count.mutable_data_ptr());
+  p.entries = static_cast<int64_t*>(entries.mutable_data_ptr());
+  p.row_bytes = row_bytes;
+  p.heads = int(heads), p.k = int(k), p.capacity = int(capacity), p.chunks = int(entry.size(2));
+  p.chunks_of_page = int(host.size(2));
+
+  const cudaStream_t stream = current_stream(selected);
+  const int bytes = int(find_misses_bytes(capacity, k));
+  cudaError_t error = cudaFuncSetAttribute(find_misses_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  STD_TORCH_CHECK(
+      error == cudaSuccess, capacity, " entries and ", k, " chunks do not fit in shared memory: ",
+      cudaGetErrorString(error));
+  error = cudaMemsetAsync(p.count, 0, sizeof(*p.count), stream);
+  STD_TORCH_CHECK(error == cudaSuccess, "the count of misses could not be cleared: ", cudaGetErrorString(error));
+  find_misses_kernel<<<unsigned(batch * heads), kFindThreads, bytes, stream>>>(p);
+  copy_misses_kernel<<<unsigned(blocks), kCopyThreads, 0, stream>>>(p.misses, p.count, uint32_t(row_bytes / 16));
+  check_launch("fetch_chunks");
+}
+
+} // namespace shadowkv
+
+STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
+  m.def(
+      "fetch_chunks(Tensor host, Tensor pages, Tensor slots, Tensor selected, Tensor(a!) rows, Tensor(b!) owner, "
+      "Tensor(c!) entry, Tensor(d!) used, Tensor(e!) step, Tensor(f!) counters, Tensor(g!) misses, Tensor(h!) count, "
+      "Tensor(i!) entries, int blocks) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl("fetch_chunks", TORCH_BOX(&shadowkv::fetch_chunks)); }

@@ -1,0 +1,156 @@
+// Chunks of host memory through a buffer on the device. One block per sequence and kv head finds what the buffer lacks,
+// chooses the entries that make place and lists the copies; a small grid then reads all of them across the bus, whose
+// latency of microseconds wants some 100 KB under way, not many multiprocessors.
+#pragma once
+
+#include <cstdint>
+
+namespace shadowkv {
+
+constexpr int kFindThreads = 256;
+constexpr int kCopyThreads = 256;
+constexpr int kCopyLoads = 4;         // of 16 bytes that a thread has under way
+constexpr uint32_t kOldest = 0xffff; // steps since an entry's last use; more count as that many
+
+struct alignas(16) Miss {
+  const uint4* from;
+  uint4* to;
+};
+
+struct FindMisses {
+  const uint8_t* host;     // [N, H, C, row_bytes]
+  int64_t page_stride;     // from one page name to the next, in bytes
+  const int64_t* pages;    // [B, P]
+  int64_t pages_stride;    // of a row, in names
+  const int64_t* slots;    // [B]
+  const int64_t* selected; // [B, H, k]
+  uint8_t* rows;           // [slots, H, M, row_bytes]
+  int32_t* owner;          // [slots, H, M]
+  int16_t* entry;          // [slots, H, n]
+  int32_t* used;           // [slots, H, M]
+  int32_t* step;           // [slots, H]
+  unsigned long long* counters;
+  Miss* misses;            // [B H k]
+  uint32_t* count;         // of misses; 0 before
+  int64_t* entries;        // [B, H, k]
+  int64_t row_bytes;
+  int heads, k, capacity, chunks, chunks_of_page; // H, k, M, n, C
+};
+
+// Ages of all entries, entries that make place, columns of `selected` that need one.
+__host__ __device__ constexpr int64_t find_misses_bytes(int64_t capacity, int64_t k) { return 2 * (capacity + 2 * k); }
+
+__global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMisses p) {
+  extern __shared__ uint16_t memory[];
+  uint16_t *ages = memory, *places = ages + p.capacity, *columns = places + p.k;
+  __shared__ uint32_t older[16], num_misses, num_places, num_ties, list;
+  const int thread = threadIdx.x;
+  const int64_t row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+  const int64_t* selected = p.selected + int64_t(blockIdx.x) * p.k;
+  int64_t* entries = p.entries + int64_t(blockIdx.x) * p.k;
+  if (selected[0] < 0) { // a row of padding, whose slot may be anyone's
+    for (int i = thread; i < p.k; i += kFindThreads) entries[i] = -1;
+    return;
+  }
+  const int64_t state = p.slots[row] * p.heads + head;
+  int32_t *owner = p.owner + state * p.capacity, *used = p.used + state * p.capacity;
+  int16_t* entry = p.entry + state * p.chunks;
+  const int32_t now = p.step[state] + 1;
+
+  if (thread < 16) older[thread] = 0;
+  if (thread == 0) num_misses = num_places = num_ties = 0;
+  for (int i = thread; i < p.capacity; i += kFindThreads) ages[i] = min(uint32_t(now - used[i]), kOldest);
+  __syncthreads();
+
+  for (int i = thread; i < p.k; i += kFindThreads) {
+    const int64_t chunk = selected[i];
+    const int found = chunk < 0 ? -1 : entry[chunk];
+    if (chunk >= 0 && found < 0) {
+      columns[atomicAdd(&num_misses, 1)] = i;
+    } else {
+      entries[i] = found;
+    }
+    if (found >= 0) used[found] = now, ages[found] = 0;
+    if (chunk >= 0 && (i + 1 == p.k || selected[i + 1] < 0)) atomicAdd(&p.counters[0], i + 1);
+  }
+  __syncthreads();
+  const uint32_t need = num_misses;
+  if (thread == 0) p.step[state] = now;
+  if (need == 0) return;
+  if (thread == 0) {
+    list = atomicAdd(p.count, need);
+    atomicAdd(&p.counters[1], need);
+  }
+
+  // The greatest age that at least `need` entries have, bit by bit, and how many are older still. It is not 0, the age
+  // of what is selected now: all that is selected fits.
+  uint32_t limit = 0, beyond = 0;
+  for (int bit = 15; bit >= 0; --bit) {
+    const uint32_t tried = limit | 1u << bit;
+    uint32_t mine = 0;
+    for (int i = thread; i < p.capacity; i += kFindThreads) mine += ages[i] >= tried;
+    mine = __reduce_add_sync(~0u, mine);
+    if (thread % 32 == 0) atomicAdd(&older[bit], mine);
+    __syncthreads();
+    older[bit] >= need ? limit = tried : beyond = older[bit];
+  }
+  for (int i = thread; i < p.capacity; i += kFindThreads) {
+    const uint32_t age = ages[i];
+    if (age > limit) places[atomicAdd(&num_places, 1)] = i;
+    if (age == limit) {
+      const uint32_t place = beyond + atomicAdd(&num_ties, 1);
+      if (place < need) places[place] = i;
+    }
+  }
+  __syncthreads();
+
+  const int64_t* pages = p.pages + row * p.pages_stride;
+  for (int i = thread; i < need; i += kFindThreads) {
+    const int column = columns[i], place = places[i];
+    const int chunk = int(selected[column]), old = owner[place];
+    if (old >= 0) entry[old] = -1;
+    owner[place] = chunk;
+    entry[chunk] = place;
+    used[place] = now;
+    entries[column] = place;
+    const int64_t page = pages[chunk / p.chunks_of_page], inside = head * p.chunks_of_page + chunk % p.chunks_of_page;
+    p.misses[list + i] = {
+        reinterpret_cast<const uint4*>(p.host + page * p.page_stride + inside * p.row_bytes),
+        reinterpret_cast<uint4*>(p.rows + (state * p.capacity + place) * p.row_bytes)};
+  }
+}
+
+// Not through the read-only path: an earlier kernel may have written the host's memory.
+__device__ __forceinline__ uint4 load_host16(const uint4* p) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+// Warps take equal shares of all bytes, not rows: however short these are, as much is under way. On an H200 rows of
+// 2 KiB, 1 KiB and 512 B came at 46, 44 and 26 GB/s, with 16 blocks as with 132: short rows are limited by their
+// number, some 50 million a second, outside this kernel. row: in 16 bytes.
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_misses_kernel(const Miss* misses, const uint32_t* count, uint32_t row) {
+  const uint32_t total = *count * row, lane = threadIdx.x % 32;
+  const uint32_t warp = (blockIdx.x * kCopyThreads + threadIdx.x) / 32, share = 32 * kCopyLoads;
+  for (uint32_t first = warp * share; first < total; first += gridDim.x * (kCopyThreads / 32) * share) {
+    const uint4* from[kCopyLoads];
+    uint4 *to[kCopyLoads], data[kCopyLoads];
+#pragma unroll
+    for (int i = 0; i < kCopyLoads; ++i) {
+      const uint32_t at = min(first + 32 * i + lane, total - 1); // the end more than once, rather than branches
+      const Miss miss = misses[at / row];
+      from[i] = miss.from + at % row;
+      to[i] = miss.to + at % row;
+    }
+#pragma unroll
+    for (int i = 0; i < kCopyLoads; ++i) data[i] = load_host16(from[i]);
+#pragma unroll
+    for (int i = 0; i < kCopyLoads; ++i) *to[i] = data[i];
+  }
+}
+
+} // namespace shadowkv

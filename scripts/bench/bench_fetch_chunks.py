@@ -1,0 +1,121 @@
+"""Fetches of selected chunks from pinned host memory, through a buffer of twice as many entries as are selected.
+
+``python scripts/bench/bench_fetch_chunks.py [--out file.json]``: streams of selections in which a set share repeats
+from step to step. Counted bytes are those of the measured misses; the floor is those at 50.7 GB/s, the most that
+kernels reached over the bus. A share of 1 shows what finding nothing costs. Times are per call, of a CUDA graph of a
+whole stream, median of its replays; the step from its end to its start repeats little, hence hits below the share. The
+fetched bytes are checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from bench_sketch_scores import report
+from torch import Tensor
+
+from shadowkv.kvcache.memory import GRANULE, Field, Tier
+from shadowkv.ops.fetch_chunks import cuda
+from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+
+BUS_SPEED = 50.7e9
+HEADS = 8
+CASES = [  # rows, tokens, selected chunks, tokens and elements of a chunk row, dtype
+    (48, 61440, 128, 8, 128, torch.bfloat16),
+    (24, 124928, 256, 8, 128, torch.bfloat16),
+    (48, 61440, 128, 8, 64, torch.uint8),
+    (48, 61440, 64, 16, 64, torch.uint8),
+    (1, 124928, 256, 8, 128, torch.bfloat16),
+]
+SHARES = (1.0, 0.72, 0.6, 0.5, 0.0)
+GRIDS = (16, 32, 64, 132)
+STEPS = 32
+ROUNDS = 3
+
+
+def stream(rows: int, chunks: int, k: int, share: float) -> list[Tensor]:
+    """Selections of STEPS steps."""
+    last = torch.rand(rows, HEADS, chunks, device="cuda").topk(k).indices
+    steps = []
+    for _ in range(STEPS):
+        weights = torch.rand(rows, HEADS, chunks, device="cuda")
+        kept = torch.rand(last.shape, device="cuda").argsort(-1) < round(share * k)
+        last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
+        steps.append(last)
+    return steps
+
+
+def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer, entries: Tensor) -> None:
+    """Ends the program where the buffer does not hold the selected chunks."""
+    heads = torch.arange(HEADS, device="cuda")[:, None]
+    rows = torch.arange(len(slots), device="cuda")[:, None, None]
+    page = pages[rows, selected // host.shape[2]]
+    expected = host[page, heads, selected % host.shape[2]]
+    found = buffer.rows[slots[:, None, None], heads, entries]
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def measure(arena: Tier, case: tuple[int, int, int, int, int, torch.dtype]) -> list[dict[str, object]]:
+    """Rows of the table: every share, every grid."""
+    rows, tokens, k, chunk, width, dtype = case
+    field = Field("values", (HEADS, 64 // chunk, chunk, width), dtype)
+    host = arena.views([field])[field.name][0]
+    # Sequences share pages of the arena at random: together they would have more than it holds.
+    pages = torch.randint(0, host.shape[0] * GRANULE // field.nbytes - 1, (rows, tokens // 64), device="cuda")
+    pages *= field.nbytes // GRANULE
+    slots = torch.randperm(rows, device="cuda")
+    chunks, row_bytes = tokens // chunk, chunk * width * dtype.itemsize
+    results = []
+    for share in SHARES:
+        selections = stream(rows, chunks, k, share)
+        for blocks in GRIDS:
+            buffer = ChunkBuffer.empty(rows, 2 * k, chunks, host)
+            for selected in selections:
+                entries = cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks)
+            check(host, pages, slots, selections[-1], buffer, entries)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for selected in selections:
+                    cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks)
+            graph.replay()
+            buffer.counters.zero_()
+            times = []
+            for _ in range(ROUNDS):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) * 1e3 / STEPS)
+            wanted, missed = buffer.counters.tolist()
+            us, moved = statistics.median(times), missed * row_bytes / (ROUNDS * STEPS)
+            floor = moved / BUS_SPEED * 1e6
+            results.append({
+                "rows": rows, "k": k, "row B": row_bytes, "share": share, "blocks": blocks,
+                "hits": round(1 - missed / wanted, 3), "MB": round(moved / 1e6, 2), "us": round(us, 1),
+                "GB/s": round(moved / us / 1e3, 1), "floor us": round(floor, 1),
+            })  # fmt: skip
+    return results
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--gib", type=int, default=3, help="pinned memory to read from")
+    args = parser.parse_args()
+    if not cuda.available():
+        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+    torch.manual_seed(0)
+    arena = Tier("host", 1, 2**20, args.gib * 1024, torch.device("cuda"), pinned=True)
+    arena.arena.view(torch.int64).random_()
+    report([row for case in CASES for row in measure(arena, case)], args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The buffer of fetched chunks in PyTorch: about two of three selected chunks were selected in the step before too.
+
+ShadowKV keeps the chunks of one step (arXiv:2410.21465); here an entry stays until it is the least
+recently used and its place is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChunkBuffer:
+    """Chunks of H kv heads in one layer, and which they are; all on one device, owned by a sequence per slot.
+
+    Of every slot and head: ``owner`` and ``entry`` are each other's inverse, and ``used`` is 0 where ``owner`` is -1.
+    An empty slot has ``entry`` and ``owner`` -1, ``used`` and ``step`` 0.
+
+    Attributes:
+        rows: [slots, H, M, c, w], the chunks; M up to 32767.
+        owner: int32 [slots, H, M], number of the chunk in an entry, -1 for none.
+        entry: int16 [slots, H, n], entry of a chunk by its number, -1 for none.
+        used: int32 [slots, H, M], step in which an entry was last selected, counted from 1.
+        step: int32 [slots, H], calls so far that selected anything.
+        counters: int64 [2], chunks selected and, of those, fetched, in all calls of all slots and heads.
+    """
+
+    rows: Tensor
+    owner: Tensor
+    entry: Tensor
+    used: Tensor
+    step: Tensor
+    counters: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, entries: int, chunks: int, like: Tensor) -> ChunkBuffer:
+        """A buffer of ``entries`` per slot and head for sequences of at most ``chunks``, whose rows are ``like``'s.
+
+        Args:
+            like: [N, H, C, c, w], as ``fetch_chunks`` gets them.
+        """
+        heads, device = like.shape[1], like.device
+        return cls(
+            like.new_zeros(slots, heads, entries, *like.shape[3:]),
+            torch.full((slots, heads, entries), -1, dtype=torch.int32, device=device),
+            torch.full((slots, heads, chunks), -1, dtype=torch.int16, device=device),
+            torch.zeros(slots, heads, entries, dtype=torch.int32, device=device),
+            torch.zeros(slots, heads, dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
+        )
+
+    def reset(self, slot: int) -> None:
+        """Empties a slot for its next sequence. Fields may have more dimensions, layers say, before that of slots."""
+        self.owner.select(-3, slot).fill_(-1)
+        self.entry.select(-3, slot).fill_(-1)
+        self.used.select(-3, slot).zero_()
+        self.step.select(-2, slot).zero_()
+
+
+def fetch_chunks(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer) -> Tensor:
+    """Makes ``buffer.rows`` hold all selected chunks; what it holds already is not read from ``host``.
+
+    B sequences, H kv heads, C chunks of c tokens in a page, w elements of a token and head. Places for fetched chunks
+    come from the entries that are not selected now, least recently used ones first, ties as the backend likes; steps
+    that lie more than 65,000 back may count as equal. Chunks must not change as long as the buffer may hold them.
+
+    Args:
+        host: [N, H, C, c, w], indexed by page names; the device can read it.
+        pages: int64 [B, P].
+        slots: int64 [B], rows of the buffer that the sequences own. Rows in which nothing is selected may repeat a
+            slot, others may not.
+        selected: int64 [B, H, k], distinct chunk numbers of a sequence, -1 for none; those come last. k <= M.
+        buffer: updated in place.
+
+    Returns:
+        int64 [B, H, k], the entries that hold the selected chunks, -1 for none.
+    """
+    entries = torch.full_like(selected, -1)
+    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # all below is per pair of sequence and head
+    slot, chosen = slots[row], selected[row, head]
+    there = chosen >= 0
+    step = buffer.step[slot, head] + 1
+    buffer.step[slot, head] = step
+
+    place = buffer.entry[slot, head].long().gather(-1, chosen.clamp(min=0)).masked_fill(~there, -1)
+    missed = there & (place < 0)
+    pair, column = (place >= 0).nonzero(as_tuple=True)
+    buffer.used[slot[pair], head[pair], place[pair, column]] = step[pair]
+    oldest = buffer.used[slot, head].argsort(-1)[:, : selected.shape[-1]]
+    place = torch.where(missed, oldest.gather(-1, (missed.cumsum(-1) - 1).clamp(min=0)), place)
+    entries[row, head] = place
+
+    pair, column = missed.nonzero(as_tuple=True)
+    at_slot, at_head, new, at = slot[pair], head[pair], chosen[pair, column], place[pair, column]
+    old = buffer.owner[at_slot, at_head, at].long()
+    evicted = old >= 0
+    buffer.entry[at_slot[evicted], at_head[evicted], old[evicted]] = -1
+    buffer.entry[at_slot, at_head, new] = at.to(torch.int16)
+    buffer.owner[at_slot, at_head, at] = new.to(torch.int32)
+    buffer.used[at_slot, at_head, at] = step[pair]
+    page = pages[row[pair], new // host.shape[2]]
+    buffer.rows[at_slot, at_head, at] = host[page, at_head, new % host.shape[2]]
+    buffer.counters.add_(torch.stack([there.sum(), missed.sum()]))
+    return entries
