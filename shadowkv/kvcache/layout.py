@@ -59,7 +59,7 @@ class Layout:
             host = spec.place == "host"
             self.sealed_fields = (*on_device, excluded, *(() if host else values))
             self.host_fields = values if host else ()
-        self.state_fields = parts.keys.state_fields() if spec.seals else ()
+        self.state_fields = (*parts.keys.state_fields(), *parts.index.state_fields()) if spec.seals else ()
         self.exact_bytes = page_bytes(self.exact_fields)
         self.sealed_bytes = page_bytes(self.sealed_fields)
         self.block_bytes = max(self.exact_bytes, self.sealed_bytes)

@@ -106,7 +106,8 @@ class Prefill:
         rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
         excluded = None
         if not before:
-            self.parts.keys.fit(self.store, layer, sequence.slot, keys)
+            for part in (self.parts.keys, self.parts.index):
+                part.fit(self.store, layer, sequence.slot, keys, rotated)
             excluded = self._write_static(layer, sequence, rotated[:sealed], values[:sealed])
         count = sealed - before
         if count:

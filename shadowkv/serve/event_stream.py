@@ -18,6 +18,9 @@ from shadowkv.serve.errors import as_api_error, error_response
 PROMPTLY = 0.05
 """Seconds in which a stream may still fail with a status: a full queue says so at once."""
 
+TURNS = 8
+"""Turns of the event loop in which a refusal, which waits for nothing, is sure to be told."""
+
 
 class EventStream(StreamingResponse):
     """Chunks as server-sent events, closed when the client is gone.
@@ -44,6 +47,8 @@ class EventStream(StreamingResponse):
             first = asyncio.ensure_future(anext(self._chunks))
             try:
                 await asyncio.wait((first,), timeout=PROMPTLY)
+                for _ in range(TURNS):  # on a busy loop the time may be up before anything has had its turn
+                    await asyncio.sleep(0)
                 error = first.exception() if first.done() else None
                 if isinstance(error, Exception):
                     return await error_response(as_api_error(error))(scope, receive, send)

@@ -154,3 +154,12 @@ def test_dead_engine(post, call, engine):
     engine.is_alive = False
     assert call("GET", "/health").status_code == 503
     assert error_of(post("chat", stream=True), 503)["code"] == "engine_dead"
+
+
+def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
+    post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowkv.serve.event_stream.PROMPTLY", 0)
+    busy = post("chat", messages=[{"role": "user", "content": "BUSY"}], stream=True)
+    assert busy.status_code == 503
+    assert "Retry-After" in busy.headers

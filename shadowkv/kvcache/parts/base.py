@@ -86,6 +86,10 @@ class Part(ABC):
         """Arrays of one sequence in one layer."""
         return ()
 
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor) -> None:
+        """Learns a sequence's state from the keys [S, H, d] of its whole prompt, before and after the rotation."""
+        return
+
     @abstractmethod
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         """Stores full pages."""
@@ -93,10 +97,6 @@ class Part(ABC):
 
 class KeyPart(Part):
     """How a selected key is rebuilt."""
-
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor) -> None:
-        """Learns a sequence's state from the keys [S, H, d] (before the rotation) of its whole prompt."""
-        return
 
     @abstractmethod
     def source(self, store: Store, layer: int, batch: SealedBatch) -> KeySource:

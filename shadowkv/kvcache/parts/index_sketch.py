@@ -1,6 +1,8 @@
 """A sketch of every key in 2 bits a dimension: it ranks tokens nearly as exact scores do, in the bytes of chunk means.
 
 Randomly rotated coordinates are near Gaussian, so one fixed quantiser fits all keys (TurboQuant, arXiv:2504.19874).
+The prompt's mean key is taken off first: it shifts the scores of all sketched tokens alike, and what is left of the
+keys is coded in finer steps.
 """
 
 from __future__ import annotations
@@ -40,8 +42,15 @@ class Sketch(IndexPart):
             Field("sketch_scale", (heads, PAGE), torch.float16),
         )
 
+    def state_fields(self) -> tuple[Field, ...]:
+        return (Field("sketch_mean", (self.shape.num_kv_heads, self.shape.head_dim), torch.float32),)
+
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor) -> None:
+        store.state["sketch_mean"][layer, slot] = rotated.mean(0, dtype=torch.float32)
+
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        codes, scale = pack_sketch(tokens.rotated, self._rotation_on(store))
+        mean = store.state["sketch_mean"][tokens.layers][:, tokens.slots]  # [L, n, H, d]
+        codes, scale = pack_sketch(tokens.rotated - mean.unsqueeze(2), self._rotation_on(store))
         store.write_heads("sketch", tokens.layers, tokens.pages, codes)
         store.write("sketch_scale", tokens.layers, tokens.pages, scale.transpose(2, 3))
 
