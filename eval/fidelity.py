@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,7 +23,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import PRESETS, preset
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import Sequence as CachedSequence
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
@@ -77,17 +77,23 @@ class Session:
             device=parameter.device,
         )
         self.runner = Runner(loaded.model, self.cache)
-        self.sequence: Sequence | None = None
+        self.sequence: CachedSequence | None = None
         self.capacity = capacity
 
-    def feed(self, tokens: list[int]) -> Tensor:
-        """Prefills the next turn's ``tokens``; returns logits [V] after the last."""
-        if self.sequence is None:
-            self.sequence = self.cache.pool.allocate(len(tokens), self.capacity)
-        else:
-            length = int(self.cache.pool.table.length[self.sequence.slot])
-            self.cache.pool.extend(self.sequence, length + len(tokens), self.capacity)
-        run = self.runner.prefill([(self.sequence, tokens)])
+    def feed(self, tokens: list[int], forks: Sequence[Session] = ()) -> Tensor:
+        """Prefills the next turn's ``tokens``; returns logits [V] after the last.
+
+        ``forks`` are new sessions of other policies that take the same first turn from this one's computation.
+        """
+        for session in (self, *forks):
+            if session.sequence is None:
+                session.sequence = session.cache.pool.allocate(len(tokens), session.capacity)
+            else:
+                length = int(session.cache.pool.table.length[session.sequence.slot])
+                session.cache.pool.extend(session.sequence, length + len(tokens), session.capacity)
+        assert self.sequence is not None
+        copies = [(fork.cache, [fork.sequence]) for fork in forks if fork.sequence is not None]
+        run = self.runner.prefill([(self.sequence, tokens)], copies)
         with torch.inference_mode():
             while True:
                 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from collections.abc import Sequence as Items
 from typing import cast
 
 import torch
@@ -16,6 +17,8 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
+
+Forks = Items[tuple[KVCache, list[Sequence]]]
 
 BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens that go through a layer together; a prefill can be paused between blocks."""
@@ -42,15 +45,21 @@ class Runner:
         self.chosen = torch.zeros(cache.pool.table.padding_slot, dtype=torch.int64, device=cache.device)
         self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
 
-    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+    def prefill(
+        self, work: list[tuple[Sequence, list[int]]], forks: Forks = ()
+    ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last, and
         the final hidden states [tokens, D] of each one.
+
+        ``forks`` are other caches with a new, empty sequence for each of ``work``, which must be new as well: they
+        store the same keys and values, since prefill attention is exact under every policy.
 
         Yields wherever it may be paused for a decode step, or closed for good; the sequences of a closed prefill can
         only be released.
         """
         cache, model = self.cache, self.model
         batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
+        copies = [(other, batch.of(sequences)) for other, sequences in forks]
         hidden = model.embed(torch.tensor([token for _, tokens in work for token in tokens], device=cache.device))
         starts = range(0, batch.num_tokens, self.block_tokens)
         blocks = [batch.block(start, min(start + self.block_tokens, batch.num_tokens)) for start in starts]
@@ -66,7 +75,11 @@ class Runner:
                     hidden[rows] = layer.attend(hidden[rows], cache, block)
                     yield
             cache.finish_prefill(number, batch)
+            for other, forked in copies:
+                other.finish_prefill(number, forked)
         cache.end_prefill(batch)
+        for other, forked in copies:
+            other.end_prefill(forked)
         states = [hidden[segment.start : segment.stop] for segment in batch.segments]
         return model.logits(torch.stack([state[-1] for state in states])), states
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -101,6 +102,12 @@ class PrefillBatch:
         self.keys, self.rotated, self.values = (
             torch.empty(self.num_tokens, *shape, dtype=dtype, device=device) for _ in range(3)
         )
+
+    def of(self, sequences: list[Sequence]) -> PrefillBatch:
+        """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
+        other = copy(self)
+        other.segments = [replace(s, sequence=sequence) for s, sequence in zip(self.segments, sequences, strict=True)]
+        return other
 
     def block(self, start: int, stop: int) -> PrefillBlock:
         """Tokens ``start`` to ``stop`` of the batch."""
