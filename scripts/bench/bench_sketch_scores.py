@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sketch_scores import cuda, reference
 
 READ_SPEED = 4.5e12
@@ -55,7 +56,8 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.full((rows,), columns * chunks, device=device)
-    return q, views["codes"], views["scale"], views["excluded"], pages, counts, reference.rotation(dim, device)
+    rotation = random_rotation(dim, "sketch").to(device)
+    return q, views["codes"], views["scale"], views["excluded"], pages, counts, rotation
 
 
 def index_bytes(heads: int, tokens: int, dim: int, chunk: int) -> int:

@@ -9,6 +9,7 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Tier
 from shadowkv.ops import Ops
 from shadowkv.ops.rotate.tables import RotaryTables
+from shadowkv.ops.rotations import random_rotation
 
 
 class Store:
@@ -32,6 +33,7 @@ class Store:
         device: torch.device,
     ) -> None:
         layers = layout.shape.num_layers
+        self._rotations: dict[str, Tensor] = {}
         self.layout, self.ops, self.rotary, self.compute = layout, ops, rotary, device
         self.device = Tier("device", layers, layout.block_bytes, device_blocks, device)
         self.host = Tier("host", layers, layout.host_block_bytes, host_blocks, device, pinned=device.type == "cuda")
@@ -43,6 +45,12 @@ class Store:
             field.name: torch.zeros(layers, slots + 1, *field.shape, dtype=field.dtype, device=device)
             for field in layout.state_fields
         }
+
+    def rotation(self, name: str) -> Tensor:
+        """The fixed random rotation of that name, float32 [d, d], where the cache computes."""
+        if name not in self._rotations:
+            self._rotations[name] = random_rotation(self.layout.shape.head_dim, name).to(self.compute)
+        return self._rotations[name]
 
     def sealed_granules(self, blocks: list[int]) -> list[int]:
         """Granules of the sealed pages that fit in device ``blocks``, in order."""

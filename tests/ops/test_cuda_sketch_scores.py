@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sketch_scores import cuda, reference
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
@@ -17,7 +18,7 @@ def problem(
 ) -> tuple[Tensor, ...]:
     """Arguments: shuffled pages of an arena whose other bytes are all NaN, counts as valid chunks of each row."""
     chunks, device = 64 // chunk, torch.device("cuda")
-    matrix = reference.rotation(dim, device)
+    matrix = random_rotation(dim, "sketch").to(device)
     fields = [
         Field("other", (100,), torch.uint8),
         Field("codes", (heads, chunks, chunk, reference.code_bytes(dim)), torch.uint8),

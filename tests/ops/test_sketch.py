@@ -6,26 +6,27 @@ import pytest
 import torch
 from plain_formulas import assert_close
 
+from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sketch_scores import reference
-from shadowkv.ops.sketch_scores.reference import pack_sketch, rotation, sketch_scores, unpack_sketch
+from shadowkv.ops.sketch_scores.reference import pack_sketch, sketch_scores, unpack_sketch
 
 dims = pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 
 
 @dims
 def test_the_rotation_is_orthogonal_and_always_the_same(dim):
-    matrix = rotation(dim)
+    matrix = random_rotation(dim, "sketch")
     assert matrix.dtype == torch.float32
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim), atol=2e-6, rtol=0)
     torch.manual_seed(dim + 1)
-    assert torch.equal(matrix, rotation(dim))
+    assert torch.equal(matrix, random_rotation(dim, "sketch"))
 
 
 @dims
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
-    keys, matrix = (3 * torch.randn(2, 5, dim)).to(dtype), rotation(dim)
+    keys, matrix = (3 * torch.randn(2, 5, dim)).to(dtype), random_rotation(dim, "sketch")
     codes, scale = pack_sketch(keys, matrix)
     assert (codes.dtype, scale.dtype) == (torch.uint8, torch.float16)
     assert codes.shape == (2, 5, math.ceil(dim / 64) * 16)
@@ -42,7 +43,7 @@ def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
 
 
 def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):
-    keys, matrix = torch.randn(4000, 128), rotation(128)
+    keys, matrix = torch.randn(4000, 128), random_rotation(128, "sketch")
     x = keys @ matrix
     error = (unpack_sketch(*pack_sketch(keys, matrix), 128) - x).square().sum() / x.square().sum()
     assert 0.11 < error < 0.15  # the best 4-level quantiser leaves 0.119 of a Gaussian's variance
@@ -51,7 +52,7 @@ def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):
 def test_a_key_of_zero_has_scale_zero_and_a_huge_one_a_finite_scale():
     keys = torch.zeros(2, 64)
     keys[1, 5] = 1e15
-    scale = pack_sketch(keys, rotation(64))[1]
+    scale = pack_sketch(keys, random_rotation(64, "sketch"))[1]
     assert scale[0] == 0
     assert scale[1] == torch.finfo(torch.float16).max
 
@@ -59,7 +60,7 @@ def test_a_key_of_zero_has_scale_zero_and_a_huge_one_a_finite_scale():
 @pytest.mark.parametrize(("heads", "group", "dim", "chunk"), [(2, 3, 64, 8), (1, 7, 96, 1), (3, 4, 32, 16)])
 def test_scores_are_log_sums_over_a_chunks_tokens(seed, monkeypatch, heads, group, dim, chunk):
     monkeypatch.setattr(reference, "PAGES_AT_ONCE", 5)
-    chunks, names, matrix = 64 // chunk, torch.randperm(20)[:15].view(3, 5), rotation(dim)
+    chunks, names, matrix = 64 // chunk, torch.randperm(20)[:15].view(3, 5), random_rotation(dim, "sketch")
     q, keys = 2 * torch.randn(3, heads * group, dim), torch.randn(20, heads, chunks, chunk, dim)
     codes, scale = pack_sketch(keys, matrix)
     excluded = torch.rand(20, heads, chunks) < 0.3

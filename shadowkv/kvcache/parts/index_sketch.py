@@ -15,8 +15,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.rotations import random_rotation
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.sketch_scores.reference import code_bytes, pack_sketch
 
 if TYPE_CHECKING:
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 
 
 class Sketch(IndexPart):
-    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
-        super().__init__(spec, shape, dtype)
-        self.rotation = random_rotation(shape.head_dim, "sketch")
-
     @classmethod
     def unsupported(cls, shape: ModelShape) -> list[str]:
         return [f"a key sketch needs a head dim that is a multiple of 4, not {shape.head_dim}"] * (
@@ -50,16 +45,12 @@ class Sketch(IndexPart):
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean = store.state["sketch_mean"][tokens.layers][:, tokens.slots]  # [L, n, H, d]
-        codes, scale = pack_sketch(tokens.rotated - mean.unsqueeze(2), self._rotation_on(store))
+        codes, scale = pack_sketch(tokens.rotated - mean.unsqueeze(2), store.rotation("sketch"))
         store.write_heads("sketch", tokens.layers, tokens.pages, codes)
         store.write("sketch_scale", tokens.layers, tokens.pages, scale.transpose(2, 3))
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         codes, scale, excluded = (store.page[name][layer] for name in ("sketch", "sketch_scale", "excluded"))
         return store.ops.sketch_scores(
-            q, codes, scale, excluded, batch.pages, batch.num_chunks, self._rotation_on(store)
+            q, codes, scale, excluded, batch.pages, batch.num_chunks, store.rotation("sketch")
         )
-
-    def _rotation_on(self, store: Store) -> Tensor:
-        self.rotation = self.rotation.to(store.compute)
-        return self.rotation

@@ -8,15 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
 from shadowkv.ops.attend_selected.sources import QuantisedRows
-from shadowkv.ops.rotations import random_rotation
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -25,10 +23,6 @@ if TYPE_CHECKING:
 
 class RotatedValues(ValuePart):
     bits: int
-
-    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
-        super().__init__(spec, shape, dtype)
-        self.rotation = random_rotation(shape.head_dim, "values")
 
     @classmethod
     def unsupported(cls, shape: ModelShape) -> list[str]:
@@ -45,17 +39,13 @@ class RotatedValues(ValuePart):
         )
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        codes, scale = quantise_rows(tokens.values, self._rotation_on(store), self.bits)
+        codes, scale = quantise_rows(tokens.values, store.rotation("values"), self.bits)
         store.write_heads("values", tokens.layers, tokens.value_pages, codes)
         store.write("value_scale", tokens.layers, tokens.value_pages, scale.transpose(2, 3))
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> QuantisedRows:
         codes, scale = (store.page[name][layer] for name in ("values", "value_scale"))
-        return QuantisedRows(codes, scale, self.bits, self._rotation_on(store), batch.value_pages)
-
-    def _rotation_on(self, store: Store) -> Tensor:
-        self.rotation = self.rotation.to(store.compute)
-        return self.rotation
+        return QuantisedRows(codes, scale, self.bits, store.rotation("values"), batch.value_pages)
 
 
 class RotatedValues4Bit(RotatedValues):

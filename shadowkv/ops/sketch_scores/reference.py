@@ -18,14 +18,6 @@ PAGES_AT_ONCE = 512
 """Pages unpacked at a time, to bound the copies."""
 
 
-def rotation(dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """The orthogonal matrix of all sketches of this head dim, float32 [dim, dim]; the same in every process."""
-    gaussian = torch.randn(dim, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
-    orthogonal, triangle = torch.linalg.qr(gaussian)
-    # Libraries differ in the signs they choose.
-    return (orthogonal * triangle.diagonal().sign()).float().to(device)
-
-
 def code_bytes(dim: int) -> int:
     """Bytes of a key's codes: 2 bits a dimension, padded to 16 bytes."""
     return -(-dim // 64) * 16
