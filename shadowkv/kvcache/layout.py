@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -41,6 +41,44 @@ class PageCount:
     sealed: int = 0
 
 
+@dataclass(frozen=True)
+class BlockCount:
+    """Blocks by what their pages hold; a block holds pages of one kind."""
+
+    dense: int = 0
+    exact: int = 0
+    sealed: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> Blocks:
+        """Blocks of each tier."""
+        return Blocks(self.dense + self.exact + self.sealed, self.host)
+
+    def lacking(self, owned: BlockCount) -> BlockCount:
+        """What is missing of each kind where ``owned`` is there."""
+        kinds = [field.name for field in fields(self)]
+        return BlockCount(*(max(0, getattr(self, kind) - getattr(owned, kind)) for kind in kinds))
+
+
+LEAST_WASTE = 0.02
+"""Share of a block that may be lost to pages that do not fill it."""
+
+
+def pack(exact: int, sealed: int) -> tuple[int, int, int]:
+    """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever it holds."""
+    best, least = (1, 1, max(exact, sealed)), 1.0
+    for count in range(1, 9):
+        other = max(1, round(count * exact / sealed))
+        size = max(count * exact, other * sealed)
+        waste = 1 - min(count * exact, other * sealed) / size
+        if waste < least:
+            best, least = (count, other, size), waste
+        if least <= LEAST_WASTE:
+            break
+    return best
+
+
 class Layout:
     """Page and state sizes of ``spec`` (resolved) for ``shape`` at the cache's ``dtype``, per layer."""
 
@@ -62,9 +100,10 @@ class Layout:
         self.state_fields = (*parts.keys.state_fields(), *parts.index.state_fields()) if spec.seals else ()
         self.exact_bytes = page_bytes(self.exact_fields)
         self.sealed_bytes = page_bytes(self.sealed_fields)
-        self.block_bytes = max(self.exact_bytes, self.sealed_bytes)
         self.host_block_bytes = page_bytes(self.host_fields)
-        self.sealed_per_block = self.block_bytes // self.sealed_bytes if spec.seals else 0
+        self.exact_per_block, self.sealed_per_block, self.block_bytes = 1, 0, self.exact_bytes
+        if spec.seals:
+            self.exact_per_block, self.sealed_per_block, self.block_bytes = pack(self.exact_bytes, self.sealed_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -88,8 +127,15 @@ class Layout:
             return PageCount(dense=dense)
         return PageCount(dense, spec.static_pages, spec.ring_pages, spec.sealed_pages(capacity))
 
+    def block_count(self, pages: PageCount) -> BlockCount:
+        """Blocks that hold ``pages``."""
+        return BlockCount(
+            math.ceil(pages.dense / self.exact_per_block),
+            math.ceil((pages.static + pages.ring) / self.exact_per_block),
+            math.ceil(pages.sealed / self.sealed_per_block) if pages.sealed else 0,
+            pages.sealed if self.host_fields else 0,
+        )
+
     def blocks(self, pages: PageCount) -> Blocks:
         """Blocks of each tier that hold ``pages``."""
-        sealed = math.ceil(pages.sealed / self.sealed_per_block) if pages.sealed else 0
-        host = pages.sealed if self.host_fields else 0
-        return Blocks(pages.dense + pages.static + pages.ring + sealed, host)
+        return self.block_count(pages).total

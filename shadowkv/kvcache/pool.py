@@ -7,14 +7,18 @@ runs out of memory half way.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 
-from shadowkv.kvcache.layout import Blocks, PageCount
-from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.layout import BlockCount, Blocks, PageCount
+from shadowkv.kvcache.memory import OutOfPages, Tier
 from shadowkv.kvcache.sequence import Sequence, SlotTable
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
+
+KINDS = ("dense_blocks", "exact_blocks", "sealed_blocks", "host")
+"""Lists of a sequence's blocks."""
 
 
 class SequencePool:
@@ -30,7 +34,8 @@ class SequencePool:
         self.store, self.layout = store, store.layout
         self.max_model_len = max_model_len
         longest = self.layout.pages(0, max_model_len)
-        exact = max(longest.dense, longest.static + longest.ring)
+        need = self.layout.block_count(longest)
+        exact = max(need.dense, need.exact) * self.layout.exact_per_block
         self.table = SlotTable(slots, exact, max(1, longest.sealed), store.compute)
         padding, spare = self.table.padding_slot, [store.device.spare]
         self.table.set_exact(padding, [], spare)
@@ -62,7 +67,7 @@ class SequencePool:
 
     def growth(self, sequence: Sequence, start: int, capacity: int) -> Blocks:
         """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
-        return self.layout.blocks(self._missing(sequence, start, capacity))
+        return self._missing(sequence, start, capacity).total
 
     def allocate(self, start: int, capacity: int) -> Sequence:
         """A new, empty sequence; raises OutOfPages, with nothing taken, if a slot or blocks are lacking."""
@@ -78,15 +83,10 @@ class SequencePool:
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
         new = self._missing(sequence, start, capacity)
-        need = self.layout.blocks(new)
-        if not need.within(self.free):
-            raise OutOfPages(f"the sequence needs {need}, free are {self.free}")
-        device, host = self.store.device, self.store.host
-        sequence.dense += device.allocate(new.dense)
-        sequence.static += device.allocate(new.static)
-        sequence.ring += device.allocate(new.ring)
-        sequence.sealed_blocks += device.allocate(need.device - new.dense - new.static - new.ring)
-        sequence.host += host.allocate(need.host)
+        if not new.total.within(self.free):
+            raise OutOfPages(f"the sequence needs {new.total}, free are {self.free}")
+        for kind in KINDS:
+            getattr(sequence, kind).extend(self._tier(kind).allocate(getattr(new, kind.removesuffix("_blocks"))))
         sequence.capacity = capacity
         self._name_pages(sequence)
 
@@ -100,49 +100,41 @@ class SequencePool:
         """Gives back the pages of a finished sequence that hold nothing; it can be extended again."""
         length, sealed = int(self.table.length[sequence.slot]), int(self.table.sealed[sequence.slot])
         sequence.capacity = length
-        pages = sealed // PAGE
-        self._cut(sequence, "dense", -(-length // PAGE) if not sealed else 0)
-        if not sealed:
-            self._cut(sequence, "static", 0)
-            self._cut(sequence, "ring", 0)
-        self._cut(sequence, "sealed_blocks", -(-pages // max(1, self.layout.sealed_per_block)))
-        self._cut(sequence, "host", pages if self.layout.host_fields else 0)
+        pages = PageCount(dense=-(-length // PAGE))
+        if sealed:
+            pages = PageCount(0, self.layout.spec.static_pages, self.layout.spec.ring_pages, sealed // PAGE)
+        self._keep(sequence, self.layout.block_count(pages))
 
     def release(self, sequence: Sequence) -> None:
         """Gives back everything; the sequence must not be used again."""
-        for kind in ("dense", "static", "ring", "sealed_blocks", "host"):
-            self._cut(sequence, kind, 0)
+        self._keep(sequence, BlockCount())
         self.table.clear(sequence.slot)
         self._free_slots.append(sequence.slot)
 
     def become_compressed(self, sequence: Sequence, sealed: int) -> None:
         """Notes that a dense sequence's tokens now stand in its static, sealed and ring pages."""
         slot = sequence.slot
-        self._cut(sequence, "dense", 0)
         self.table.sealed[slot] = sealed
         self.table.static_tokens[slot] = self.layout.spec.static_tokens
-        self._name_pages(sequence)
+        self._keep(sequence, replace(sequence.owned, dense=0))
 
     def sealed_pages(self, sequence: Sequence) -> tuple[list[int], list[int]]:
         """Granules of the sequence's sealed pages and of those that hold their values, used or not yet."""
         pages = self.store.sealed_granules(sequence.sealed_blocks)
         return pages, sequence.host if self.layout.host_fields else pages
 
-    def _missing(self, sequence: Sequence, start: int, capacity: int) -> PageCount:
+    def _missing(self, sequence: Sequence, start: int, capacity: int) -> BlockCount:
         wanted = self.layout.pages(start, capacity)
         if self.table.sealed[sequence.slot]:
             wanted = PageCount(sealed=self.layout.spec.sealed_pages(capacity))
-        owned = len(sequence.sealed_blocks) * self.layout.sealed_per_block
-        if self.layout.host_fields:
-            owned = min(owned, len(sequence.host))
-        return PageCount(
-            max(0, wanted.dense - len(sequence.dense)),
-            max(0, wanted.static - len(sequence.static)),
-            max(0, wanted.ring - len(sequence.ring)),
-            max(0, wanted.sealed - owned),
-        )
+        return self.layout.block_count(wanted).lacking(sequence.owned)
 
     def _name_pages(self, sequence: Sequence) -> None:
+        spec = self.layout.spec
+        sequence.dense = self.store.exact_granules(sequence.dense_blocks)
+        exact = self.store.exact_granules(sequence.exact_blocks)
+        sequence.static, ring = exact[: spec.static_pages], exact[spec.static_pages :]
+        sequence.ring = ring[: spec.ring_pages]
         if self.table.sealed[sequence.slot]:
             self.table.set_exact(sequence.slot, sequence.static, sequence.ring)
         else:
@@ -151,8 +143,14 @@ class SequencePool:
         width = self.table.sealed_pages.shape[1]
         self.table.set_sealed(sequence.slot, pages[:width], value_pages[:width])
 
-    def _cut(self, sequence: Sequence, kind: str, keep: int) -> None:
-        owned: list[int] = getattr(sequence, kind)
-        tier = self.store.host if kind == "host" else self.store.device
-        tier.release(owned[keep:])
-        del owned[keep:]
+    def _keep(self, sequence: Sequence, count: BlockCount) -> None:
+        """Gives back the blocks beyond ``count``."""
+        for kind in KINDS:
+            owned: list[int] = getattr(sequence, kind)
+            keep = getattr(count, kind.removesuffix("_blocks"))
+            self._tier(kind).release(owned[keep:])
+            del owned[keep:]
+        self._name_pages(sequence)
+
+    def _tier(self, kind: str) -> Tier:
+        return self.store.host if kind == "host" else self.store.device

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.layout import BlockCount, Blocks
 
 
 @dataclass(eq=False)
@@ -21,24 +21,31 @@ class Sequence:
     Attributes:
         slot: row of the tables and of the per-sequence state.
         capacity: tokens it may grow to.
-        dense, static, ring: granules of its exact pages.
-        sealed_blocks: granules of the device blocks that hold its sealed pages.
+        dense_blocks, exact_blocks, sealed_blocks: granules of its device blocks: for a dense sequence's tokens, for a
+            compressed one's exact tokens and for its sealed pages.
         host: granules of its host pages.
+        dense, static, ring: granules of the exact pages in those blocks.
     """
 
     slot: int
     capacity: int = 0
+    dense_blocks: list[int] = field(default_factory=list)
+    exact_blocks: list[int] = field(default_factory=list)
+    sealed_blocks: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     static: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
-    sealed_blocks: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
+
+    @property
+    def owned(self) -> BlockCount:
+        """Blocks of each kind that it owns."""
+        return BlockCount(len(self.dense_blocks), len(self.exact_blocks), len(self.sealed_blocks), len(self.host))
 
     @property
     def blocks(self) -> Blocks:
         """Blocks of each tier that it owns."""
-        device = len(self.dense) + len(self.static) + len(self.ring) + len(self.sealed_blocks)
-        return Blocks(device, len(self.host))
+        return self.owned.total
 
 
 class SlotTable:

@@ -57,6 +57,11 @@ class Store:
         step = self.layout.sealed_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
 
+    def exact_granules(self, blocks: list[int]) -> list[int]:
+        """Granules of the exact pages that fit in device ``blocks``, in order."""
+        step = self.layout.exact_bytes // GRANULE
+        return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
+
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
         """Writes pages [L, n, *field.shape] of some layers."""
         self.page[name][layers][:, pages] = rows

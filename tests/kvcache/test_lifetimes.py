@@ -91,7 +91,7 @@ class Lifetimes(RuleBasedStateMachine):
     @invariant()
     def no_page_has_two_owners(self) -> None:
         held = [s.sequence for s in self.running + self.finished]
-        device = [g for s in held for kind in (s.dense, s.static, s.ring, s.sealed_blocks) for g in kind]
+        device = [g for s in held for kind in (s.dense_blocks, s.exact_blocks, s.sealed_blocks) for g in kind]
         host = [g for s in held for g in s.host]
         assert len(set(device)) == len(device) and len(set(host)) == len(host)
         used = self.cache.pool.total - self.cache.pool.free

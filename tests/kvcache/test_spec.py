@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.layout import Blocks, Layout, PageCount
+from shadowkv.kvcache.layout import LEAST_WASTE, Blocks, Layout, PageCount, pack
 from shadowkv.kvcache.memory import GRANULE
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import PRESETS, preset
@@ -257,14 +257,33 @@ def test_pages_hold_every_token_of_the_sequence(spec, start, more):
 
 
 @specs
-def test_blocks_count_exact_pages_one_by_one_and_sealed_ones_as_they_fit(spec):
+def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
     layout = layout_of(spec)
     pages = PageCount(dense=3, static=2, ring=4, sealed=17 if spec.seals else 0)
     blocks = layout.blocks(pages)
-    per_block = layout.block_bytes // layout.sealed_bytes if spec.seals else 1
-    assert blocks.device == 9 + -(-pages.sealed // per_block)
+    exact, sealed = layout.exact_per_block, max(1, layout.sealed_per_block)
+    assert exact * layout.exact_bytes <= layout.block_bytes
+    assert sealed * layout.sealed_bytes <= layout.block_bytes
+    assert blocks.device == -(-3 // exact) + -(-6 // exact) + -(-pages.sealed // sealed)
     assert blocks.host == (pages.sealed if spec.place == "host" else 0)
     assert layout.blocks(PageCount()) == Blocks(0, 0)
+
+
+@given(exact=st.integers(1, 4000), sealed=st.integers(1, 4000))
+def test_packing_wastes_little_in_small_blocks(exact, sealed):
+    count, other, size = pack(exact, sealed)
+    assert count >= 1 and other >= 1
+    assert size == max(count * exact, other * sealed)
+    if sealed <= exact:
+        # Some 1 to 8 pages come within a sixteenth of a sealed page of a whole number of them.
+        assert 1 - min(count * exact, other * sealed) / size <= max(LEAST_WASTE, 1 / 8)
+
+
+def test_turbo_pages_of_an_8b_model_fill_their_blocks():
+    layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
+    assert (layout.exact_per_block, layout.sealed_per_block) == (3, 13)
+    assert layout.block_bytes == 13 * layout.sealed_bytes
+    assert layout.block_bytes - 3 * layout.exact_bytes < LEAST_WASTE * layout.block_bytes
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMALL])
@@ -277,11 +296,9 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     sealed = PAGE * rank * size + heads * 8 * dim * size + heads * 8  # latents, landmarks, excluded
     assert exact <= layout.exact_bytes < exact + GRANULE
     assert sealed <= layout.sealed_bytes < sealed + 48 + GRANULE
-    assert layout.block_bytes == layout.exact_bytes
     assert layout.host_block_bytes == heads * PAGE * dim * size
-    assert layout.sealed_per_block == exact // layout.sealed_bytes
     assert layout.bytes_per_block() == Blocks(
-        shape.num_layers * layout.exact_bytes, shape.num_layers * layout.host_block_bytes
+        shape.num_layers * layout.block_bytes, shape.num_layers * layout.host_block_bytes
     )
     basis = shape.num_layers * rank * heads * dim * size
     assert basis < layout.state_bytes <= basis + 64 * shape.num_layers
@@ -306,8 +323,8 @@ def test_the_full_policy_needs_exact_pages_alone():
 def test_a_block_is_large_enough_for_either_kind_of_page():
     layout = layout_of(KVSpec(index="chunk-mean", chunk=1))  # as many landmarks as keys
     assert layout.sealed_bytes > layout.exact_bytes
-    assert layout.block_bytes == layout.sealed_bytes
-    assert layout.sealed_per_block == 1
+    assert layout.block_bytes >= layout.sealed_bytes
+    assert layout.sealed_per_block >= 1
 
 
 def test_blocks_add_subtract_and_compare_tier_by_tier():

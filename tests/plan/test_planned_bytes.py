@@ -49,7 +49,7 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
     assert state <= cache.layout.state_bytes < state + max(1, padding)
 
 
-@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(2_000_000, 400_000), (1_100_000, 10**9)])
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(2_000_000, 400_000), (1_500_000, 10**9)])
 @pytest.mark.parametrize("context", [200, 1500])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_largest_batch_fits_and_one_more_does_not(

@@ -107,7 +107,15 @@ def test_nothing_is_kept_of_a_run_without_answers(run, capsys):
     run.files.check()
 
 
-def test_interrupt_keeps_what_is_done(run, engine, capsys):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: processes that a shell starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_keeps_what_is_done(run, engine, capsys, interruptible):
     def interrupt():
         while not (run.files.partial.exists() and run.files.partial.read_text(encoding="utf-8").endswith("\n")):
             time.sleep(0.01)
