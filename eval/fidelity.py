@@ -80,7 +80,3 @@ def main(arguments: list[str] | None = None) -> int:
         bar.write(json.dumps(row))
     bar.close()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,7 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     columns = min(PANELS_PER_ROW, len(tasks))
     figure, axes = _figure(-(-len(tasks) // columns), columns, (4.2, 3.2))
     for axis, task in zip(axes, tasks):
-        for label in labels(predictions):
+        for number, label in enumerate(labels(predictions)):
             points = [
                 (length, *mean_and_error(list(cell[label].values())))
                 for (length, name), cell in cells.items()
@@ -30,7 +30,8 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
             if points:
                 lengths, means, errors = zip(*points)
                 bars = [0.0 if math.isnan(error) else 100 * error for error in errors]
-                axis.errorbar(lengths, [100 * mean for mean in means], bars, marker="o", capsize=3, label=label)
+                style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": label}
+                axis.errorbar(lengths, [100 * mean for mean in means], bars, **style)
         lengths = tuple(sorted({length for length, name in cells if name == task}))
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [str(length) for length in lengths])
@@ -53,7 +54,7 @@ def plot_needles(
     for p in predictions:
         cells.setdefault((depth(p), p.length), []).append(p.score)
     means = [[_mean(cells.get((row, length), [])) for length in lengths] for row in depths]
-    figure, (axis,) = _figure(1, 1, (2.5 + 0.7 * len(lengths), 1.8 + 0.35 * len(depths)))
+    figure, (axis,) = _figure(1, 1, (3.5 + 0.7 * len(lengths), 2.5 + 0.3 * len(depths)))
     image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     for y, row in enumerate(means):
         for x, mean in enumerate(row):

@@ -1,0 +1,99 @@
+"""The suites of tasks by name, and how the command's arguments become their samples."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from shadowkv.eval import infinitebench, longbench, niah, ruler, stress
+from shadowkv.eval.haystack import haystack
+from shadowkv.eval.sample import Sample
+from shadowkv.models.tokenizer import Tokenizer
+
+Suite = Callable[[argparse.Namespace, Tokenizer], list[Sample]]
+
+
+def niah_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """Needles at every length and depth."""
+    hay = haystack(args.data)
+    return [
+        sample
+        for length in args.length
+        for sample in niah.samples(
+            hay,
+            lambda text: len(tokenizer.encode(text)),
+            length,
+            args.samples,
+            tasks=chosen(args.tasks, niah.TASKS),
+            depths=args.depths,
+            needles=args.needles,
+            turns=args.turns,
+            seed=args.seed,
+        )
+    ]
+
+
+def ruler_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """RULER's tasks at every length."""
+    return [
+        sample
+        for length in args.length
+        for task in chosen(args.tasks, ruler.TASKS)
+        for sample in ruler.samples(task, tokenizer, length, args.samples, args.seed, args.data, args.chat)
+    ]
+
+
+def longbench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """LongBench's data sets, cut to every length."""
+    return [
+        sample
+        for length in args.length
+        for task in chosen(args.tasks, longbench.TASKS)
+        for sample in longbench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
+    ]
+
+
+def infinitebench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """InfiniteBench's tasks, cut to every length."""
+    return [
+        sample
+        for length in args.length
+        for task in chosen(args.tasks, infinitebench.TASKS)
+        for sample in infinitebench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
+    ]
+
+
+def stress_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """Every kind of stress test at every length."""
+    return [
+        sample
+        for length in args.length
+        for kind in chosen(args.tasks, tuple(stress.KINDS))
+        for sample in stress.samples(kind, tokenizer, length, args.samples, args.seed)
+    ]
+
+
+def folder(args: argparse.Namespace) -> Path:
+    """The folder of a suite whose texts have to be given; raises ValueError without one."""
+    if args.data is None:
+        raise ValueError(f"{args.suite} needs --data DIR, a folder with a file <task>.jsonl for each of its tasks")
+    assert isinstance(args.data, Path)
+    return args.data
+
+
+def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Tasks asked for, without repetition; all where none are. Raises ValueError for one that does not exist."""
+    unknown = [task for task in tasks or () if task not in known]
+    if unknown:
+        raise ValueError(f"--tasks {unknown[0]} is not one of {', '.join(known)}")
+    return tuple(dict.fromkeys(tasks or known))
+
+
+SUITES: dict[str, Suite] = {
+    "ruler": ruler_samples,
+    "niah": niah_samples,
+    "longbench": longbench_samples,
+    "infinitebench": infinitebench_samples,
+    "stress": stress_samples,
+}
