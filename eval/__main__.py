@@ -77,7 +77,8 @@ def _local(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy],
     )
     args.dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")  # auto depends on the machine
     policies = local_policies(args.kv or ["full", "shadowkv"], args.budget or (), loaded.config.shape)
-    return Forks(loaded), loaded.tokenizer, policies, loaded.name
+    name = f"{loaded.name}+{Path(args.adapter).name}" if args.adapter else loaded.name
+    return Forks(loaded), loaded.tokenizer, policies, name
 
 
 def _remote(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy], str]:
