@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,7 @@ def samples(
     if task not in DATASETS:
         raise ValueError(f"LongBench has no data set {task!r}; it has {', '.join(TASKS)}")
     dataset = DATASETS[task]
+    fields = ("context", "input", "answers", *(["all_classes"] if dataset.metric == "classification" else []))
     fitter = PromptFitter(tokenizer, length, dataset.max_new_tokens, chat and dataset.chat)
     return [
         Sample(
@@ -191,7 +193,7 @@ def samples(
             dataset.metric,
             length,
         )
-        for number, row in chosen_rows(data / f"{task}.jsonl", ("context", "input", "answers"), count, seed, SOURCE)
+        for number, row in chosen_rows(data / f"{task}.jsonl", fields, count, seed, SOURCE)
     ]
 
 
@@ -204,16 +206,26 @@ def chosen_rows(
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it from {source}")
-    lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    chosen = sorted(random.Random(f"{file.stem}/{seed}").sample(range(len(lines)), min(count, len(lines))))
+    # Read twice: files of whole books are larger than what is chosen from them.
+    total = sum(1 for _ in _lines(file))
+    chosen = set(random.Random(f"{file.stem}/{seed}").sample(range(total), min(count, total)))
     rows = []
-    for number in chosen:
-        row = json.loads(lines[number])
-        missing = [field for field in fields if field not in row]
-        if missing:
-            raise ValueError(f"{file}, row {number} has no {missing[0]!r}")
-        rows.append((number, row))
+    for number, line in enumerate(_lines(file)):
+        if number in chosen:
+            try:
+                row = json.loads(line)
+                missing = [field for field in fields if field not in row]
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file}, row {number} is no JSON object: {error}") from error
+            if missing:
+                raise ValueError(f"{file}, row {number} has no {missing[0]!r}")
+            rows.append((number, row))
     return rows
+
+
+def _lines(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        yield from (line for line in lines if line.strip())
 
 
 def _references(dataset: Dataset, row: dict[str, Any]) -> tuple[str, ...]:
