@@ -29,6 +29,7 @@ SET = EngineConfig(
     dtype="bfloat16",
     device="cpu",
     rope_theta=5e6,
+    enforce_eager=True,
 )
 
 
@@ -38,14 +39,16 @@ def parse(*flags: str) -> EngineConfig:
     return EngineConfig.from_args(parser.parse_args(flags))
 
 
+def flag(name: str, value: object) -> list[str]:
+    """A field as the flag of its name with dashes; a switch has no value and is only ever turned on."""
+    words = ["--" + name.replace("_", "-")]
+    return words * value if isinstance(value, bool) else [*words, str(value)]
+
+
 def flags_of(config: EngineConfig) -> list[str]:
-    """Every field as the flag of its name with dashes."""
-    return [
-        part
-        for field in fields(config)
-        if getattr(config, field.name) is not None
-        for part in ("--" + field.name.replace("_", "-"), str(getattr(config, field.name)))
-    ]
+    """Every field that is not None as a flag."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return [word for name, value in values.items() if value is not None for word in flag(name, value)]
 
 
 def test_every_field_of_the_example_differs_from_its_default():
@@ -67,7 +70,7 @@ def test_no_flags_give_the_defaults():
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
 def test_one_flag_changes_one_field(name):
     value = getattr(SET, name)
-    assert parse("--" + name.replace("_", "-"), str(value)) == replace(EngineConfig(), **{name: value})
+    assert parse(*flag(name, value)) == replace(EngineConfig(), **{name: value})
 
 
 def test_batch_is_another_name_of_max_num_seqs():
