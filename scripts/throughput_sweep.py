@@ -249,7 +249,7 @@ def show(value: Any) -> str:
 
 
 def summarise(out: Path) -> None:
-    """Writes summary.csv and the plots from all cells of the folder."""
+    """Writes summary.csv from all cells of the folder."""
     cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     with (out / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)

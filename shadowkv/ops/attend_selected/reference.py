@@ -68,11 +68,10 @@ def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
 
 
 def _rows(pages_of: Tensor, pages: Tensor, selected: Tensor) -> Tensor:
-    """[B, H, k, ...] of [N, H, C, ...], fetched from where it is to the device of ``selected``."""
+    """[B, H, k, ...] of [N, H, C, ...]."""
     names, chunks = _locate(pages, selected, pages_of.shape[2])
     heads = torch.arange(selected.shape[1], device=selected.device)[:, None]
-    names, heads, chunks = (index.to(pages_of.device) for index in (names, heads, chunks))
-    return pages_of[names, heads, chunks].to(selected.device, non_blocking=True)
+    return pages_of[names, heads, chunks]
 
 
 def _locate(pages: Tensor, selected: Tensor, chunks: int) -> tuple[Tensor, Tensor]:

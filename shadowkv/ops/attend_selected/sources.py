@@ -19,7 +19,7 @@ class DenseRows:
     """Exact rows: keys that are rotated already, or values.
 
     Attributes:
-        rows: [N, H, C, c, d], any float dtype; on another device than the queries the chosen rows are copied over.
+        rows: [N, H, C, c, d], any float dtype; pinned host memory is a tensor of the device that reads it.
         pages: int64 [B, P].
     """
 
