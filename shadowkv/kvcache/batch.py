@@ -39,7 +39,8 @@ class SealedBatch:
         slots: int64 [B].
         pages: int64 [B, P], granules of their sealed pages; anything past a row's end.
         value_pages: int64 [B, P], granules of the pages that hold the values.
-        num_chunks: int64 [B], sealed chunks of each row; ragged.
+        num_pages: int64 [B], sealed pages of each row; ragged.
+        num_chunks: int64 [B], their chunks.
         budget: int64 [B], chunks to select per kv head.
         max_budget: no row selects more.
     """
@@ -47,6 +48,7 @@ class SealedBatch:
     slots: Tensor
     pages: Tensor
     value_pages: Tensor
+    num_pages: Tensor
     num_chunks: Tensor
     budget: Tensor
     max_budget: int

@@ -136,6 +136,7 @@ class KVCache:
                 slots,
                 table.sealed_pages[slots, : plan.sealed_pages].long(),
                 table.value_pages[slots, : plan.sealed_pages].long(),
+                sealed // PAGE,
                 sealed // self.spec.chunk,
                 budget,
                 plan.max_budget,
@@ -179,8 +180,7 @@ class KVCache:
 
     def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to; -1 is none, after the others."""
-        logits, lse = self.parts.index.logits(self.store, layer, q, batch)
-        return self.ops.select_top_chunks(logits, lse, batch.budget, min(batch.max_budget, logits.shape[-1]))
+        return self.parts.index.select(self.store, layer, q, batch)
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         selected = self.select(layer, q, batch)

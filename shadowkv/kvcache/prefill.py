@@ -126,10 +126,11 @@ class Prefill:
         self._write_exact(layer, sequence.ring, sealed, rotated[count:], values[count:])
 
     def _write_static(self, layer: int, sequence: Sequence, rotated: Tensor, values: Tensor) -> Tensor:
-        """Makes the sink chunk and the outliers exact; returns their bits, bool [1, pages, H, C]."""
+        """Makes the sink and the outliers exact; returns their bits, bool [1, pages, H, C]."""
         chunk, heads = self.spec.chunk, self.shape.num_kv_heads
-        outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers)
-        chosen = torch.cat((outliers.new_zeros(heads, 1), outliers), dim=1)
+        sink = torch.arange(self.spec.sink_chunks, device=rotated.device).expand(heads, -1)
+        outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers, self.spec.sink_chunks)
+        chosen = torch.cat((sink, outliers), dim=1)
         tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=chosen.device)).flatten(1)  # [H, n]
         head = torch.arange(heads, device=chosen.device)
         exact = [x[tokens, head[:, None]].transpose(0, 1) for x in (rotated, values)]
@@ -221,13 +222,15 @@ class Prefill:
         """A batch of one compressed sequence that selects nothing by itself."""
         slot = torch.tensor([sequence.slot], device=self.store.compute)
         count = int(self.table.sealed[sequence.slot]) // PAGE
-        chunks = torch.tensor([count * PAGE // self.spec.chunk], device=self.store.compute)
+        num_pages = torch.tensor([count], device=self.store.compute)
+        chunks = num_pages * PAGE // self.spec.chunk
         pages = self.table.sealed_pages[slot, :count].long()
         return SealedBatch(
             slot,
             pages,
             self.table.value_pages[slot, :count].long(),
+            num_pages,
             chunks,
             chunks,
-            int(chunks),
+            count * PAGE // self.spec.chunk,
         )

@@ -12,8 +12,8 @@ PRESETS: dict[str, KVSpec] = {
     "full": KVSpec(),
     # The paper: arXiv:2410.21465, section 5.1.
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
-    # Ours: every key found by its own sketch, values in 4 bits; chunks can be small where no bus is crossed.
-    "turbo": KVSpec(keys="low-rank-int8", index="sketch", values="rotated-4bit", chunk=8),
+    # Ours: every key found by its own sketch, values in 4 bits; single tokens are selected where no bus is crossed.
+    "turbo": KVSpec(keys="low-rank-int8", index="sketch", values="rotated-4bit", chunk=1),
     "turbo-host": KVSpec(keys="low-rank-int8", index="sketch", values="rotated-4bit", place="host", chunk=8),
     # Quest: arXiv:2406.10774; its pages of 16 tokens are our chunks.
     "quest": KVSpec(index="min-max", chunk=16),

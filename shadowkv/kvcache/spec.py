@@ -15,6 +15,9 @@ PAGE = 64
 DEFAULT_BUDGET = 1 / 64
 """Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""
 
+SINK = 8
+"""First tokens that always stay exact, in whole chunks: they draw attention whatever they say (arXiv:2309.17453)."""
+
 DEFAULT_BUDGET_FLOOR = 256
 """Tokens selected at the least, where the budget is the default."""
 
@@ -106,9 +109,14 @@ class KVSpec:
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
 
     @property
+    def sink_chunks(self) -> int:
+        """Chunks at the start that stay exact."""
+        return -(-SINK // self.chunk)
+
+    @property
     def static_tokens(self) -> int:
-        """Tokens per kv head that prefill makes exact for good: the sink chunk and the outliers."""
-        return (1 + self.outliers) * self.chunk
+        """Tokens per kv head that prefill makes exact for good: the sink and the outliers."""
+        return (self.sink_chunks + self.outliers) * self.chunk
 
     @property
     def dense_limit(self) -> int:
@@ -123,7 +131,7 @@ class KVSpec:
 
     @property
     def static_pages(self) -> int:
-        """Exact pages that hold the sink chunk and the outliers."""
+        """Exact pages that hold the sink and the outliers."""
         return math.ceil(self.static_tokens / PAGE)
 
     def sealed_pages(self, length: int) -> int:

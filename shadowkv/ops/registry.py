@@ -24,9 +24,10 @@ NAMES = (
     "paged_attention",
     "rms_norm",
     "rotate",
+    "select_by_sketch",
     "select_top_chunks",
+    "sign_scores",
     "silu_mul",
-    "sketch_scores",
 )
 
 PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}

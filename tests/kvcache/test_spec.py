@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory import GRANULE
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.spec import PAGE, SINK, KVSpec
 
 LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
 SMALL = ModelShape(num_layers=3, num_query_heads=9, num_kv_heads=3, head_dim=64)
@@ -225,7 +225,8 @@ def test_the_exact_tail_holds_local_to_local_plus_a_page_and_fits_its_ring(spec,
     assert tail <= spec.ring_pages * PAGE
     if sealed:
         assert spec.local <= tail < spec.local + PAGE
-    assert spec.static_pages * PAGE >= spec.static_tokens == spec.chunk * (1 + spec.outliers)
+    assert spec.static_pages * PAGE >= spec.static_tokens == spec.chunk * (spec.sink_chunks + spec.outliers)
+    assert SINK <= spec.sink_chunks * spec.chunk < SINK + spec.chunk
 
 
 @specs
@@ -281,9 +282,9 @@ def test_packing_wastes_little_in_small_blocks(exact, sealed):
 
 def test_turbo_pages_of_an_8b_model_fill_their_blocks():
     layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
-    assert (layout.exact_per_block, layout.sealed_per_block) == (3, 13)
-    assert layout.block_bytes == 13 * layout.sealed_bytes
-    assert layout.block_bytes - 3 * layout.exact_bytes < LEAST_WASTE * layout.block_bytes
+    assert (layout.exact_per_block, layout.sealed_per_block) == (4, 17)
+    assert layout.block_bytes == 17 * layout.sealed_bytes
+    assert layout.block_bytes - 4 * layout.exact_bytes < LEAST_WASTE * layout.block_bytes
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMALL])

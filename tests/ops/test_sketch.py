@@ -1,17 +1,23 @@
-"""The 2-bit key sketch and its PyTorch ops against brute force."""
+"""The 2-bit key sketch and the ops that search it, in PyTorch, against brute force."""
 
 import math
 
 import pytest
 import torch
-from plain_formulas import assert_close
+from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.select_by_sketch.reference import kept_runs, select_by_sketch
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
-from shadowkv.ops.sketch_scores import reference
-from shadowkv.ops.sketch_scores.reference import pack_sketch, sketch_scores, unpack_sketch
+from shadowkv.ops.sign_scores import reference
+from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, sign_scores
 
 dims = pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+
+
+def unpacked(signs: Tensor, rest: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """The keys that a sketch stands for, float64 [..., d], times the rotation."""
+    return (2.0 * plane_bits(signs, dim) + plane_bits(rest, dim) - 1.5).double() * scale.double().unsqueeze(-1)
 
 
 @dims
@@ -27,62 +33,127 @@ def test_the_rotation_is_orthogonal_and_always_the_same(dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
     keys, matrix = (3 * torch.randn(2, 5, dim)).to(dtype), random_rotation(dim, "sketch")
-    codes, scale = pack_sketch(keys, matrix)
-    assert (codes.dtype, scale.dtype) == (torch.uint8, torch.float16)
-    assert codes.shape == (2, 5, math.ceil(dim / 64) * 16)
-    assert not codes[..., dim // 4 :].any()
+    signs, rest, scale = pack_sketch(keys, matrix)
+    assert (signs.dtype, rest.dtype, scale.dtype) == (torch.uint8, torch.uint8, torch.float16)
+    assert signs.shape == rest.shape == (2, 5, math.ceil(dim / 64) * 8)
+    assert not signs[..., dim // 8 :].any()
+    assert not rest[..., dim // 8 :].any()
     x = keys.float() @ matrix
     for place in [(0, 0), (1, 4)]:
         sigma = keys[place].float().norm() / math.sqrt(dim)
         levels = (x[place] / (0.9957 * sigma)).floor().add(2).clamp(0, 3)
-        found = [int(codes[place][at % (dim // 4)]) >> 2 * (at // (dim // 4)) & 3 for at in range(dim)]
-        assert found == levels.tolist()
+
+        def bit(plane: Tensor, at: int, place: tuple[int, int] = place) -> int:
+            return int(plane[place][at % (dim // 8)]) >> at // (dim // 8) & 1
+
+        assert [2 * bit(signs, at) + bit(rest, at) for at in range(dim)] == levels.tolist()
+        assert [bit(signs, at) for at in range(dim)] == (x[place] >= 0).tolist()
         estimate = (scale[place].float() * (levels - 1.5)) @ x[place]
         torch.testing.assert_close(estimate, keys[place].float().square().sum(), rtol=1e-3, atol=0)
-        assert_close(unpack_sketch(codes, scale, dim)[place], scale[place].double() * (levels - 1.5).double())
+        assert torch.equal(unpacked(signs, rest, scale, dim)[place], scale[place].double() * (levels - 1.5).double())
 
 
 def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):
     keys, matrix = torch.randn(4000, 128), random_rotation(128, "sketch")
     x = keys @ matrix
-    error = (unpack_sketch(*pack_sketch(keys, matrix), 128) - x).square().sum() / x.square().sum()
+    error = (unpacked(*pack_sketch(keys, matrix), 128) - x).square().sum() / x.square().sum()
     assert 0.11 < error < 0.15  # the best 4-level quantiser leaves 0.119 of a Gaussian's variance
 
 
 def test_a_key_of_zero_has_scale_zero_and_a_huge_one_a_finite_scale():
     keys = torch.zeros(2, 64)
     keys[1, 5] = 1e15
-    scale = pack_sketch(keys, random_rotation(64, "sketch"))[1]
+    scale = pack_sketch(keys, random_rotation(64, "sketch"))[2]
     assert scale[0] == 0
     assert scale[1] == torch.finfo(torch.float16).max
 
 
-@pytest.mark.parametrize(("heads", "group", "dim", "chunk"), [(2, 3, 64, 8), (1, 7, 96, 1), (3, 4, 32, 16)])
-def test_scores_are_log_sums_over_a_chunks_tokens(seed, monkeypatch, heads, group, dim, chunk):
+def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> dict[str, Tensor]:
+    """Arguments of both ops: random pages in random order; past a row's end their scales are NaN."""
+    most, matrix = max(pages), random_rotation(dim, "sketch")
+    names = torch.randperm(len(pages) * most + 1)[: len(pages) * most].view(len(pages), most)
+    signs, rest, scale = pack_sketch(torch.randn(len(pages) * most + 1, heads, 64, dim), matrix)
+    for row, count in enumerate(pages):
+        scale[names[row, count:]] = math.nan
+    return {
+        "q": 2 * torch.randn(len(pages), heads * group, dim),
+        "signs": signs,
+        "rest": rest,
+        "scale": scale,
+        "excluded": torch.rand(len(names.flatten()) + 1, heads, 64 // chunk) < 0.2,
+        "pages": names,
+        "num_pages": torch.tensor(pages),
+        "rotation": matrix,
+    }
+
+
+def unit_queries(args: dict[str, Tensor]) -> Tensor:
+    """Rotated queries of length 1, rounded to 255 levels, float64 [B, H, G, d]."""
+    rotated = (args["q"] @ args["rotation"]).double()
+    step = rotated.abs().amax(-1, keepdim=True) / 127
+    whole = (rotated / step).round() * step / rotated.norm(dim=-1, keepdim=True)
+    return whole.unflatten(1, (args["signs"].shape[1], -1))
+
+
+sizes = pytest.mark.parametrize(
+    ("heads", "group", "dim", "chunk"), [(2, 3, 64, 1), (1, 7, 96, 2), (3, 4, 32, 4), (2, 1, 128, 8)]
+)
+
+
+@sizes
+def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, monkeypatch, heads, group, dim, chunk):
     monkeypatch.setattr(reference, "PAGES_AT_ONCE", 5)
-    chunks, names, matrix = 64 // chunk, torch.randperm(20)[:15].view(3, 5), random_rotation(dim, "sketch")
-    q, keys = 2 * torch.randn(3, heads * group, dim), torch.randn(20, heads, chunks, chunk, dim)
-    codes, scale = pack_sketch(keys, matrix)
-    excluded = torch.rand(20, heads, chunks) < 0.3
-    counts = torch.tensor([5 * chunks, chunks + 1, 0])
-    scale = scale.masked_fill(excluded.unsqueeze(-1), math.nan).flatten(2)
-    logits, lse = sketch_scores(q, codes, scale, excluded, names, counts, matrix)
-    assert logits.shape == (3, heads, group, 5 * chunks)
-    assert lse.shape == (3, heads, group, 1)
-    rotated = (q @ matrix).double()
-    unit = rotated.abs().amax(-1, keepdim=True) / 127
-    whole = (rotated / unit).round() * unit
-    estimate = unpack_sketch(codes, scale.unflatten(2, (chunks, chunk)), dim).double()
+    args = problem(heads, group, dim, chunk, [5, 1, 0])
+    rest, excluded = args.pop("rest"), args.pop("excluded")
+    scores, queries = sign_scores(**args), unit_queries(args | {"rest": rest, "excluded": excluded})
+    assert (scores.shape, scores.dtype) == ((3, heads, 40), torch.float16)
     for b in range(3):
+        count = int(args["num_pages"][b])
+        assert (scores[b, :, 8 * count :] == -math.inf).all()
+        own = args["pages"][b, :count]
+        levels = (2.0 * plane_bits(args["signs"][own], dim) - 1) * args["scale"][own].float().unsqueeze(-1)
+        tokens = levels.transpose(0, 1).flatten(1, 2).double()  # [H, tokens, d]
+        expected = (tokens @ queries[b].transpose(1, 2)).amax(-1).unflatten(-1, (-1, 8)).amax(-1)
+        # A coordinate halfway between two whole numbers may be rounded either way.
+        torch.testing.assert_close(scores[b, :, : 8 * count].double(), expected, atol=0.03, rtol=1e-3)
+
+
+def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(seed):
+    args = problem(1, 2, 64, 8, [2])
+    del args["rest"], args["excluded"]
+    assert not sign_scores(**args | {"q": torch.zeros(1, 2, 64)}).any()
+    assert sign_scores(**args | {"scale": torch.full_like(args["scale"], 65504.0)}).isfinite().all()
+
+
+@pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
+@sizes
+def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, chunk, budgets):
+    args = problem(heads, group, dim, chunk, [9, 1, 0, 30])
+    coarse = torch.randperm(4 * heads * 240).view(4, heads, 240).half()
+    coarse += torch.rand(4, heads, 240).half()
+    coarse.masked_fill_(torch.arange(240) >= 8 * args["num_pages"][:, None, None], -math.inf)
+    queries, k = unit_queries(args), max(budgets)
+    selected = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), k=k, **args)
+    assert selected.shape == (4, heads, k)
+    keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
+    for b in range(4):
+        runs = 8 * int(args["num_pages"][b])
+        assert int(keep[b]) == min(runs, max(-(-runs // 8), -(-budgets[b] * chunk // 2)))
+        own = args["pages"][b, : runs // 8]
+        tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):
-            own = torch.cat([estimate[name, h] for name in names[b]])
-            allowed = ~torch.cat([excluded[name, h] for name in names[b]]) & (torch.arange(5 * chunks) < counts[b])
-            for g in range(group):
-                exact = (own @ whole[b, h * group + g] / math.sqrt(dim)).logsumexp(-1)
-                exact = exact.masked_fill(~allowed, -math.inf)
-                # A coordinate halfway between two whole numbers may be rounded either way.
-                torch.testing.assert_close(logits[b, h, g].double(), exact, atol=0.02, rtol=0)
-                assert_close(lse[b, h, g, 0], logits[b, h, g].double().logsumexp(-1))
+            scores = (tokens[:, h].flatten(0, 1) @ queries[b, h].T).amax(-1).unflatten(0, (-1, chunk)).amax(-1)
+            scores[args["excluded"][own, h].flatten()] = -math.inf
+            kept = coarse[b, h, :runs].sort(descending=True).values[: int(keep[b])]
+            allowed = (coarse[b, h, :runs] >= kept.min()) if len(kept) else torch.zeros(0, dtype=torch.bool)
+            scores[~allowed.repeat_interleave(8 // chunk)] = -math.inf
+            found = [at for at in selected[b, h].tolist() if at >= 0]
+            assert found == sorted(set(found))
+            assert (selected[b, h, len(found) :] == -1).all()
+            best = [at for at in scores.argsort(descending=True).tolist() if scores[at] > -math.inf]
+            assert len(found) == min(budgets[b], len(best)) or len(kept.unique()) < len(kept)
+            least = min((scores[at] for at in best[: budgets[b]]), default=math.inf)
+            assert all(scores[at] >= least - 0.03 for at in found)
 
 
 def brute_force(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
 
 def unsupported(spec: KVSpec, shape: ModelShape) -> list[str]:
     """Why the parts that ``spec`` names cannot serve ``shape``; empty where they can."""
-    return [reason for part in _classes(spec) for reason in part.unsupported(shape)]
+    return [reason for part in _classes(spec) for reason in part.unsupported(spec, shape)]
 
 
 def _classes(spec: KVSpec) -> list[Any]:  # each axis has its own class

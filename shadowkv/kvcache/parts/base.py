@@ -70,8 +70,8 @@ class Part(ABC):
         self.chunks = PAGE // spec.chunk
 
     @classmethod
-    def unsupported(cls, shape: ModelShape) -> list[str]:
-        """Why the part cannot serve models of ``shape``; empty where it can."""
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        """Why the part cannot serve ``spec`` on models of ``shape``; empty where it can."""
         return []
 
     @abstractmethod
@@ -105,6 +105,19 @@ class KeyPart(Part):
 
 class IndexPart(Part):
     """How chunks are found."""
+
+    @abstractmethod
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to, as many as the batch's budget; -1 is
+        none, after the others."""
+
+
+class ScoredIndex(IndexPart):
+    """An index that scores every chunk; those with the largest share of any query head's softmax are selected."""
+
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        logits, lse = self.logits(store, layer, q, batch)
+        return store.ops.select_top_chunks(logits, lse, batch.budget, min(batch.max_budget, logits.shape[-1]))
 
     @abstractmethod
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
 
 
-class ChunkMean(IndexPart):
+class ChunkMean(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 

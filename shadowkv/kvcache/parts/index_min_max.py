@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
 
 
-class MinMax(IndexPart):
+class MinMax(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shadowkv.kvcache.store import Store
 
 
-class AttendAll(IndexPart):
+class AttendAll(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 

@@ -1,4 +1,4 @@
-"""A sketch of every key in 2 bits a dimension: it ranks tokens nearly as exact scores do, in the bytes of chunk means.
+"""A sketch of every key in 2 bits a dimension, searched in two levels: signs say where, the other bits decide.
 
 Randomly rotated coordinates are near Gaussian, so one fixed quantiser fits all keys (TurboQuant, arXiv:2504.19874).
 The prompt's mean key is taken off first: it shifts the scores of all sketched tokens alike, and what is left of the
@@ -15,8 +15,8 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE
-from shadowkv.ops.sketch_scores.reference import code_bytes, pack_sketch
+from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.sign_scores.reference import RUN, pack_sketch, plane_bytes
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 
 class Sketch(IndexPart):
     @classmethod
-    def unsupported(cls, shape: ModelShape) -> list[str]:
-        return [f"a key sketch needs a head dim that is a multiple of 4, not {shape.head_dim}"] * (
-            shape.head_dim % 4 > 0
-        )
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        reasons = []
+        if shape.head_dim % 8:
+            reasons.append(f"a key sketch needs a head dim that is a multiple of 8, not {shape.head_dim}")
+        if spec.chunk > RUN:
+            reasons.append(f"a key sketch finds chunks of up to {RUN} tokens, not chunk={spec.chunk}")
+        return reasons
 
     def page_fields(self) -> tuple[Field, ...]:
-        heads, width = self.shape.num_kv_heads, code_bytes(self.shape.head_dim)
+        plane = (self.shape.num_kv_heads, PAGE, plane_bytes(self.shape.head_dim))
         return (
-            Field("sketch", (heads, self.chunks, self.spec.chunk, width), torch.uint8),
-            Field("sketch_scale", (heads, PAGE), torch.float16),
+            Field("sketch_signs", plane, torch.uint8),
+            Field("sketch_rest", plane, torch.uint8),
+            Field("sketch_scale", plane[:2], torch.float16),
         )
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -45,12 +49,15 @@ class Sketch(IndexPart):
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean = store.state["sketch_mean"][tokens.layers][:, tokens.slots]  # [L, n, H, d]
-        codes, scale = pack_sketch(tokens.rotated - mean.unsqueeze(2), store.rotation("sketch"))
-        store.write_heads("sketch", tokens.layers, tokens.pages, codes)
-        store.write("sketch_scale", tokens.layers, tokens.pages, scale.transpose(2, 3))
+        fields = pack_sketch(tokens.rotated - mean.unsqueeze(2), store.rotation("sketch"))
+        for name, field in zip(("sketch_signs", "sketch_rest", "sketch_scale"), fields, strict=True):
+            store.write(name, tokens.layers, tokens.pages, field.transpose(2, 3))
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        codes, scale, excluded = (store.page[name][layer] for name in ("sketch", "sketch_scale", "excluded"))
-        return store.ops.sketch_scores(
-            q, codes, scale, excluded, batch.pages, batch.num_chunks, store.rotation("sketch")
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        signs, rest, scale, excluded = (
+            store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale", "excluded")
         )
+        rotation, places = store.rotation("sketch"), (batch.pages, batch.num_pages)
+        coarse = store.ops.sign_scores(q, signs, scale, *places, rotation)
+        k = min(batch.max_budget, batch.pages.shape[1] * self.chunks)
+        return store.ops.select_by_sketch(q, coarse, signs, rest, scale, excluded, *places, batch.budget, k, rotation)

@@ -12,7 +12,7 @@ import torch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
 from shadowkv.ops.attend_selected.sources import QuantisedRows
 
@@ -25,7 +25,7 @@ class RotatedValues(ValuePart):
     bits: int
 
     @classmethod
-    def unsupported(cls, shape: ModelShape) -> list[str]:
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         multiple = row_multiple(cls.bits)
         if shape.head_dim % multiple:
             return [f"{cls.bits}-bit values need a head dim that is a multiple of {multiple}, not {shape.head_dim}"]

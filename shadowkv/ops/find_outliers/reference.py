@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
-def find_outliers(rotated: Tensor, chunk: int, count: int) -> Tensor:
+def find_outliers(rotated: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
     """The chunks whose mean has the lowest cosine similarity with one of its members.
 
     Args:
-        rotated: [S, H, d], S a multiple of ``chunk``; the first chunk (the sink) is not a candidate.
-        count: how many, at most S / chunk - 1.
+        rotated: [S, H, d], S a multiple of ``chunk``.
+        count: how many, at most S / chunk - ``sink``.
+        sink: chunks at the start that are not candidates.
 
     Returns:
         int64 [H, count], chunk numbers.
     """
+    if not count:
+        return torch.empty(rotated.shape[1], 0, dtype=torch.int64, device=rotated.device)
     members = rotated.unflatten(0, (-1, chunk)).float()  # [chunks, c, H, d]
     mean = members.mean(1, keepdim=True)
     norms = members.norm(dim=-1) * mean.norm(dim=-1)
     worst = ((members * mean).sum(-1) / norms.clamp(min=1e-12)).amin(1)  # [chunks, H]
-    return worst[1:].topk(count, dim=0, largest=False).indices.T + 1
+    return worst[sink:].topk(count, dim=0, largest=False).indices.T + sink

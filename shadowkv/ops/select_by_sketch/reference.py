@@ -1,0 +1,86 @@
+"""Selection in two levels in PyTorch: the runs with the best signs, then the best chunks of those by all bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.sign_scores.reference import RUN, plane_bits, quantise_queries
+
+KEPT_SHARE = 8
+"""One of so many runs is looked at closely."""
+
+KEPT_OVER_BUDGET = 4
+"""So many times the tokens of the budget at the least."""
+
+
+def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
+    """Runs of each row that are looked at closely, int64 [B]."""
+    runs = 64 // RUN * num_pages
+    share = torch.maximum(-(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN))
+    return torch.minimum(runs, share)
+
+
+def select_by_sketch(
+    q: Tensor,
+    coarse: Tensor,
+    signs: Tensor,
+    rest: Tensor,
+    scale: Tensor,
+    excluded: Tensor,
+    pages: Tensor,
+    num_pages: Tensor,
+    budget: Tensor,
+    k: int,
+    rotation: Tensor,
+) -> Tensor:
+    """Chunks with the best score of any token with any query of its kv head, queries of length 1.
+
+    Only the runs of 8 tokens with the best ``coarse`` scores are looked at: ``kept_runs`` says how many.
+
+    Args:
+        q: [B, H_q, d], rotated by RoPE.
+        coarse: float16 [B, H, 8 P], of ``sign_scores``.
+        signs, rest: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
+        scale: float16 [N, H, 64].
+        excluded: bool [N, H, C], chunks of c tokens that may not be selected; C c = 64, c is 1, 2, 4 or 8.
+        pages: int64 [B, P]; a name past the valid pages may be any that there is.
+        num_pages: int64 [B], valid pages of each row, 0 to P.
+        budget: int64 [B], chunks to select, at most ``k``.
+        k: columns of the result.
+        rotation: float32 [d, d].
+
+    Returns:
+        int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
+        scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal.
+    """
+    _batch, heads, dim = q.shape[0], signs.shape[1], q.shape[-1]
+    chunk = 64 // excluded.shape[-1]
+    whole, unit = (x.unflatten(1, (heads, -1)) for x in quantise_queries(q, rotation))
+    keep = kept_runs(num_pages, budget, chunk)
+    width = min(coarse.shape[-1], max(-(-coarse.shape[-1] // KEPT_SHARE), -(-k * chunk * KEPT_OVER_BUDGET // RUN)))
+    runs = coarse.topk(width, dim=-1).indices  # [B, H, width]
+    head = torch.arange(heads, device=q.device)[:, None]
+    names = pages.gather(1, (runs * RUN // 64).flatten(1)).view_as(runs)
+    first = runs * RUN % 64
+
+    def of_runs(field: Tensor, count: int) -> Tensor:
+        """[B, H, width, count, ...] of [N, H, 64 or C, ...]: ``count`` rows for each run."""
+        rows = (first * count // RUN).unsqueeze(-1) + torch.arange(count, device=q.device)
+        return field[names.unsqueeze(-1), head.unsqueeze(-1), rows]
+
+    codes = 2 * plane_bits(of_runs(signs, RUN), dim) + plane_bits(of_runs(rest, RUN), dim)
+    levels = (codes.float() - 1.5).flatten(2, 3)  # [B, H, tokens, d]
+    scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2) * of_runs(scale, RUN).flatten(2).float()
+    scores = scores.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
+    per_run = RUN // chunk
+    dropped = torch.arange(width, device=q.device) >= keep[:, None, None]
+    scores = scores.masked_fill(of_runs(excluded, per_run).flatten(2), float("-inf"))
+    scores = scores.masked_fill(dropped.repeat_interleave(per_run, dim=-1), float("-inf"))
+    count = min(k, scores.shape[-1])
+    best, at = scores.topk(count, dim=-1)
+    numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=q.device)).flatten(2)
+    none = torch.iinfo(torch.int64).max
+    beyond = torch.arange(count, device=q.device) >= budget[:, None, None]
+    chosen = numbers.gather(-1, at).masked_fill(beyond | (best == float("-inf")), none).sort(dim=-1).values
+    return torch.nn.functional.pad(chosen.masked_fill(chosen == none, -1), (0, k - count), value=-1)

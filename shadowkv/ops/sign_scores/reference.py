@@ -1,0 +1,104 @@
+"""The 2-bit key sketch, and the scores of its sign plane, in PyTorch.
+
+A fixed random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels
+serves all keys (TurboQuant, arXiv:2504.19874); the scale of a key makes its inner product with itself exact. The two
+bits lie in two planes: signs alone say where to look, and only there the other bits are read (``select_by_sketch``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+STEP = 0.9957
+"""Distance of the levels in standard deviations: the uniform 4-level quantiser of a Gaussian with the least error."""
+
+RUN = 8
+"""Tokens that are found together by their signs."""
+
+PAGES_AT_ONCE = 512
+"""Pages unpacked at a time, to bound the copies."""
+
+
+def plane_bytes(dim: int) -> int:
+    """Bytes of one of a key's two planes: a bit a dimension, padded to 8 bytes."""
+    return -(-dim // 64) * 8
+
+
+def pack_sketch(keys: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of keys.
+
+    Args:
+        keys: [..., d] with d a multiple of 8, rotated by RoPE.
+        rotation: float32 [d, d].
+
+    Returns:
+        Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the signs (1 for positive) and the lower bits of codes
+        from 0 to 3: bit j of byte b < d/8 is that of dimension j d/8 + b, other bytes are 0; and float16 [...] scales,
+        0 for a key that is 0. A key is about (code - 1.5) * scale, times the transposed rotation.
+    """
+    dim = keys.shape[-1]
+    x = keys.float() @ rotation
+    norm = keys.float().norm(dim=-1, keepdim=True)
+    sigma = (norm / math.sqrt(dim)).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (x / (STEP * sigma)).floor().add(2).clamp(0, 3)
+    overlap = (x * (codes - 1.5)).sum(-1)
+    scale = (norm.squeeze(-1).square() / overlap).where(overlap > 0, 0)
+    whole = codes.to(torch.uint8)
+    return _plane(whole >> 1), _plane(whole & 1), scale.clamp(max=torch.finfo(torch.float16).max).half()
+
+
+def _plane(bits: Tensor) -> Tensor:
+    dim = bits.shape[-1]
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device).unsqueeze(-1)
+    plane = bits.new_zeros(*bits.shape[:-1], plane_bytes(dim))
+    plane[..., : dim // 8] = (bits.unflatten(-1, (8, dim // 8)) << shifts).sum(-2, dtype=torch.uint8)
+    return plane
+
+
+def plane_bits(plane: Tensor, dim: int) -> Tensor:
+    """Bits uint8 [..., dim] of a plane, in the order of dimensions."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=plane.device).unsqueeze(-1)
+    return ((plane[..., None, : dim // 8] >> shifts) & 1).flatten(-2)
+
+
+def quantise_queries(q: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries of length 1 after the rotation, in whole numbers from -127 to 127, float32 [..., d]; and what these are
+    multiples of, float32 [...], 0 for a query that is 0."""
+    x = q.float() @ rotation
+    unit = (x.abs().amax(-1) * (1 / 127)).clamp_min(1e-30)
+    whole = (x * unit.reciprocal().unsqueeze(-1)).round()
+    length = x.norm(dim=-1)
+    return whole, torch.where(length > 0, unit / length, 0)
+
+
+def sign_scores(q: Tensor, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor, rotation: Tensor) -> Tensor:
+    """Largest score of any token of each run of 8 with any query of its kv head; keys of signs, queries of length 1.
+
+    Queries of one length make the heads of a group comparable without a softmax: measured on attention of real
+    prompts, an eighth of all runs found so holds as much mass as one found by shares of a softmax.
+
+    Args:
+        q: [B, H_q, d], rotated by RoPE.
+        signs: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
+        scale: float16 [N, H, 64].
+        pages: int64 [B, P]; a name past the valid pages may be any that there is.
+        num_pages: int64 [B], valid pages of each row, 0 to P; all their tokens count.
+        rotation: float32 [d, d].
+
+    Returns:
+        float16 [B, H, 8 P], -inf for runs of pages that are not valid.
+    """
+    batch, dim, heads = q.shape[0], q.shape[-1], signs.shape[1]
+    whole, unit = (x.unflatten(1, (heads, -1)) for x in quantise_queries(q, rotation))
+    parts = []
+    for names in pages.split(max(1, PAGES_AT_ONCE // batch), dim=1):
+        levels = 2 * plane_bits(signs[names], dim).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, d]
+        scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2)  # products of whole numbers: exact
+        scores *= scale[names].transpose(1, 2).flatten(2).float()
+        parts.append(scores.unflatten(-1, (-1, RUN)).amax(-1))
+    best = torch.cat(parts, dim=-1).clamp(*(sign * torch.finfo(torch.float16).max for sign in (-1, 1))).half()
+    beyond = torch.arange(best.shape[-1], device=q.device) >= 64 // RUN * num_pages[:, None, None]
+    return best.masked_fill_(beyond, float("-inf"))
