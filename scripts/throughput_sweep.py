@@ -3,7 +3,8 @@
 One cell per policy and context: its engine is built, as many sequences as fit are put in it, and decode steps are
 timed in windows; then a few steps are profiled. Cells that have a JSON file in ``--out`` already are not run again.
 Lengths are ragged and pages are shuffled, so that sequences seal at different steps and no page is beside its
-neighbour. ``--synthetic-prefill`` stores random keys and values instead of computing a prompt's.
+neighbour. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys and
+values for the others.
 
     python scripts/throughput_sweep.py --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
@@ -28,12 +29,14 @@ from typing import Any
 
 import psutil
 import torch
+from throughput_plots import plot
 from torch import Tensor
 
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
+from shadowkv.engine.runner import Forks, Runner
 from shadowkv.engine.sizing import GIB, prefill_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
@@ -72,7 +75,9 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
     parser.add_argument("--host-memory-gib", type=float, help="pinned memory (default: 85 %% of what is free)")
-    parser.add_argument("--synthetic-prefill", action="store_true", help="random keys and values, no TTFT")
+    parser.add_argument(
+        "--synthetic-prefill", action="store_true", help="random keys and values after the first prompt"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
@@ -117,14 +122,15 @@ def new_tokens(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
     """One cell; what does not fit is a row that says so."""
-    cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"kv": kv, "context": context, "status": "ok"}
+    cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
     cell["about"] = about(args)
     try:
         count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
         cell["batch"] = count
         if not count:
             raise MemoryError("not one sequence fits")
-        engine = Engine(config_of(args, kv, count, context), loaded)
+        runner = SyntheticPrefill if args.synthetic_prefill else Runner
+        engine = Engine(config_of(args, kv, count, context), loaded, runner)
         cell["spec"] = asdict(engine.cache.spec)
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
@@ -151,21 +157,20 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     """Fills the engine and times its steps."""
     for tier in (engine.cache.store.device, engine.cache.store.host):
         tier.shuffle(seed=0)
-    if args.synthetic_prefill:
-        SyntheticPrefill(engine)
     draw = random.Random(0)
     params = SamplingParams(max_tokens=new_tokens(args), temperature=0.0, ignore_eos=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
+    begun = 0
     for number in range(count):
         length = context - draw.randrange(64)
         prompt = [draw.randrange(1000) for _ in range(length)]
         engine.add_request(str(number), prompt, params)
-    while engine._prefilling or engine.stats().running < count:  # no decode steps in between, as there would be
-        if not engine._prefilling:
-            engine._start_prefill()
-        engine._advance_prefill()
-    filled = time.perf_counter() - start
+        while not number and not begun:  # alone, so that its time is that of one prompt
+            begun = len(engine.step(decode=False))
+            ttft = time.perf_counter() - start
+    while begun < count:
+        begun += len(engine.step(decode=False))
     for _ in range(args.steps):
         engine.step()
     windows = []
@@ -182,7 +187,7 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "decode_tokens_per_s": count / step,
         "step_ms": 1e3 * step,
         "windows_ms": [1e3 * window for window in windows],
-        "ttft_s": None if args.synthetic_prefill else filled / count,
+        "ttft_s": ttft,
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
         "device_gib_per_sequence": stats.device_used_bytes / count / GIB + engine.cache.layout.state_bytes / GIB,
         "host_gib": stats.host_used_bytes / GIB,
@@ -190,15 +195,18 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     }
 
 
-class SyntheticPrefill:
-    """Stands in for a runner's prefill: every layer stores random keys and values of the right shapes."""
+class SyntheticPrefill(Runner):
+    """After the first prompts, every layer stores random keys and values of the right shapes."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.cache, self.vocab = engine.cache, engine.model_config.vocab_size
-        engine.runner.prefill = self.prefill  # type: ignore[method-assign]
+    computed = False
 
-    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """Random logits, and no hidden states."""
+    def prefill(
+        self, work: list[tuple[Sequence, list[int]]], forks: Forks = ()
+    ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+        """The embeddings as hidden states, and their logits."""
+        if not self.computed:
+            self.computed = True
+            return (yield from super().prefill(work, forks))
         for sequence, tokens in work:
             batch = self.cache.prefill_batch([(sequence, len(tokens))])
             block = batch.block(0, len(tokens))
@@ -208,7 +216,8 @@ class SyntheticPrefill:
                 self.cache.finish_prefill(layer, batch)
             self.cache.end_prefill(batch)
         yield
-        return torch.randn(len(work), self.vocab, device=self.cache.device), [keys] * len(work)
+        hidden = [self.model.embed(torch.tensor(tokens, device=self.cache.device)) for _, tokens in work]
+        return self.model.logits(torch.stack([states[-1] for states in hidden])), hidden
 
 
 def profile(engine: Engine, step: float) -> dict[str, Any]:
@@ -249,12 +258,13 @@ def show(value: Any) -> str:
 
 
 def summarise(out: Path) -> None:
-    """Writes summary.csv from all cells of the folder."""
+    """Writes summary.csv and the plots from all cells of the folder."""
     cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     with (out / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         writer.writerows([show(cell[name]) if cell[name] is not None else "" for name in COLUMNS] for cell in cells)
+    plot(cells, out)
 
 
 if __name__ == "__main__":

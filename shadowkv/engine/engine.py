@@ -55,16 +55,20 @@ class EngineStats:
 class Engine:
     """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
 
+    ``runner`` is what runs the model; benchmarks may give one that computes less.
+
     Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel | None = None, runner: type[Runner] = Runner
+    ) -> None:
         self.config = config
         loaded, self.cache, self.notes = load_engine_parts(config, loaded)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
         graphs = self.cache.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
-        self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
+        self.runner = runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
         self.max_model_len = self.cache.pool.max_model_len
@@ -160,14 +164,14 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """One round of prefill and decode; returns what it added to each request."""
+    def step(self, decode: bool = True) -> list[RequestOutput]:
+        """One round of prefill and, if ``decode``, of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
         if not self._prefilling:
             self._start_prefill()
         if self._prefilling:
             outputs += self._advance_prefill()
-        if self.scheduler.running:
+        if decode and self.scheduler.running:
             outputs += self._decode()
         return outputs
 

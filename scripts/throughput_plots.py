@@ -1,0 +1,71 @@
+"""Plots of a throughput sweep: tokens per second by batch, the trade with speed per user, and memory per sequence."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+COLOURS = {
+    "full": "tab:gray",
+    "shadowkv": "tab:blue",
+    "quest": "tab:green",
+    "turbo": "tab:red",
+    "turbo-host": "tab:orange",
+}
+
+
+def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
+    """Writes ``throughput.png``, ``pareto.png`` and ``memory.png`` from a sweep's cells; returns their paths.
+
+    One panel per model and context; cells that did not run are left out.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for cell in sorted((cell for cell in cells if cell["status"] == "ok"), key=lambda cell: cell["batch"]):
+        panels[cell["model"], cell["context"]][cell["kv"]].append(cell)
+    written = []
+
+    def draw(name: str, x: str, y: str, labels: tuple[str, str]) -> None:
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.8), squeeze=False)
+        for axis, ((model, context), policies) in zip(axes[0], panels.items(), strict=True):
+            for kv, rows in policies.items():
+                points = [(figure_of(row, x), figure_of(row, y)) for row in rows]
+                axis.plot(*zip(*points, strict=True), "o-", label=kv, color=COLOURS.get(kv), markersize=4)
+            axis.set(title=f"{model}, {context:,} tokens", xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize="small")
+        save(figure, name)
+
+    def bars() -> None:
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.8), squeeze=False)
+        for axis, ((model, context), policies) in zip(axes[0], panels.items(), strict=True):
+            largest = {kv: rows[-1] for kv, rows in policies.items()}
+            device = [row["device_gib_per_sequence"] for row in largest.values()]
+            host = [row["host_gib"] / row["batch"] for row in largest.values()]
+            axis.bar(list(largest), device, label="device", color="tab:blue")
+            axis.bar(list(largest), host, bottom=device, label="pinned host", color="tab:cyan")
+            axis.set(title=f"{model}, {context:,} tokens", ylabel="GiB per sequence")
+            axis.legend(fontsize="small")
+        save(figure, "memory.png")
+
+    def save(figure: Any, name: str) -> None:
+        figure.tight_layout()
+        figure.savefig(out / name, dpi=120)
+        pyplot.close(figure)
+        written.append(out / name)
+
+    if panels:
+        draw("throughput.png", "batch", "decode_tokens_per_s", ("sequences", "decode tokens/s"))
+        draw("pareto.png", "tokens_per_s_per_user", "decode_tokens_per_s", ("tokens/s per user", "tokens/s per GPU"))
+        bars()
+    return written
+
+
+def figure_of(cell: dict[str, Any], name: str) -> float:
+    """A figure of a cell; a user's tokens per second are one per step."""
+    return float(1e3 / cell["step_ms"] if name == "tokens_per_s_per_user" else cell[name])
