@@ -29,8 +29,12 @@ else:
     from shadowkv.ops.add_rms_norm import triton as add_rms_norm_triton
     from shadowkv.ops.append_tokens import reference as append_reference
     from shadowkv.ops.append_tokens import triton as append_triton
+    from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
+    from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
     from shadowkv.ops.merge_attention import triton as merge_triton
+    from shadowkv.ops.min_max_scores import reference as min_max_reference
+    from shadowkv.ops.min_max_scores import triton as min_max_triton
     from shadowkv.ops.rms_norm import reference as rms_norm_reference
     from shadowkv.ops.rms_norm import triton as rms_norm_triton
     from shadowkv.ops.rotate import reference as rotate_reference
@@ -108,3 +112,24 @@ else:
     def test_silu_mul(dtype: torch.dtype) -> None:
         x = 3 * random(5, 2 * 1536, dtype=dtype)
         torch.testing.assert_close(silu_mul_triton.silu_mul(x), silu_mul_reference.silu_mul(x), **TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "group", "dim", "chunks"), [(2, 3, 64, 8), (1, 8, 96, 1), (3, 1, 128, 4)])
+    @pytest.mark.parametrize("bounds", [False, True])
+    def test_chunk_scores(heads: int, group: int, dim: int, chunks: int, bounds: bool, dtype: torch.dtype) -> None:
+        counts = torch.tensor([30 * chunks, 0, 17 * chunks + 1, 1], device=DEVICE)
+        pages = torch.randperm(120, device=DEVICE).view(4, 30)
+        excluded = torch.rand(130, heads, chunks, device=DEVICE) < 0.2
+        q = random(4, heads * group, dim, dtype=dtype)
+        keys = random(130, heads, 2, chunks, dim, dtype=dtype).sort(dim=2).values
+        poison = excluded if chunks > 1 else torch.zeros_like(excluded)
+        keys = keys.masked_fill(poison[:, :, None, :, None], float("nan"))
+        if bounds:
+            got = min_max_triton.min_max_scores(q, keys, excluded, pages, counts)
+            wanted = min_max_reference.min_max_scores(q.float(), keys.float(), excluded, pages, counts)
+        else:
+            keys = keys[:, :, 0].contiguous()
+            got = chunk_mean_triton.chunk_mean_scores(q, keys, excluded, pages, counts)
+            wanted = chunk_mean_reference.chunk_mean_scores(q.float(), keys.float(), excluded, pages, counts)
+        torch.testing.assert_close(got[0], wanted[0], atol=2e-5, rtol=2e-5)  # bf16 products are exact in float32
+        torch.testing.assert_close(got[1].logsumexp(-1), wanted[1].squeeze(-1), atol=2e-5, rtol=2e-5)

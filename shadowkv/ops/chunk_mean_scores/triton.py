@@ -1,0 +1,127 @@
+"""Scores of chunks by the few keys that stand for them, in one Triton kernel that reads each of those once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128
+"""Chunks that are multiplied at a time."""
+
+PROGRAMS = 4096
+"""Programs to make at least, where there is work for so many."""
+
+
+def chunk_mean_scores(
+    q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As the reference, with T = the runs that a row is cut into. Products are summed in float32."""
+    return score_chunks(q, landmarks.unsqueeze(2), excluded, pages, num_chunks)
+
+
+def score_chunks(
+    q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``chunk_mean_scores`` for bounds [N, H, 1, C, d], as ``min_max_scores`` for bounds [N, H, 2, C, d].
+
+    All views over pages are dense but for their first axis.
+    """
+    batch, query_heads, dim = q.shape
+    heads, planes, chunks = bounds.shape[1:4]
+    group, total = query_heads // heads, pages.shape[1] * chunks
+    tiles = triton.cdiv(total, TILE)
+    run = max(1, tiles * batch * heads // PROGRAMS)
+    runs = triton.cdiv(tiles, run)
+    logits = torch.empty(batch, heads, group, total, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, heads, group, runs, dtype=torch.float32, device=q.device)
+    _score[(runs, heads, batch)](
+        q.contiguous(),
+        bounds,
+        bounds.stride(0),
+        excluded,
+        excluded.stride(0),
+        pages,
+        pages.stride(0),
+        num_chunks,
+        logits,
+        lse,
+        dim**-0.5,
+        total,
+        run,
+        BOUNDS=planes == 2,
+        HEADS=heads,
+        GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),  # a product has 16 rows at least
+        CHUNKS=chunks,
+        DIM=dim,
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        TILE=TILE,
+        num_warps=4,
+        num_stages=3,
+    )
+    return logits, lse
+
+
+@triton.jit
+def _score(
+    q,
+    bounds,
+    bounds_stride,
+    excluded,
+    excluded_stride,
+    pages,
+    pages_stride,
+    num_chunks,
+    logits,
+    lse,
+    scale,
+    total,
+    run,
+    BOUNDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    query, dim = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
+    there = (query < GROUP)[:, None] & (dim < DIM)[None, :]
+    at = (row * HEADS + head) * GROUP + query
+    queries = tl.load(q + at[:, None] * DIM + dim[None, :], mask=there, other=0)
+    if BOUNDS:
+        rising, falling = tl.maximum(queries, 0).to(queries.dtype), tl.minimum(queries, 0).to(queries.dtype)
+    count = tl.load(num_chunks + row)
+    peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    weight = tl.zeros([GROUP_BLOCK], tl.float32)
+    for tile in range(part * run, part * run + run):
+        chunk = tile * TILE + tl.arange(0, TILE)
+        valid = chunk < count
+        name = tl.load(pages + row * pages_stride + chunk // CHUNKS, mask=valid, other=0)
+        bits = tl.load(excluded + name * excluded_stride + head * CHUNKS + chunk % CHUNKS, mask=valid, other=1)
+        planes: tl.constexpr = 2 if BOUNDS else 1
+        first = name * bounds_stride + (head * planes * CHUNKS + chunk % CHUNKS) * DIM
+        readable = valid[:, None] & (dim < DIM)[None, :]
+        keys = tl.load(bounds + first[:, None] + dim[None, :], mask=readable, other=0)
+        if BOUNDS:
+            above = tl.load(bounds + first[:, None] + (CHUNKS * DIM + dim)[None, :], mask=readable, other=0)
+            scores = tl.dot(falling, keys.trans(), input_precision="ieee")
+            scores = tl.dot(rising, above.trans(), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(queries, keys.trans(), input_precision="ieee")
+        scores = tl.where((bits == 0)[None, :], scores * scale, float("-inf"))
+        tl.store(
+            logits + at[:, None] * total + chunk[None, :],
+            scores,
+            mask=(query < GROUP)[:, None] & (chunk < total)[None, :],
+        )
+        top = tl.maximum(peak, tl.max(scores, 1))
+        safe = tl.where(top == float("-inf"), 0, top)  # -inf less -inf would be NaN
+        weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(scores - safe[:, None]), 1)
+        peak = top
+    runs = tl.num_programs(0)
+    tl.store(lse + at * runs + part, peak + tl.log(weight), mask=query < GROUP)
