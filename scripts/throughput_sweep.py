@@ -33,14 +33,14 @@ from throughput_plots import plot
 from torch import Tensor
 
 from shadowkv import SamplingParams
-from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.runner import Forks, Runner
 from shadowkv.engine.sizing import GIB, prefill_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
-from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.models.loader import LoadedModel
 from shadowkv.plan.memory import largest_batch, sequence_bytes
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
-    parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], choices=tuple(PRESETS))
+    parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
@@ -143,11 +143,11 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
     """Sequences that both tiers hold."""
     shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
-    spec = PRESETS[kv].resolve(shape)
-    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
+    spec = preset(kv).resolve(shape)
     capacity = context + new_tokens(args)
+    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
     working = WORKING_GIB * GIB + prefill_bytes(shape, loaded.config.hidden_size, capacity, dtype)
-    free = torch.cuda.mem_get_info()[0] - working - layout.bytes_per_block().device
+    free = torch.cuda.mem_get_info()[0] - working - layout.bytes_per_block().device - layout.state_bytes
     host = config_of(args, kv, 1, context).host_memory_gib
     assert host is not None
     return largest_batch(sequence_bytes(layout, capacity), int(free), int(host * GIB)).both

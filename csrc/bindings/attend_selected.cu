@@ -58,11 +58,13 @@ void check_pages(const Tensor& x, const char* name) {
       " does not start at a multiple of 16 bytes everywhere");
 }
 
-// Sets what all forms of keys and values share. The number of splits is what the partial results have room for.
+// Sets what all forms of keys and values share. The number of splits is what the partial results have room for. With
+// value_slots the values are chunks of a buffer and value_pages its entries of the selected ones.
 AttendInputs common(
     const Tensor& q, const Tensor& selected, const Tensor& keys, const Tensor& key_pages, const Tensor& values,
-    const Tensor& value_pages, int64_t chunk, const std::optional<Tensor>& scale,
-    const std::optional<Tensor>& rotation, const Tensor& out, const Tensor& lse, const Tensor& partial) {
+    const Tensor& value_pages, const std::optional<Tensor>& value_slots, int64_t chunk,
+    const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation, const Tensor& out, const Tensor& lse,
+    const Tensor& partial) {
   const int64_t batch = q.size(0), rows = q.size(1), dim = q.size(2), heads = selected.size(1);
   const int64_t splits = partial.size(2);
   STD_TORCH_CHECK(
@@ -76,13 +78,11 @@ AttendInputs common(
   check(q, "q", Dtype::BFloat16, {batch, rows, dim});
   check(selected, "selected", Dtype::Long, {batch, heads, -1});
   check(key_pages, "key pages", Dtype::Long, {batch, -1});
-  check(value_pages, "value pages", Dtype::Long, {batch, -1});
   check(out, "out", Dtype::BFloat16, {batch, rows, dim});
   check(lse, "lse", Dtype::Float, {batch, rows});
   check_dense_from(q, "q", 0);
   check_dense_from(selected, "selected", 0);
   check_dense_from(key_pages, "key pages", 1);
-  check_dense_from(value_pages, "value pages", 1);
   check_dense_from(out, "out", 0);
   check_dense_from(lse, "lse", 0);
   if (splits > 1) {
@@ -92,9 +92,23 @@ AttendInputs common(
   check_pages(keys, "keys");
   check_pages(values, "values");
   AttendInputs in = {};
+  const int64_t chunks_of_head = value_slots ? values.size(2) : kPage / chunk;
+  if (value_slots) {
+    check(*value_slots, "value slots", Dtype::Long, {batch});
+    check_dense_from(*value_slots, "value slots", 0);
+    check(value_pages, "value entries", Dtype::Long, {batch, heads, selected.size(2)});
+    check_dense_from(value_pages, "value entries", 0);
+    check_dense_from(values, "values", 0);
+    STD_TORCH_CHECK(values.size(0) * heads * chunks_of_head < int64_t(1) << 31, "the buffer has 2^31 entries");
+    in.value_slots = static_cast<const int64_t*>(value_slots->data_ptr());
+    in.buffer_entries = int(chunks_of_head);
+  } else {
+    check(value_pages, "value pages", Dtype::Long, {batch, -1});
+    check_dense_from(value_pages, "value pages", 1);
+  }
   if (scale) {
     STD_TORCH_CHECK(rotation, "codes need a rotation");
-    check(values, "codes", Dtype::Byte, {-1, heads, kPage / chunk, chunk, dim / 2});
+    check(values, "codes", Dtype::Byte, {-1, heads, chunks_of_head, chunk, dim / 2});
     check(*scale, "scale", Dtype::Half, {-1, heads, kPage});
     check(*rotation, "rotation", Dtype::Float, {dim, dim});
     check_dense_from(*scale, "scale", 1);
@@ -103,7 +117,7 @@ AttendInputs common(
     in.scale_page = scale->stride(0) * 2;
     in.rotation = static_cast<const float*>(rotation->data_ptr());
   } else {
-    check(values, "values", Dtype::BFloat16, {-1, heads, kPage / chunk, chunk, dim});
+    check(values, "values", Dtype::BFloat16, {-1, heads, chunks_of_head, chunk, dim});
   }
   in.q = static_cast<const __nv_bfloat16*>(q.data_ptr());
   in.selected = static_cast<const int64_t*>(selected.data_ptr());
@@ -112,7 +126,7 @@ AttendInputs common(
   in.key_pages = static_cast<const int64_t*>(key_pages.data_ptr());
   in.value_pages = static_cast<const int64_t*>(value_pages.data_ptr());
   in.key_page = keys.stride(0) * int64_t(keys.element_size());
-  in.value_page = values.stride(0) * int64_t(values.element_size());
+  in.value_page = values.stride(value_slots ? 2 : 0) * int64_t(values.element_size());
   in.key_pages_row = key_pages.stride(0);
   in.value_pages_row = value_pages.stride(0);
   in.batch = int(batch), in.heads = int(heads), in.group = int(rows / heads), in.splits = int(splits);
@@ -132,9 +146,11 @@ void attend_selected_latents(
     const std::optional<Tensor>& mean, const Tensor& slots, const Tensor& key_pages, const Tensor& far_turns,
     const Tensor& near_turns,
     const Tensor& values, const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation,
-    const Tensor& value_pages, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
+    const Tensor& value_pages, const std::optional<Tensor>& value_slots, double score_scale, Tensor& out, Tensor& lse,
+    Tensor& partial) {
   AttendInputs in = common(
-      q, selected, latents, key_pages, values, value_pages, latents.size(2), scale, rotation, out, lse, partial);
+      q, selected, latents, key_pages, values, value_pages, value_slots, latents.size(2), scale, rotation, out, lse,
+      partial);
   const int64_t dim = q.size(2), chunk = latents.size(2), rank = latents.size(3);
   const bool int8 = latents.scalar_type() == Dtype::Char;
   check(latents, "latents", int8 ? Dtype::Char : Dtype::BFloat16, {-1, kPage / chunk, chunk, rank});
@@ -174,9 +190,10 @@ void attend_selected_latents(
 
 void attend_selected_rows(
     const Tensor& q, const Tensor& selected, const Tensor& keys, const Tensor& key_pages, const Tensor& values,
-    const Tensor& value_pages, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
+    const Tensor& value_pages, const std::optional<Tensor>& value_slots, double score_scale, Tensor& out, Tensor& lse,
+    Tensor& partial) {
   AttendInputs in = common(
-      q, selected, keys, key_pages, values, value_pages, keys.size(3), {}, {}, out, lse, partial);
+      q, selected, keys, key_pages, values, value_pages, value_slots, keys.size(3), {}, {}, out, lse, partial);
   const int64_t dim = q.size(2), chunk = keys.size(3);
   check(keys, "keys", Dtype::BFloat16, {-1, in.heads, kPage / chunk, chunk, dim});
   in.score_scale = float(score_scale);
@@ -189,10 +206,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "attend_selected_latents(Tensor q, Tensor selected, Tensor latents, Tensor basis, Tensor? mean, Tensor slots, "
       "Tensor key_pages, Tensor far_turns, Tensor near_turns, Tensor values, Tensor? scale, Tensor? rotation, "
-      "Tensor value_pages, float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
+      "Tensor value_pages, Tensor? value_slots, float score_scale, Tensor(a!) out, Tensor(b!) lse, "
+      "Tensor(c!) partial) -> ()");
   m.def(
       "attend_selected_rows(Tensor q, Tensor selected, Tensor keys, Tensor key_pages, Tensor values, "
-      "Tensor value_pages, float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
+      "Tensor value_pages, Tensor? value_slots, float score_scale, Tensor(a!) out, Tensor(b!) lse, "
+      "Tensor(c!) partial) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

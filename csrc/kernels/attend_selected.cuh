@@ -23,10 +23,13 @@ struct AttendInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
   const int64_t* selected;   // [batch, heads, chunks], -1s last
   const char* keys;          // pages of [64, rank] latents or [heads, 64, dim] rows
-  const char* values;        // pages of [heads, 64, dim / 2] codes or [heads, 64, dim] rows
-  const char* scale;         // pages of [heads, 64] half, for codes
+  const char* values;        // pages of [heads, 64, dim / 2] codes or [heads, 64, dim] rows, or a buffer: see below
+  const char* scale;         // pages of [heads, 64] half, for codes, named by key_pages
   const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
+  // Null, or the values are the chunks of a buffer [slots, heads, buffer_entries], value_page bytes each, and instead of
+  // pages value_pages names its entry of every selected chunk.
+  const int64_t* value_slots; // [batch]
   const __nv_bfloat16* basis; // [slots, rank, heads, dim]
   const void* mean;           // [slots, heads, dim] float or bf16, or null
   const int64_t* slots;       // [batch]
@@ -35,7 +38,7 @@ struct AttendInputs {
   const float* rotation;      // [dim, dim], for codes
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_slot, mean_slot;
   float score_scale; // of q k in the exponent to base 2
-  int batch, heads, group, chunks, log_chunk, rank, splits;
+  int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
   bool mean_is_float;
 };
 
@@ -225,21 +228,24 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   // two, keys and scales one.
   const int64_t* const selected = in.selected + (int64_t(batch) * in.heads + head) * in.chunks;
   const int64_t* const key_pages = in.key_pages + batch * in.key_pages_row;
-  const int64_t* const value_pages = in.value_pages + batch * in.value_pages_row;
+  const bool buffered = in.value_slots != nullptr;
+  const int64_t* const value_pages = in.value_pages + batch * in.value_pages_row + (buffered ? head * in.chunks : 0);
   const int stride = in.splits * kAttendWarps;
   const int within = lane & ((1 << in.log_chunk) - 1);
   int tile = split * kAttendWarps + warp;
+  const auto index_in = [&](int tile) { return uint32_t(tile * kTokens + lane) >> in.log_chunk; };
   const auto chunk_at = [&](int tile) {
-    const int index = (tile * kTokens + lane) >> in.log_chunk;
+    const int index = index_in(tile);
     return lane < kTokens && index < in.chunks ? int(selected[index]) : -1;
   };
   int chunk, position, key_page, value_page; // of the lane's token in a tile ahead; pages are -1 if there is none
-  const auto find_pages = [&] {
+  const auto find_pages = [&] { // of `chunk`, which is of `tile`
     position = (chunk << in.log_chunk) + within;
     key_page = value_page = -1;
     if (chunk >= 0) {
       key_page = int(key_pages[uint32_t(position) / kPage]);
-      value_page = int(value_pages[uint32_t(position) / kPage]);
+      value_page = int(value_pages[buffered ? index_in(tile) : uint32_t(position) / kPage]);
+      if (buffered) value_page += (int(in.value_slots[batch]) * in.heads + head) * in.buffer_entries;
     }
   };
   __half scale = __half(0.f); // of the lane's token in the next tile
@@ -254,14 +260,15 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
       key_rows[lane] =
           there ? in.keys + key_page * in.key_page + (kLow ? row * rank : (head * kPage + row) * kDim) * kKeyBytes
                 : in.keys;
-      value_rows[lane] = there ? in.values + value_page * in.value_page + (head * kPage + row) * kValueBytes
+      const int value_row = buffered ? within : head * kPage + row;
+      value_rows[lane] = there ? in.values + value_page * in.value_page + value_row * kValueBytes
                          : kCodes ? in.values
                                   : nullptr;
       positions[lane] = there ? position : 0;
       if constexpr (kCodes) {
         scale = __half(0.f);
         if (there)
-          scale = *reinterpret_cast<const __half*>(in.scale + value_page * in.scale_page + (head * kPage + row) * 2);
+          scale = *reinterpret_cast<const __half*>(in.scale + key_page * in.scale_page + (head * kPage + row) * 2);
       }
     }
     __syncwarp();
@@ -286,7 +293,8 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   chunk = chunk_at(tile);
   const int64_t slot = kLow ? in.slots[batch] : 0;
   find_pages();
-  chunk = chunk_at(tile + stride);
+  tile += stride;
+  chunk = chunk_at(tile);
   if constexpr (kLow) {
     const __nv_bfloat16* from = in.basis + slot * in.basis_slot + head * kDim;
     constexpr int kUnits = kDim / 8;
@@ -340,7 +348,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   }
   uint32_t valid = start_tile();
   find_pages();
-  tile += 2 * stride;
+  tile += stride;
   chunk = chunk_at(tile);
   wait_copy_groups<0>();
   __syncthreads();

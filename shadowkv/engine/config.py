@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shadowkv.kvcache.presets import PRESETS, preset
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -38,6 +38,7 @@ class EngineConfig:
     kv_outliers: int | None = None
     gpu_memory_utilization: float | None = None
     host_memory_gib: float | None = None
+    fetch_buffer: float = FETCH_BUFFER
     dtype: str = "auto"
     device: str = "auto"
     rope_theta: float | None = None
@@ -65,6 +66,8 @@ class EngineConfig:
             bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.host_memory_gib is not None and not self.host_memory_gib >= 0:
             bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
+        if not (self.fetch_buffer == 0 or self.fetch_buffer >= 1):
+            bad.append(f"fetch_buffer={self.fetch_buffer} must be 0 or at least 1")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
         if bad:
@@ -168,6 +171,14 @@ class EngineConfig:
             type=float,
             metavar="GIB",
             help="pinned host memory for values (default: what the batch needs, at most half of what is free)",
+        )
+        add(
+            kv,
+            "--fetch-buffer",
+            type=float,
+            metavar="FACTOR",
+            help="device memory for values fetched from the host, in chunks that a step selects of the longest context "
+            "(default: %(default)s; 0: every step fetches all it selects)",
         )
 
 

@@ -25,6 +25,7 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ IDLE_PREFILL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests in flight, and bytes of each tier of the KV cache; finished sequences that are kept count as used."""
+    """Requests in flight, and bytes of each tier of the KV cache; finished sequences that are kept count as used.
+
+    ``fetches`` counts from the start, and what the step at work fetches not yet.
+    """
 
     running: int
     waiting: int
@@ -50,6 +54,7 @@ class EngineStats:
     device_total_bytes: int
     host_used_bytes: int
     host_total_bytes: int
+    fetches: FetchCounts
 
 
 class Engine:
@@ -160,7 +165,8 @@ class Engine:
         """What is in flight and in memory now; may be called from any thread."""
         tiers = self.cache.store.device, self.cache.store.host
         device, host = ((tier.used_bytes, tier.num_blocks * tier.bytes_per_block) for tier in tiers)
-        return EngineStats(self.num_running, len(self.scheduler.waiting), *device, *host)
+        fetches = self.cache.fetching.counts if self.cache.fetching is not None else FetchCounts()
+        return EngineStats(self.num_running, len(self.scheduler.waiting), *device, *host, fetches)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

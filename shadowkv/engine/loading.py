@@ -25,9 +25,9 @@ def load_engine_parts(
     shape = loaded.config.shape
     spec = spec.resolve(shape)
     max_model_len = config.max_model_len or loaded.config.max_position
-    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
+    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, config.fetch_buffer)
     slots = config.max_num_seqs + config.max_cached_seqs
-    memory, max_model_len = size_cache(config, layout, slots, max_model_len, device, loaded.config.hidden_size)
+    memory, max_model_len = size_cache(config, layout, slots, device, loaded.config.hidden_size)
     cache = KVCache(
         spec,
         shape,
@@ -37,6 +37,7 @@ def load_engine_parts(
         memory=memory,
         dtype=dtype,
         device=device,
+        fetch_buffer=config.fetch_buffer,
     )
     return loaded, cache, _describe(config, loaded, cache)
 

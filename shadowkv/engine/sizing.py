@@ -27,12 +27,13 @@ def prefill_bytes(shape: ModelShape, hidden_size: int, context: int, dtype: torc
 
 
 def size_cache(
-    config: EngineConfig, layout: Layout, slots: int, max_model_len: int, device: torch.device, hidden: int
+    config: EngineConfig, layout: Layout, slots: int, device: torch.device, hidden: int
 ) -> tuple[Blocks, int]:
     """Blocks of each tier, no more than all slots can use; and the longest sequence those hold.
 
     A ``max_model_len`` that was asked for must fit; the model's own is lowered to what does.
     """
+    max_model_len = layout.max_model_len
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -40,25 +41,32 @@ def size_cache(
         device_bytes = int(total * share) - (total - free) - working
     else:
         device_bytes = int(psutil.virtual_memory().available * share)
-    device_bytes -= slots * layout.state_bytes
     host_bytes = int(psutil.virtual_memory().available * HOST_SHARE)
     if config.host_memory_gib is not None:
         host_bytes = int(config.host_memory_gib * GIB)
     unit = layout.bytes_per_block()
-    have = Blocks(max(0, device_bytes) // unit.device, host_bytes // unit.host if unit.host else 0)
+
+    def left(layout: Layout) -> int:
+        """Device bytes for blocks; a slot more than sequences can have fills up batches."""
+        return max(0, device_bytes - (slots + 1) * layout.state_bytes)
+
+    def have(layout: Layout) -> Blocks:
+        return Blocks(left(layout) // unit.device, host_bytes // unit.host if unit.host else 0)
+
     longest = max_model_len
-    while longest and not _demand(layout, longest).within(have):
+    while longest and not _demand(layout, longest).within(have(layout.resized(longest))):
         longest = longest // 2 if config.max_model_len is None else 0
     if not longest:
         need = _demand(layout, max_model_len)
         raise MemoryError(
             f"one sequence of {max_model_len} tokens needs {need.device * unit.device / GIB:.2f} GiB of device and "
             f"{need.host * unit.host / GIB:.2f} GiB of host memory for its KV cache; there are "
-            f"{max(0, device_bytes) / GIB:.2f} and {host_bytes / GIB:.2f}. Lower --max-model-len, --batch or "
+            f"{left(layout) / GIB:.2f} and {host_bytes / GIB:.2f}. Lower --max-model-len, --batch or "
             "--max-cached-seqs, or raise --gpu-memory-utilization or --host-memory-gib"
         )
     need = _demand(layout, longest)
-    return Blocks(min(have.device, slots * need.device), min(have.host, slots * need.host)), longest
+    most = have(layout.resized(longest))
+    return Blocks(min(most.device, slots * need.device), min(most.host, slots * need.host)), longest
 
 
 def _demand(layout: Layout, capacity: int) -> Blocks:

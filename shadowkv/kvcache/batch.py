@@ -38,7 +38,7 @@ class SealedBatch:
     Attributes:
         slots: int64 [B].
         pages: int64 [B, P], granules of their sealed pages; anything past a row's end.
-        value_pages: int64 [B, P], granules of the pages that hold the values.
+        value_pages: int64 [B, P], granules of the pages that hold ``values``.
         num_pages: int64 [B], sealed pages of each row; ragged.
         num_chunks: int64 [B], their chunks.
         budget: int64 [B], chunks to select per kv head.
@@ -52,6 +52,18 @@ class SealedBatch:
     num_chunks: Tensor
     budget: Tensor
     max_budget: int
+
+    def rows(self, rows: slice) -> SealedBatch:
+        """Some of the rows."""
+        return SealedBatch(
+            self.slots[rows],
+            self.pages[rows],
+            self.value_pages[rows],
+            self.num_pages[rows],
+            self.num_chunks[rows],
+            self.budget[rows],
+            self.max_budget,
+        )
 
 
 @dataclass(frozen=True)

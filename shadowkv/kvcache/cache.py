@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.fetching import Fetching
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.pool import SequencePool
@@ -20,7 +21,7 @@ from shadowkv.kvcache.prefill import Prefill
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 from shadowkv.kvcache.store import Store
 from shadowkv.ops import Ops
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
@@ -39,6 +40,8 @@ class KVCache:
         dtype: of exact keys and values and of what the parts store at full precision.
         device: where attention is computed.
         ops: backends; None chooses for ``device``.
+        fetch_buffer: chunks that a buffer on the device keeps of values on the host, in those that a step selects of
+            the longest context: 0 for no buffer, or at least 1.
     """
 
     def __init__(
@@ -53,15 +56,17 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         ops: Ops | None = None,
+        fetch_buffer: float = FETCH_BUFFER,
     ) -> None:
         self.device = torch.device(device)
         self.spec = spec.resolve(shape)
         self.shape, self.dtype = shape, dtype
         self.ops = ops or Ops(self.device)
         self.parts = build_parts(self.spec, shape, dtype)
-        self.layout = Layout(self.spec, shape, dtype, self.parts)
+        self.layout = Layout(self.spec, shape, dtype, self.parts, max_model_len, fetch_buffer)
         rotary = RotaryTables(rope, max_model_len, self.device)
         self.store = Store(self.layout, self.ops, rotary, slots, memory.device, memory.host, self.device)
+        self.fetching = Fetching(self.store) if self.store.buffer is not None else None
         self.pool = SequencePool(self.store, slots, max_model_len)
         self.sealing = Sealing(self.store, self.parts, self.pool.table)
         self.prefill = Prefill(self.store, self.parts, self.pool, self.sealing)
@@ -75,6 +80,10 @@ class KVCache:
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores one layer's new tokens, building the low-rank form and the index where the sequence is compressed."""
         self.prefill.finish_layer(layer, batch)
+
+    def leave_prefill(self) -> None:
+        """To be called when a prefill ends or is given up: what it still stores is waited for before anything else."""
+        self.prefill.join()
 
     def end_prefill(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
@@ -153,6 +162,8 @@ class KVCache:
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
         self.pool.table.length[plan.slots] += 1
+        if self.fetching is not None:
+            self.fetching.publish()
 
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
@@ -172,6 +183,8 @@ class KVCache:
         if isinstance(batch, PrefillBlock):
             return self.prefill.attend(layer, q, batch)
         q = self.ops.rotate(q, batch.positions, self.store.rotary)
+        if batch.sealed is not None and self.fetching is not None:
+            return self._attend_fetched(layer, q, batch, batch.sealed, self.fetching)
         out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
         if batch.sealed is not None:
             found = self._attend_sealed(layer, q, batch.sealed)
@@ -187,6 +200,24 @@ class KVCache:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
         return self.ops.attend_selected(q, keys, values, selected)
+
+    def _attend_fetched(
+        self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
+    ) -> Tensor:
+        """In two halves of the rows, if there is a bus: one crosses it while the other is scored or attended."""
+        started = []
+        for rows in fetching.portions(len(q)):
+            portion = sealed.rows(rows)
+            selected = self.select(layer, q[rows], portion)
+            fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
+            started.append((rows, portion, selected, fetch))
+        exact = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
+        outs = []
+        for rows, portion, selected, fetch in started:
+            keys = self.parts.keys.source(self.store, layer, portion)
+            found = self.ops.attend_selected(q[rows], keys, fetch.wait(), selected)
+            outs.append(self.ops.merge_attention([(exact[0][rows], exact[1][rows]), found]))
+        return torch.cat(outs)
 
 
 def _exact_counts(

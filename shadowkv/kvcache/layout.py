@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
 from shadowkv.kvcache.memory import Field, page_bytes
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class BlockCount:
         return BlockCount(*(max(0, getattr(self, kind) - getattr(owned, kind)) for kind in kinds))
 
 
+MOST_ENTRIES = 32767
+"""Chunks that the buffer can number."""
+
 LEAST_WASTE = 0.02
 """Share of a block that may be lost to pages that do not fill it."""
 
@@ -80,11 +84,25 @@ def pack(exact: int, sealed: int) -> tuple[int, int, int]:
 
 
 class Layout:
-    """Page and state sizes of ``spec`` (resolved) for ``shape`` at the cache's ``dtype``, per layer."""
+    """Page and state sizes of ``spec`` (resolved) for ``shape`` at the cache's ``dtype``, per layer.
 
-    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype, parts: Parts) -> None:
-        self.spec = spec
-        self.shape = shape
+    Args:
+        max_model_len: longest sequence, in tokens.
+        fetch_buffer: chunks of a sequence's buffer of fetched values, in those that a step selects of the longest
+            context: at least 1, or 0 for no buffer.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        parts: Parts,
+        max_model_len: int,
+        fetch_buffer: float = FETCH_BUFFER,
+    ) -> None:
+        self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
+        self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
         heads = (shape.num_kv_heads, PAGE, shape.head_dim)
         self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
@@ -94,10 +112,10 @@ class Layout:
         self.sealed_fields: tuple[Field, ...] = ()
         self.host_fields: tuple[Field, ...] = ()
         if spec.seals:
-            host = spec.place == "host"
-            self.sealed_fields = (*on_device, excluded, *(() if host else values))
-            self.host_fields = values if host else ()
+            self.host_fields = tuple(x for x in values if x.name == "values") if spec.place == "host" else ()
+            self.sealed_fields = (*on_device, excluded, *(x for x in values if x not in self.host_fields))
         self.state_fields = (*parts.keys.state_fields(), *parts.index.state_fields()) if spec.seals else ()
+        self.buffer_fields = self._buffer_fields()
         self.exact_bytes = page_bytes(self.exact_fields)
         self.sealed_bytes = page_bytes(self.sealed_fields)
         self.host_block_bytes = page_bytes(self.host_fields)
@@ -107,8 +125,12 @@ class Layout:
 
     @property
     def state_bytes(self) -> int:
-        """Device bytes of one sequence's state over all layers."""
-        return self.shape.num_layers * sum(field.nbytes for field in self.state_fields)
+        """Device bytes of one sequence's state over all layers, its buffer of fetched chunks included."""
+        return self.shape.num_layers * sum(field.nbytes for field in (*self.state_fields, *self.buffer_fields))
+
+    def resized(self, max_model_len: int) -> Layout:
+        """The same for other longest sequences."""
+        return Layout(self.spec, self.shape, self.dtype, self.parts, max_model_len, self.fetch_buffer)
 
     def bytes_per_block(self) -> Blocks:
         """Bytes of one block of each tier over all layers."""
@@ -139,3 +161,24 @@ class Layout:
     def blocks(self, pages: PageCount) -> Blocks:
         """Blocks of each tier that hold ``pages``."""
         return self.block_count(pages).total
+
+    def _buffer_fields(self) -> tuple[Field, ...]:
+        """The fields of a sequence's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""
+        spec, heads = self.spec, self.shape.num_kv_heads
+        if not self.host_fields or spec.index == "none" or not self.fetch_buffer:
+            return ()
+        (values,) = self.host_fields
+        row = values.shape[2:]
+        chunks = spec.sealed_pages(self.max_model_len) * values.shape[1]
+        # Captured steps select for up to a page more than the longest sequence has.
+        selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
+        entries = min(chunks, math.ceil(self.fetch_buffer * selected), MOST_ENTRIES)
+        if not entries or entries < selected:
+            return ()
+        return (
+            Field("rows", (heads, entries, *row), values.dtype),
+            Field("owner", (heads, entries), torch.int32),
+            Field("entry", (heads, chunks), torch.int16),
+            Field("used", (heads, entries), torch.int32),
+            Field("step", (heads,), torch.int32),
+        )

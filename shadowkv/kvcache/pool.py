@@ -76,6 +76,8 @@ class SequencePool:
         sequence = Sequence(self._free_slots[-1])
         self.extend(sequence, start, capacity)
         self._free_slots.pop()
+        if self.store.buffer is not None:
+            self.store.buffer.reset(sequence.slot)  # once: as long as it lives its sealed chunks never change
         return sequence
 
     def extend(self, sequence: Sequence, start: int, capacity: int) -> None:

@@ -21,6 +21,9 @@ SINK = 8
 DEFAULT_BUDGET_FLOOR = 256
 """Tokens selected at the least, where the budget is the default."""
 
+FETCH_BUFFER = 2.0
+"""Chunks that a buffer keeps of values on the host, in those that a step selects: most of them are selected again."""
+
 
 @dataclass(frozen=True)
 class KVSpec:

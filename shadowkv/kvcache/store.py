@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import GRANULE, Tier
+from shadowkv.kvcache.memory import GRANULE, Field, Tier
 from shadowkv.ops import Ops
+from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.rotate.tables import RotaryTables
 from shadowkv.ops.rotations import random_rotation
 
@@ -20,6 +21,7 @@ class Store:
         k, v: [num_layers, granules, H, 64, d], exact pages.
         page: per field [num_layers, granules, *field.shape], sealed pages.
         state: per field [num_layers, slots, *field.shape].
+        buffer: fetched chunks of all layers, [num_layers, slots, *field.shape] but for the counters; None without one.
     """
 
     def __init__(
@@ -40,11 +42,17 @@ class Store:
         exact = self.device.views(layout.exact_fields)
         self.k, self.v = exact["k"], exact["v"]
         self.page = {**self.device.views(layout.sealed_fields), **self.host.views(layout.host_fields)}
+
         # One slot more than sequences can have, for the rows that fill up a captured batch.
-        self.state = {
-            field.name: torch.zeros(layers, slots + 1, *field.shape, dtype=field.dtype, device=device)
-            for field in layout.state_fields
-        }
+        def state_of(field: Field) -> Tensor:
+            return torch.zeros(layers, slots + 1, *field.shape, dtype=field.dtype, device=device)
+
+        self.state = {field.name: state_of(field) for field in layout.state_fields}
+        self.buffer: ChunkBuffer | None = None
+        if layout.buffer_fields:
+            counters = torch.zeros(2, dtype=torch.int64, device=device)
+            self.buffer = ChunkBuffer(counters=counters, **{x.name: state_of(x) for x in layout.buffer_fields})
+            self.buffer.reset(slice(None))
 
     def rotation(self, name: str) -> Tensor:
         """The fixed random rotation of that name, float32 [d, d], where the cache computes."""

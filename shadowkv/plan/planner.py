@@ -97,7 +97,7 @@ class Planner:
         machine, shape = self.machine, self.config.shape
         spec = spec.resolve(shape)
         parts = build_parts(spec, shape, self.dtype)
-        layout = Layout(spec, shape, self.dtype, parts)
+        layout = Layout(spec, shape, self.dtype, parts, self.context)
         need = sequence_bytes(layout, self.context)
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
         batch = largest_batch(need, self.cache_bytes, host)
@@ -128,5 +128,5 @@ class Planner:
     def _full_bytes(self) -> int:
         spec, shape = KVSpec(), self.config.shape
         return sequence_bytes(
-            Layout(spec, shape, self.dtype, build_parts(spec, shape, self.dtype)), self.context
+            Layout(spec, shape, self.dtype, build_parts(spec, shape, self.dtype), self.context), self.context
         ).device

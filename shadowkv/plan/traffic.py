@@ -60,11 +60,12 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     # shared, so never more than all of them.
     keys = min(selected * layout.shape.num_kv_heads, sealed) if spec.low_rank else selected
     values = selected * parts.values.bytes_per_token()
-    missed = values * (1 - hit_rate) if layout.host_fields else 0.0
+    found = hit_rate if layout.buffer_fields else 0.0
+    missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - found)
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
         index=sealed * parts.index.bytes_per_token() + pages * excluded,
-        state=layout.state_bytes / layout.shape.num_layers,
+        state=sum(field.nbytes for field in layout.state_fields),
         keys=keys * parts.keys.bytes_per_token(),
         values=values - missed,
         host_values=missed,

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shadowkv.engine.async_engine import EngineBusy
@@ -28,7 +28,7 @@ class Metrics:
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineGauges(engine, model))
+        self.registry.register(_EngineFigures(engine, model))
         ProcessCollector(registry=self.registry)
 
         def counter(name: str, text: str, *labels: str) -> Any:
@@ -100,8 +100,8 @@ class Metrics:
             self._prefill.observe(times.first_token - times.scheduled)
 
 
-class _EngineGauges(Collector):
-    """Gauges that are read off the engine when somebody asks."""
+class _EngineFigures(Collector):
+    """What is read off the engine when somebody asks."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -128,3 +128,12 @@ class _EngineGauges(Collector):
             gauge.add_metric([self._model, "device"], device)
             gauge.add_metric([self._model, "host"], host)
             yield gauge
+        fetches = stats.fetches
+        for name, text, count in (
+            ("kv_chunks_selected", "Chunks with values on the host that decoding selected.", fetches.selected),
+            ("kv_chunks_fetched", "Those that were not in the device's buffer.", fetches.fetched),
+            ("kv_fetched_bytes", "Bytes of them, from host to device.", fetches.fetched_bytes),
+        ):
+            counter = CounterMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], count)
+            yield counter

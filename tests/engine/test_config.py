@@ -26,6 +26,7 @@ SET = EngineConfig(
     kv_outliers=5,
     gpu_memory_utilization=0.5,
     host_memory_gib=2.5,
+    fetch_buffer=3.0,
     dtype="bfloat16",
     device="cpu",
     rope_theta=5e6,
@@ -109,6 +110,7 @@ def test_errors_list_every_value_that_cannot_be():
         "max_model_len": 0,
         "gpu_memory_utilization": 1.5,
         "host_memory_gib": -0.5,
+        "fetch_buffer": 0.5,
         "rope_theta": 0.0,
     }
     with pytest.raises(ValueError) as error:

@@ -19,10 +19,14 @@ MAX_LEN = 4096
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_cache(spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN) -> KVCache:
+def make_cache(
+    spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN, fetch_buffer: float = 2.0
+) -> KVCache:
+    memory = Blocks(blocks, blocks)
     return KVCache(
-        spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=Blocks(blocks, blocks), device=DEVICE
-    )
+        spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=memory, device=DEVICE,
+        fetch_buffer=fetch_buffer,
+    )  # fmt: skip
 
 
 class Stream:

@@ -30,7 +30,7 @@ tokens = st.integers(1, 300_000)
 
 def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torch.bfloat16) -> Layout:
     spec = spec.resolve(shape)
-    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
+    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), 131072)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +301,12 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     assert layout.bytes_per_block() == Blocks(
         shape.num_layers * layout.block_bytes, shape.num_layers * layout.host_block_bytes
     )
-    basis = shape.num_layers * rank * heads * dim * size
-    assert basis < layout.state_bytes <= basis + 64 * shape.num_layers
+    chunks = 2047 * 8
+    entries = 2 * 257  # twice 1.56 % of the chunks of a context that ends in the middle of its last page
+    row = 8 * dim * size + 2 * 4  # a chunk of values, whose it is and when it was used
+    buffer = heads * (entries * row + chunks * 2 + 4)
+    state = shape.num_layers * (rank * heads * dim * size + buffer)
+    assert state < layout.state_bytes <= state + 80 * shape.num_layers
 
 
 def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
@@ -312,6 +316,30 @@ def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
     assert device.host_block_bytes == 0
     assert "values" not in {field.name for field in host.sealed_fields}
     assert [field.name for field in host.host_fields] == ["values"]
+    coded = layout_of(preset("turbo-host"))
+    assert [field.name for field in coded.host_fields] == ["values"]
+    assert "value_scale" in {field.name for field in coded.sealed_fields}  # 2 bytes a token are not worth a bus
+
+
+def entries_of(spec: KVSpec, max_model_len: int, fetch_buffer: float) -> int:
+    spec = spec.resolve(SMALL)
+    layout = Layout(spec, SMALL, torch.bfloat16, build_parts(spec, SMALL, torch.bfloat16), max_model_len, fetch_buffer)
+    return layout.buffer_fields[0].shape[1] if layout.buffer_fields else 0
+
+
+def test_the_buffer_holds_a_multiple_of_what_a_step_selects_and_no_more_than_there_is():
+    spec = preset("shadowkv", budget=1600)
+    assert [entries_of(spec, 100_000, factor) for factor in (1, 1.5, 2, 100)] == [200, 300, 400, 1562 * 8]
+    assert entries_of(preset("shadowkv", budget=1.0), 10_000, 2) == 155 * 8
+    assert entries_of(preset("shadowkv", budget=0.5), 10_000, 1) == 629
+
+
+def test_there_is_no_buffer_where_it_would_not_help():
+    assert entries_of(preset("shadowkv"), 100_000, 0) == 0
+    assert entries_of(preset("shadowkv", place="device"), 100_000, 2) == 0
+    assert entries_of(KVSpec(place="host"), 100_000, 2) == 0  # everything is attended
+    assert entries_of(preset("shadowkv", budget=1.0, chunk=1), 100_000, 2) == 0  # more than it can number
+    assert entries_of(preset("shadowkv"), 60, 2) == 0
 
 
 def test_the_full_policy_needs_exact_pages_alone():

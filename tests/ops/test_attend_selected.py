@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.packing import dequantise_rows, quantise_rows
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
-from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 WIDTHS = [(4, 64), (4, 96), (4, 128), (4, 256), (3, 64), (3, 128), (3, 256), (2, 64), (2, 96), (2, 128), (2, 256)]
@@ -138,3 +138,28 @@ def test_no_chunks_at_all_give_zero():
     out, lse = attend_selected(q, rows, rows, none)
     assert torch.equal(out, torch.zeros(2, 4, 16))
     assert torch.equal(lse, torch.full((2, 4), -math.inf))
+
+
+@pytest.mark.parametrize("form", ["rows", "codes"])
+def test_buffered_rows_are_those_of_their_source_bit_by_bit(seed, form):
+    batch, heads, dim = 3, 2, 64
+    rows, pages = torch.randn(9, heads, 8, 8, dim), torch.randperm(9).view(batch, 3)
+    values: DenseRows | QuantisedRows = DenseRows(rows, pages)
+    if form == "codes":
+        rotation = orthogonal(dim)
+        rows, scale = quantise_rows(rows, rotation, 4)
+        # Scales lie in pages of their own.
+        where = torch.randperm(9)
+        values = QuantisedRows(rows, scale.flatten(2)[where], 4, rotation, pages, where.argsort()[pages])
+    selected = selections(batch, heads)
+    expected = gather_selected(values, selected)
+    slots, entries = torch.tensor([4, 0, 2]), torch.rand(batch, heads, 11).argsort(-1)[..., :5]
+    buffer = torch.full((5, heads, 11, 8, rows.shape[-1]), 77, dtype=rows.dtype)
+    b, h, i = (selected >= 0).nonzero(as_tuple=True)
+    chunk = selected[b, h, i]
+    buffer[slots[b], h, entries[b, h, i]] = rows[pages[b, chunk // 8], h, chunk % 8]
+    entries = entries.masked_fill(selected < 0, -1)
+    rows.zero_()
+    found = gather_selected(BufferedRows(values, buffer, slots, entries), selected)
+    valid = (selected >= 0).repeat_interleave(8, dim=2)
+    assert torch.equal(found[valid], expected[valid])

@@ -9,7 +9,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.packing import quantise_rows
-from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and the attend_selected library")
@@ -18,7 +18,7 @@ PAGE = 64
 DEVICE = torch.device("cuda")
 SHAPES = [(2, 1, 64), (3, 3, 96), (2, 4, 128), (3, 6, 64), (2, 7, 64), (1, 8, 256)]
 KEYS = ("int8", "bf16")
-VALUES = ("codes", "rows")
+VALUES = ("codes", "rows", "buffered codes", "buffered rows")
 
 
 def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
@@ -35,7 +35,26 @@ def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
 def poisoned(x: Tensor, used: Tensor) -> Tensor:
     """Floats that no valid token reads become NaN; integers extreme. ``used`` bool over the leading dimensions."""
     junk = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
+    used = used.to(x.device)
     return x.masked_fill(~used.view(*used.shape, *[1] * (x.dim() - used.dim())), junk)
+
+
+def buffered(values: DenseRows | QuantisedRows, selected: Tensor) -> BufferedRows:
+    """The selected chunks in shuffled entries of shuffled slots; junk in all others and where they were."""
+    field = "rows" if isinstance(values, DenseRows) else "codes"
+    stored = getattr(values, field)
+    batch, heads, count = selected.shape
+    capacity = count + 7
+    rows = poisoned(stored.new_zeros(batch + 2, heads, capacity, *stored.shape[3:]), torch.zeros((), dtype=torch.bool))
+    slots = torch.randperm(batch + 2)[:batch].to(DEVICE)
+    entries = torch.rand(batch, heads, capacity, device=DEVICE).argsort(-1)[..., :count]
+    entries = entries.masked_fill(selected < 0, -1)
+    b, h, i = (selected >= 0).nonzero(as_tuple=True)
+    chunk = selected[b, h, i]
+    pages = values.pages[b, chunk // stored.shape[2]]
+    rows[slots[b], h, entries[b, h, i]] = stored[pages, h, chunk % stored.shape[2]]
+    stored[values.pages.flatten()] = poisoned(stored[0], torch.zeros((), dtype=torch.bool))
+    return BufferedRows(values, rows, slots, entries)
 
 
 def problem(
@@ -59,7 +78,7 @@ def problem(
     if keys == "rows":
         key = Field("keys", (heads, chunks, chunk, dim), torch.bfloat16)
     value = [Field("values", (heads, chunks, chunk, dim), torch.bfloat16)]
-    if values == "codes":
+    if values.endswith("codes"):
         codes = Field("codes", (heads, chunks, chunk, dim // 2), torch.uint8)
         value = [codes, Field("scale", (heads, PAGE), torch.float16)]
     fields = [key, *value]
@@ -87,7 +106,7 @@ def problem(
                 x = (x * 40).clamp(-127, 127).to(torch.int8) if keys == "int8" else x.bfloat16()
                 views["latents"][name] = poisoned(x, used.any(0)).to(DEVICE)
             rows = torch.randn(heads, chunks, chunk, dim) * torch.rand(heads, chunks, chunk, 1).exp()
-            if values == "rows":
+            if values.endswith("rows"):
                 views["values"][name] = poisoned(rows.bfloat16(), used).to(DEVICE)
             else:
                 codes, scale = quantise_rows(rows, rotation, 4)
@@ -104,11 +123,11 @@ def problem(
         means = torch.randn(5 + len(tokens), heads, dim).to(DEVICE, torch.bfloat16) if mean else None
         slots = torch.randperm(5 + len(tokens))[: len(tokens)].to(DEVICE)
         k = LatentKeys(views["latents"], basis.to(DEVICE, torch.bfloat16), means, slots, pages, rotary)
-    if values == "rows":
+    if values.endswith("rows"):
         v = DenseRows(views["values"], pages)
     else:
         v = QuantisedRows(views["codes"], views["scale"], 4, rotation.to(DEVICE), pages)
-    return q, k, v, selected
+    return q, k, buffered(v, selected) if values.startswith("buffered") else v, selected
 
 
 def wide(x: object) -> object:
@@ -122,6 +141,9 @@ def wide(x: object) -> object:
             mean = None if x.mean is None else x.mean.float()
             latents = x.latents if x.latents.dtype == torch.int8 else x.latents.float()
             return replace(x, latents=latents, basis=x.basis.float(), mean=mean)
+        case BufferedRows():
+            rows = x.rows.float() if x.rows.is_floating_point() else x.rows
+            return replace(x, source=wide(x.source), rows=rows)
     return x
 
 
@@ -156,7 +178,7 @@ def attend(args: tuple, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("keys", [*KEYS, "rows"])
 @pytest.mark.parametrize("values", VALUES)
 def test_kernel_equals_the_reference_over_ragged_selections(seed, monkeypatch, heads, group, dim, keys, values):
-    if (keys, values) == ("rows", "codes"):
+    if keys == "rows" and values.endswith("codes"):
         pytest.skip("no kernel for dense keys with coded values")
     for tokens in ([700, 0, 64, 129, 8], [1000]):
         args = problem(heads, group, dim, keys, values, tokens=tokens)
@@ -173,14 +195,27 @@ def test_every_rank(seed, monkeypatch, rank, dim, keys, values):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize(("keys", "values"), [("int8", "codes"), ("bf16", "rows"), ("rows", "rows")])
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ("int8", "codes"),
+        ("bf16", "rows"),
+        ("rows", "rows"),
+        ("int8", "buffered codes"),
+        ("bf16", "buffered rows"),
+        ("rows", "buffered rows"),
+    ],
+)
 def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[1500, 77, 640], rank=160, chunk=chunk, count=300 // chunk)
     check(args, attend(args, monkeypatch))
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])
-@pytest.mark.parametrize(("keys", "values"), [("int8", "codes"), ("bf16", "codes"), ("int8", "rows"), ("rows", "rows")])
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [("int8", "codes"), ("bf16", "codes"), ("int8", "rows"), ("rows", "rows"), ("int8", "buffered codes")],
+)
 def test_any_number_of_splits(seed, monkeypatch, split, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[3000, 5, 900], rank=160, count=200)
     monkeypatch.setattr(cuda, "splits", lambda *args: split)
@@ -200,7 +235,9 @@ def test_magnitude_of_the_rotation(seed, monkeypatch):
     check(args, attend(args, monkeypatch))
 
 
-@pytest.mark.parametrize(("keys", "values"), [("int8", "codes"), ("bf16", "rows"), ("rows", "rows")])
+@pytest.mark.parametrize(
+    ("keys", "values"), [("int8", "codes"), ("bf16", "rows"), ("rows", "rows"), ("bf16", "buffered rows")]
+)
 def test_captured_call_equals_the_eager_one(seed, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[900, 300], rank=160)
     eager = cuda.attend_selected(*args)

@@ -29,7 +29,7 @@ SPECS = {
 
 def make_layout(spec: KVSpec, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> Layout:
     spec = spec.resolve(shape)
-    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype))
+    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), 4096)
 
 
 def make_cache(spec: KVSpec, slots: int, memory: Blocks) -> KVCache:
@@ -44,8 +44,11 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
     cache.pool.allocate(context, context)
     assert planned.device == cache.store.device.used_bytes + cache.layout.state_bytes
     assert planned.host == cache.store.host.used_bytes
-    state = sum(tensor[:, 0].nbytes for tensor in cache.store.state.values())
-    padding = 16 * SHAPE.num_layers * len(cache.store.state)
+    tensors = list(cache.store.state.values())
+    if cache.store.buffer is not None:
+        tensors += [getattr(cache.store.buffer, field.name) for field in cache.layout.buffer_fields]
+    state = sum(tensor[:, 0].nbytes for tensor in tensors)
+    padding = 16 * SHAPE.num_layers * len(tensors)
     assert state <= cache.layout.state_bytes < state + max(1, padding)
 
 
@@ -97,6 +100,17 @@ def test_reads_of_the_paper_on_its_model() -> None:
     assert reads.values == pytest.approx(0.6 * selected * vector)
     assert reads.host_values == pytest.approx(0.4 * selected * vector)
     assert spec.attended_tokens(131072) == 49 * 8 + 64 + selected
+
+
+def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> None:
+    spec = preset("turbo-host").resolve(LLAMA)
+    parts = build_parts(spec, LLAMA, torch.bfloat16)
+    for fetch_buffer, share in ((2.0, 0.4), (0.0, 1.0)):
+        layout = Layout(spec, LLAMA, torch.bfloat16, parts, 131072, fetch_buffer)
+        reads = step_reads(layout, parts, 131072, 0.6)
+        codes, scale = 8 * 64, 8 * 2  # scales are on the device
+        assert reads.host_values == pytest.approx(share * 2048 * codes)
+        assert reads.values == pytest.approx(2048 * ((1 - share) * codes + scale))
 
 
 @pytest.mark.parametrize("name", ["full", "shadowkv", "quest"])

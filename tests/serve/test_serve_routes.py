@@ -79,6 +79,8 @@ def test_metrics(post, call, engine):
     found = metrics(call)
     assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
     assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200
+    fetched = [found[f"kv_{name}_total",] for name in ("chunks_selected", "chunks_fetched", "fetched_bytes")]
+    assert fetched == [1000, 300, 614400]
     ended = {key[1]: value for key, value in found.items() if key[0] == "request_success_total"}
     assert ended["stop"] == 2 and ended["length"] == 1 and ended["error"] == 2 and ended["abort"] == 1
     assert found["prompt_tokens_total",] == 3 + 3 + 3 + 5 + 6 + 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.attend_selected.sources import KeySource, ValueSource
+from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, QuantisedRows
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -33,7 +33,7 @@ class SealedTokens:
         layers: which ones.
         slots: int64 [n], or [1] when all pages are of one sequence.
         pages: int64 [n], granules of the device pages.
-        value_pages: int64 [n], granules of the pages that hold the values (the same where they stay on the device).
+        value_pages: int64 [n], granules of the pages that hold ``values`` (the same where they stay on the device).
         keys: [L, n, 64, H, d] before the rotation.
         rotated: [L, n, 64, H, d] after the rotation.
         values: [L, n, 64, H, d].
@@ -126,8 +126,9 @@ class ScoredIndex(IndexPart):
 
 
 class ValuePart(Part):
-    """How values are stored."""
+    """How values are stored: the field ``values`` [H, C, c, w], which is on the host where the policy places values
+    there, and others, which stay on the device."""
 
     @abstractmethod
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> ValueSource:
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows | QuantisedRows:
         """Where the values of the batch's sealed tokens are."""

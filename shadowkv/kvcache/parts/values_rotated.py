@@ -41,11 +41,11 @@ class RotatedValues(ValuePart):
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         codes, scale = quantise_rows(tokens.values, store.rotation("values"), self.bits)
         store.write_heads("values", tokens.layers, tokens.value_pages, codes)
-        store.write("value_scale", tokens.layers, tokens.value_pages, scale.transpose(2, 3))
+        store.write("value_scale", tokens.layers, tokens.pages, scale.transpose(2, 3))
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> QuantisedRows:
         codes, scale = (store.page[name][layer] for name in ("values", "value_scale"))
-        return QuantisedRows(codes, scale, self.bits, store.rotation("values"), batch.value_pages)
+        return QuantisedRows(codes, scale, self.bits, store.rotation("values"), batch.value_pages, batch.pages)
 
 
 class RotatedValues4Bit(RotatedValues):

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected import reference
-from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, LatentKeys, QuantisedRows, ValueSource
+from shadowkv.ops.attend_selected.sources import (
+    BufferedRows,
+    DenseRows,
+    KeySource,
+    LatentKeys,
+    QuantisedRows,
+    ValueSource,
+)
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.rotate.tables import RotaryTables
 
@@ -43,11 +50,12 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
 
     - ``LatentKeys``: int8 or bfloat16 latents of a rank that is a multiple of 32 up to 256, bfloat16 basis, bfloat16
       or float32 mean, rotation of all dimensions in halves; with 4-bit or dense bfloat16 values,
-    - ``DenseRows`` keys with ``DenseRows`` values, both bfloat16.
+    - ``DenseRows`` keys with ``DenseRows`` values, both bfloat16,
 
-    Pages lie on the queries' device. The reference, which cannot be captured, does the rest. Rebuilt keys are rotated
-    and scored in half, int8 latents are multiplied in half too: entries of the basis under 6e-5 lose bits, keys over
-    65504 overflow. ``pages``, ``slots`` and ``selected`` are read on the device and are not checked.
+    or with those values in a buffer. Pages lie on the queries' device, scales of values in the pages of the keys. The
+    reference, which cannot be captured, does the rest. Rebuilt keys are rotated and scored in half, int8 latents are
+    multiplied in half too: entries of the basis under 6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``,
+    ``entries`` and ``selected`` are read on the device and are not checked.
     """
     if not _supported(q, keys, values, selected):
         return reference.attend_selected(q, keys, values, selected)
@@ -59,11 +67,7 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
     split = splits(batch * kv_heads, tokens, processors)
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    match values:
-        case DenseRows():
-            stored: tuple[Tensor, Tensor | None, Tensor | None] = values.rows, None, None
-        case QuantisedRows():
-            stored = values.codes, values.scale, values.rotation.contiguous()
+    stored = _stored(values)
     match keys:
         case LatentKeys():
             torch.ops.shadowkv_cuda.attend_selected_latents(
@@ -76,17 +80,29 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
                 keys.pages,
                 *_turns(keys.rotary),
                 *stored,
-                values.pages,
                 _score_scale(dim) * keys.rotary.config.magnitude,
                 out,
                 lse,
                 partial,
             )
         case DenseRows():
+            rows, _, _, *where = stored
             torch.ops.shadowkv_cuda.attend_selected_rows(
-                q, selected, keys.rows, keys.pages, stored[0], values.pages, _score_scale(dim), out, lse, partial
+                q, selected, keys.rows, keys.pages, rows, *where, _score_scale(dim), out, lse, partial
             )
     return out, lse
+
+
+def _stored(values: ValueSource) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """Rows or codes, scales and rotation of codes, pages or entries, and slots of a buffer."""
+    match values:
+        case DenseRows():
+            return values.rows, None, None, values.pages, None
+        case QuantisedRows():
+            return values.codes, values.scale, values.rotation.contiguous(), values.pages, None
+        case BufferedRows():
+            _, scale, rotation, _, _ = _stored(values.source)
+            return values.rows, scale, rotation, values.entries, values.slots
 
 
 def splits(units: int, tokens: int, processors: int) -> int:
@@ -104,16 +120,19 @@ def _supported(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor
         return False
     if not selected.numel() or not (q.is_contiguous() and selected.is_contiguous()):
         return False
-    match values:
+    stored = values.source if isinstance(values, BufferedRows) else values
+    match stored:
         case DenseRows(rows=rows):
             chunk, good = rows.shape[3], rows.dtype == torch.bfloat16 and rows.device == device
         case QuantisedRows(codes=codes):
-            chunk, good = codes.shape[3], values.bits == 4 and codes.device == device
+            scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
+            chunk, good = codes.shape[3], stored.bits == 4 and codes.device == device
+            good = good and scale_pages.data_ptr() == keys.pages.data_ptr()
     if not good or chunk not in CHUNKS:
         return False
     match keys:
         case DenseRows(rows=rows):
-            return isinstance(values, DenseRows) and rows.dtype == torch.bfloat16 and rows.device == device
+            return isinstance(stored, DenseRows) and rows.dtype == torch.bfloat16 and rows.device == device
         case LatentKeys():
             rank, rope = keys.latents.shape[3], keys.rotary.config
             return (

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.packing import dequantise_rows
-from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, LatentKeys, QuantisedRows, ValueSource
+from shadowkv.ops.attend_selected.sources import (
+    BufferedRows,
+    DenseRows,
+    KeySource,
+    LatentKeys,
+    QuantisedRows,
+    ValueSource,
+)
 from shadowkv.ops.rotate.reference import rotate_by
 
 
@@ -50,10 +57,20 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
         case LatentKeys():
             return _rebuild(source, selected)
         case QuantisedRows():
-            codes = _rows(source.codes, source.pages, selected)
-            scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), source.pages, selected)
-            rows = dequantise_rows(codes, scale, source.rotation, source.bits, source.rotation.shape[0])
+            return _dequantise(source, _rows(source.codes, source.pages, selected), selected)
+        case BufferedRows():
+            heads = torch.arange(selected.shape[1], device=selected.device)[:, None]
+            rows = source.rows[source.slots[:, None, None], heads, source.entries.clamp(min=0)]
+            if isinstance(source.source, QuantisedRows):
+                return _dequantise(source.source, rows, selected)
             return rows.flatten(2, 3)
+
+
+def _dequantise(values: QuantisedRows, codes: Tensor, selected: Tensor) -> Tensor:
+    """[B, H, k * c, d] of the codes [B, H, k, c, w] of the selected chunks."""
+    pages = values.pages if values.scale_pages is None else values.scale_pages
+    scale = _rows(values.scale.unflatten(2, values.codes.shape[2:4]), pages, selected)
+    return dequantise_rows(codes, scale, values.rotation, values.bits, values.rotation.shape[0]).flatten(2, 3)
 
 
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:

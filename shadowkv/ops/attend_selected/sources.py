@@ -57,7 +57,8 @@ class QuantisedRows:
         scale: float16 [N, H, 64], one step per row.
         bits: 4, 3 or 2.
         rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded.
-        pages: int64 [B, P].
+        pages: int64 [B, P], those of ``codes``.
+        scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
     """
 
     codes: Tensor
@@ -65,7 +66,25 @@ class QuantisedRows:
     bits: int
     rotation: Tensor
     pages: Tensor
+    scale_pages: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BufferedRows:
+    """Values whose selected chunks ``fetch_chunks`` has copied into a buffer.
+
+    Attributes:
+        source: the values themselves; only their scales are read there.
+        rows: [slots, H, M, c, w], copies of chunks of its rows or codes.
+        slots: int64 [B], the row of ``rows`` that a sequence owns.
+        entries: int64 [B, H, k], where in ``rows`` the selected chunks are, -1 for none.
+    """
+
+    source: DenseRows | QuantisedRows
+    rows: Tensor
+    slots: Tensor
+    entries: Tensor
 
 
 KeySource = DenseRows | LatentKeys
-ValueSource = DenseRows | QuantisedRows
+ValueSource = DenseRows | QuantisedRows | BufferedRows

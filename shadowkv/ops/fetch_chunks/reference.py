@@ -52,12 +52,12 @@ class ChunkBuffer:
             torch.zeros(2, dtype=torch.int64, device=device),
         )
 
-    def reset(self, slot: int) -> None:
+    def reset(self, slot: int | slice) -> None:
         """Empties a slot for its next sequence. Fields may have more dimensions, layers say, before that of slots."""
-        self.owner.select(-3, slot).fill_(-1)
-        self.entry.select(-3, slot).fill_(-1)
-        self.used.select(-3, slot).zero_()
-        self.step.select(-2, slot).zero_()
+        self.owner[..., slot, :, :].fill_(-1)
+        self.entry[..., slot, :, :].fill_(-1)
+        self.used[..., slot, :, :].zero_()
+        self.step[..., slot, :].zero_()
 
 
 def fetch_chunks(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer) -> Tensor:

@@ -1,0 +1,186 @@
+"""The whole attention of one layer in a decode step: selection, fetches, exact pages, selected chunks.
+
+``python scripts/bench/bench_attention_layer.py [--kv shadowkv turbo ...] [--out layer.csv]``: Llama-3.1-8B's attention
+on caches of one layer that are filled with random keys and values through the prefill's own storing, with ragged
+lengths and shuffled pages. Random queries select hardly anything twice. So, where values are on the host, scoring and
+selection run and are timed, but their result is replaced by chunks of which a set share repeats from step to step; the
+hit rate that comes of it is measured. Times are of one step in a CUDA graph of many, medians of its replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks, Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.rotate.tables import RopeConfig
+
+SHAPE = ModelShape(num_layers=1, num_query_heads=32, num_kv_heads=8, head_dim=128)
+ROPE = RopeConfig(SHAPE.head_dim, theta=500000.0)
+DTYPE = torch.bfloat16
+CASES = ((61440, 48, 1024), (124928, 24, 2048))
+"""Tokens of context, sequences, tokens selected."""
+STEPS = 32
+REPLAYS = 5
+ROOM = 64
+"""Tokens that a sequence could still gain."""
+
+
+def make_cache(kv: str, context: int, batch: int, budget: int, fetch_buffer: float) -> KVCache:
+    """A cache for ``batch`` sequences of at most ``context`` tokens."""
+    spec = preset(kv, budget=None if kv == "full" else budget).resolve(SHAPE)
+    longest = context + ROOM
+    layout = Layout(spec, SHAPE, DTYPE, build_parts(spec, SHAPE, DTYPE), longest, fetch_buffer)
+    need = layout.blocks(layout.pages(longest, longest))
+    memory = Blocks(batch * need.device, batch * need.host)
+    cache = KVCache(
+        spec, SHAPE, ROPE, slots=batch, max_model_len=longest, memory=memory, dtype=DTYPE, device="cuda",
+        fetch_buffer=fetch_buffer,
+    )  # fmt: skip
+    cache.store.device.shuffle(0)
+    cache.store.host.shuffle(0)
+    return cache
+
+
+def fill(cache: KVCache, context: int, batch: int) -> list[Any]:
+    """Sequences of ``context`` tokens and up to a page less."""
+    sequences = []
+    for number in range(batch):
+        length = context - 37 * number % 64
+        sequence = cache.pool.allocate(length, length + ROOM)
+        prefill = cache.prefill_batch([(sequence, length)])
+        block = prefill.block(0, length)
+        cache.append(0, torch.randn_like(prefill.keys), torch.randn_like(prefill.values), block)
+        cache.finish_prefill(0, prefill)
+        cache.end_prefill(prefill)
+        sequences.append(sequence)
+    return sequences
+
+
+class ScriptedSelection:
+    """Stands in for a cache's selection: computes it and gives other chunks, of which ``share`` repeat."""
+
+    def __init__(self, cache: KVCache, batch: SealedBatch, share: float) -> None:
+        self._select, self._row = cache.select, 0
+        rows, heads, chunks = len(batch.slots), SHAPE.num_kv_heads, int(batch.num_chunks.min())
+        k, device = int(batch.budget.min()), cache.device
+        last = torch.rand(rows, heads, chunks, device=device).topk(k).indices
+        self.steps: list[Tensor] = []
+        for _ in range(STEPS):
+            weights = torch.rand(rows, heads, chunks, device=device)
+            kept = torch.rand(last.shape, device=device).argsort(-1) < round(share * k)
+            last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
+            self.steps.append(last)
+        cache.select = self  # type: ignore[method-assign]
+
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        """The next rows of the step at work; after the last, the next step's."""
+        self._select(layer, q, batch)
+        step = self.steps[self._row // len(self.steps[0]) % STEPS]
+        first = self._row % len(step)
+        self._row += len(q)
+        return step[first : first + len(q)]
+
+
+def measure(cache: KVCache, sequences: list[Any], share: float | None) -> tuple[float, float | None]:
+    """Milliseconds of a step, and the hit rate."""
+    plan = cache.plan_decode(sequences)
+    batch = cache.decode_batch(plan)
+    q = torch.randn(len(sequences), SHAPE.num_query_heads, SHAPE.head_dim, device="cuda", dtype=DTYPE)
+    select = cache.select
+    if share is not None:
+        assert batch.sealed is not None
+        ScriptedSelection(cache, batch.sealed, share)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(STEPS):
+            out = cache.attend(0, q, batch)
+    side.synchronize()
+    assert out.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(STEPS):
+            cache.attend(0, q, batch)
+    cache.select = select  # type: ignore[method-assign]
+    graph.replay()
+    counters = cache.store.buffer.counters if cache.store.buffer is not None else None
+    before = None if counters is None else counters.clone()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / STEPS)
+    if counters is None or before is None:
+        return statistics.median(times), None
+    selected, fetched = (counters - before).tolist()
+    return statistics.median(times), 1 - fetched / selected
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv", nargs="+", default=["shadowkv", "turbo", "turbo-host", "full"])
+    parser.add_argument("--hit-rates", nargs="+", type=float, default=[0.72, 0.6, 0.5], metavar="SHARE")
+    parser.add_argument("--cases", nargs="+", type=int, default=[0, 1], choices=range(len(CASES)), metavar="N")
+    parser.add_argument("--fetch-buffer", type=float, default=2.0, metavar="FACTOR", help="as of the engine")
+    parser.add_argument("--out", type=Path, help="CSV file; what it depends on goes in a JSON file beside it")
+    args = parser.parse_args()
+    rows, specs, backends = [], {}, {}
+    for context, batch, budget in (CASES[case] for case in args.cases):
+        for kv in args.kv:
+            torch.manual_seed(0)
+            cache = make_cache(kv, context, batch, budget, args.fetch_buffer)
+            specs[kv], backends = asdict(cache.spec), cache.ops.backends
+            sequences = fill(cache, context, batch)
+            for share in args.hit_rates if cache.fetching is not None else [None]:
+                ms, hits = measure(cache, sequences, share)
+                rows.append(
+                    {
+                        "kv": kv,
+                        "context": context,
+                        "batch": batch,
+                        "hit_rate": "" if hits is None else round(hits, 3),
+                        "layer_ms": round(ms, 4),
+                    }
+                )
+                print(*rows[-1].values(), flush=True)
+            del cache, sequences
+            torch.cuda.empty_cache()
+    if args.out:
+        with args.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        about = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "shape": asdict(SHAPE),
+            "budget_tokens": {str(context): budget for context, _, budget in CASES},
+            "fetch_buffer": args.fetch_buffer,
+            "specs": specs,
+            "backends": backends,
+        }
+        args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

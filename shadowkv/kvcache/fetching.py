@@ -1,0 +1,87 @@
+"""Selected values on their way from the host to the buffer on the device, on a stream of their own.
+
+Most of what a step selects the steps before it have fetched already (ShadowKV, arXiv:2410.21465, section 4.1); only the
+rest crosses the bus, and the device goes on computing meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.store import Store
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, QuantisedRows
+from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+
+
+@dataclass(frozen=True)
+class FetchCounts:
+    """Chunks that steps selected, those of them that were not in the buffer, and their bytes."""
+
+    selected: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A fetch under way; to be kept until all that reads its values is launched."""
+
+    values: BufferedRows
+    done: torch.cuda.Event | None
+
+    def wait(self) -> BufferedRows:
+        """The values, which what is launched from now on may read."""
+        if self.done is not None:
+            self.done.wait()
+        return self.values
+
+
+class Fetching:
+    """The buffers of a store that has them."""
+
+    def __init__(self, store: Store) -> None:
+        whole = store.buffer
+        assert whole is not None, "the layout has no buffer"
+        per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
+        self.store, self._counters = store, whole.counters
+        self._buffers = [
+            ChunkBuffer(counters=whole.counters, **{name: getattr(whole, name)[layer] for name in per_layer})
+            for layer in range(len(whole.rows))
+        ]
+        on_gpu = store.compute.type == "cuda"
+        # Of high priority: a few blocks keep the bus busy, if they need not queue behind those of large kernels.
+        self._stream = torch.cuda.Stream(store.compute, priority=-1) if on_gpu else None
+        self._published = torch.zeros(2, dtype=torch.int64, pin_memory=on_gpu)
+
+    def portions(self, count: int) -> list[slice]:
+        """Runs of ``count`` rows that are fetched one after the other: two where something can be done meanwhile."""
+        if self._stream is None or count < 2:
+            return [slice(0, count)]
+        return [slice(0, count // 2), slice(count // 2, count)]
+
+    def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | QuantisedRows) -> Fetch:
+        """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
+        buffer = self._buffers[layer]
+        where = self.store.page["values"][layer], batch.value_pages, batch.slots
+        if self._stream is None:
+            entries, done = self.store.ops.fetch_chunks(*where, selected, buffer), None
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self.store.compute))
+            with torch.cuda.stream(self._stream):
+                entries = self.store.ops.fetch_chunks(*where, selected, buffer)
+                done = self._stream.record_event()
+        return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
+
+    def publish(self) -> None:
+        """Sends the counters to the host, which need not wait for them."""
+        self._published.copy_(self._counters, non_blocking=True)
+
+    @property
+    def counts(self) -> FetchCounts:
+        """What has been published; may be asked for on any thread."""
+        selected, fetched = self._published.tolist()
+        return FetchCounts(selected, fetched, fetched * self._buffers[0].rows[0, 0, 0].nbytes)

@@ -1,0 +1,121 @@
+"""Values on the host come through a buffer of fetched chunks: the same answers, and only misses cross the bus."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
+
+from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.spec import KVSpec
+
+SPECS = {
+    "shadowkv": preset("shadowkv", rank=16, budget=64, outliers=3),
+    "turbo-host": preset("turbo-host", rank=32, budget=64),
+    "quest": preset("quest", budget=64, place="host"),
+}
+LENGTHS = [700, 20, 1500, 300, 2100]
+
+
+def run(spec: KVSpec, fetch_buffer: float, steps: int = 130) -> tuple[list[torch.Tensor], FetchCounts]:
+    """Outputs of a ragged batch, some of it dense at first, through seals."""
+    cache = make_cache(spec, fetch_buffer=fetch_buffer)
+    assert (cache.fetching is not None) == (spec.place == "host" and fetch_buffer > 0)
+    streams = [Stream(seed, cache.pool.allocate(n, n + steps)) for seed, n in enumerate(LENGTHS)]
+    prefill(cache, list(zip(streams, LENGTHS)))
+    for _ in range(steps):
+        decode(cache, streams)
+    counts = cache.fetching.counts if cache.fetching else FetchCounts()
+    return [stream.output() for stream in streams], counts
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU adds in another order from batch size to batch size")
+@pytest.mark.parametrize("fetch_buffer", [1, 1.3, 100, 0])
+@pytest.mark.parametrize("name", SPECS)
+def test_places_give_the_same_answers_bit_by_bit(name: str, fetch_buffer: float) -> None:
+    got, _ = run(SPECS[name], fetch_buffer)
+    wanted, _ = run(replace(SPECS[name], place="device"), 2)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_larger_buffer_fetches_less_and_the_largest_every_chunk_once() -> None:
+    counts = [run(SPECS["shadowkv"], fetch_buffer)[1] for fetch_buffer in (1, 2, 1000)]
+    assert len({count.selected for count in counts}) == 1
+    assert counts[0].fetched > counts[1].fetched > counts[2].fetched > 0
+    for count in counts:
+        assert count.fetched_bytes == count.fetched * 8 * SHAPE.head_dim * 4
+
+
+def test_counts_are_those_of_the_selections() -> None:
+    cache = make_cache(SPECS["shadowkv"])
+    stream = Stream(5, cache.pool.allocate(900, 940))
+    prefill(cache, [(stream, 900)])
+    assert cache.fetching.counts == FetchCounts()
+    seen: dict[tuple[int, int], set[int]] = {}
+    selected = fetched = 0
+    select = cache.parts.index.select
+
+    def watched(store: object, layer: int, *args: object) -> torch.Tensor:
+        nonlocal selected, fetched
+        chunks = select(store, layer, *args)
+        for head, row in enumerate(chunks[0].tolist()):
+            known = seen.setdefault((layer, head), set())
+            selected += len(row)
+            fetched += len(set(row) - known)
+            known |= set(row)
+        return chunks
+
+    cache.parts.index.select = watched
+    decode(cache, [stream])
+    decode(cache, [stream])  # the buffer holds all of two steps
+    assert selected > fetched > 0
+    counts = cache.fetching.counts
+    assert (counts.selected, counts.fetched) == (selected, fetched)
+
+
+def test_a_slot_is_empty_for_its_next_sequence_and_kept_for_its_own_next_turn() -> None:
+    cache = make_cache(SPECS["shadowkv"], slots=1, fetch_buffer=1000)
+    outputs = []
+    for seed in (1, 2):
+        stream = Stream(seed, cache.pool.allocate(1000, 1300))
+        buffer, slot = cache.store.buffer, stream.sequence.slot
+        assert (buffer.owner[:, slot] == -1).all() and (buffer.entry[:, slot] == -1).all()
+        assert not buffer.used[:, slot].any() and not buffer.step[:, slot].any()
+        prefill(cache, [(stream, 1000)])
+        for _ in range(20):
+            decode(cache, [stream])
+        before = (buffer.owner[:, slot] >= 0).sum()
+        assert before > 0
+        # The newest tokens are forgotten, sealed ones never are: what was fetched is what it was.
+        cache.pool.truncate(stream.sequence, 1010)
+        stream.length = 1010
+        stream.k[:, 1010:] += 1
+        prefill(cache, [(stream, 200)])
+        assert (buffer.owner[:, slot] >= 0).sum() == before
+        for _ in range(20):
+            decode(cache, [stream])
+        outputs.append(stream.output())
+        cache.pool.release(stream.sequence)
+    alone = make_cache(replace(SPECS["shadowkv"], place="device"), slots=1)
+    stream = Stream(2, alone.pool.allocate(1000, 1300))
+    prefill(alone, [(stream, 1000)])
+    for _ in range(20):
+        decode(alone, [stream])
+    alone.pool.truncate(stream.sequence, 1010)
+    stream.length = 1010
+    stream.k[:, 1010:] += 1
+    prefill(alone, [(stream, 200)])
+    for _ in range(20):
+        decode(alone, [stream])
+    torch.testing.assert_close(outputs[1], stream.output(), atol=1e-5, rtol=1e-4)
+
+
+def test_rows_that_select_nothing_leave_the_buffer_alone() -> None:
+    cache = make_cache(SPECS["shadowkv"])
+    long, short = (Stream(seed, cache.pool.allocate(n, n + 5)) for seed, n in enumerate((900, 20)))
+    prefill(cache, [(long, 900), (short, 20)])
+    decode(cache, [long, short])
+    assert (cache.store.buffer.step[:, long.sequence.slot] == 1).all()
+    assert not cache.store.buffer.step[:, short.sequence.slot].any()
