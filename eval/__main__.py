@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig, parse_budget
+from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig
 from shadowkv.engine.loading import load_from_config
 from shadowkv.eval import fidelity, niah
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.haystack import haystack
-from shadowkv.eval.policies import Policy, local_policies, served_policy
+from shadowkv.eval.policies import Policy, checked_budget, local_policies, served_policy
 from shadowkv.eval.remote import Remote
 from shadowkv.eval.run import Answerer, command_line, run, write_config
 from shadowkv.eval.tasks import SUITES
@@ -78,7 +77,7 @@ def _local(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy],
     args.dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")  # auto depends on the machine
     policies = local_policies(args.kv or ["full", "shadowkv"], args.budget or (), loaded.config.shape)
     name = f"{loaded.name}+{Path(args.adapter).name}" if args.adapter else loaded.name
-    return Forks(loaded), loaded.tokenizer, policies, name
+    return Forks(loaded, args.batch), loaded.tokenizer, policies, name
 
 
 def _remote(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy], str]:
@@ -91,7 +90,7 @@ def _check(args: argparse.Namespace) -> None:
     bad = [f"--length {length} must be at least 1" for length in args.length if length < 1]
     bad += [
         f"--{name.replace('_', '-')} {value} must be at least 1"
-        for name in ("samples", "needles", "turns", "num_concurrent")
+        for name in ("samples", "batch", "needles", "turns", "num_concurrent")
         if (value := getattr(args, name, 1)) is not None and value < 1
     ]
     bad += [f"--depths {depth} is not in [0, 100]" for depth in getattr(args, "depths", ()) if not 0 <= depth <= 100]
@@ -100,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.base_url and args.budget:
         bad.append("--budget has no meaning with --base-url: the server has the cache")
     if not args.base_url:
-        unknown = [kv for kv in args.kv or () if kv not in PRESETS]
+        unknown = [kv for kv in args.kv or () if kv.partition("@")[0] not in PRESETS]
         bad += [f"--kv {kv} is not one of {', '.join(PRESETS)}" for kv in unknown]
     if bad:
         raise ValueError("; ".join(bad))
@@ -146,7 +145,12 @@ def _add_arguments(parser: argparse.ArgumentParser, samples: int | None) -> None
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     model.add_argument("--rope-theta", type=float, help="overrides the model's own")
     kv = parser.add_argument_group("KV cache")
-    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"of {', '.join(PRESETS)} (default: full shadowkv)")
+    kv.add_argument(
+        "--kv",
+        nargs="+",
+        metavar="POLICY",
+        help=f"of {', '.join(PRESETS)}, or one of them @ a budget of its own: turbo@0.03 (default: full shadowkv)",
+    )
     kv.add_argument(
         "--budget",
         nargs="+",
@@ -164,6 +168,7 @@ def _add_arguments(parser: argparse.ArgumentParser, samples: int | None) -> None
         help="of every task and length, niah: and depth (default: %(default)s)",
     )
     what.add_argument("--tasks", nargs="+", metavar="TASK", help="of the suite (default: all)")
+    what.add_argument("--batch", type=int, metavar="N", help="answered together (default: what fits; on a CPU 1)")
     what.add_argument("--seed", type=int, default=0)
     what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")
     server = parser.add_argument_group("server instead of a model in this process")
@@ -174,12 +179,9 @@ def _add_arguments(parser: argparse.ArgumentParser, samples: int | None) -> None
 
 def _budget(text: str) -> float | int:
     try:
-        budget = parse_budget(text)
+        return checked_budget(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
-    if not 0 < budget < math.inf or (isinstance(budget, float) and budget > 1):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
-    return budget
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _plain(value: object) -> object:

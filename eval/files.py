@@ -24,7 +24,8 @@ class Prediction:
         score: mean of the turns' scores, in [0, 1].
         attended_tokens: per kv head, of the last step; None where a server has the cache.
         least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
-        seconds: the policy's own: decoding, and prefill of later turns; all of the request where a server answers.
+        seconds: the policy's own: decoding, and prefill of later turns, of a batch over its samples; all of the
+            request where a server answers.
         prefill_seconds: the first prompt's prefill with everything that the policies asked for together store.
     """
 

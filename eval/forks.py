@@ -1,37 +1,66 @@
-"""Answers of several policies to the same samples, from one prefill: attention in a prefill is exact under each."""
+"""Answers of several policies to the same samples, from one prefill: attention in a prefill is exact under each.
+
+Samples of a task and length go in batches: each is prefilled and forked into the caches of all policies; then every
+policy decodes the whole batch together.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
 
-from torch import Tensor
-
+from shadowkv.eval.answering import Answering
+from shadowkv.eval.caches import prefill, sequences_that_fit
+from shadowkv.eval.copies import copy_sequence, stored_alike
 from shadowkv.eval.files import Prediction
 from shadowkv.eval.metrics import score
 from shadowkv.eval.policies import Policy
 from shadowkv.eval.sample import Sample
-from shadowkv.eval.session import Session
 from shadowkv.models.loader import LoadedModel
 
-CAPACITY_STEP = 1024
-"""Caches are made for a multiple of so many tokens, so that samples of nearly the same length share them."""
+
+@dataclass(frozen=True)
+class Prompts:
+    """A sample's turns as tokens, and the tokens of the sequence that they and the longest answers make."""
+
+    sample: Sample
+    turns: list[list[int]]
+    need: int
 
 
 class Forks:
-    """A model, and a cache for each policy, kept from sample to sample."""
+    """A model, and a cache for each policy, kept from batch to batch.
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+    Args:
+        loaded: the model.
+        batch: samples that are answered together; None takes as many as the memory holds, on a CPU 1.
+    """
+
+    def __init__(self, loaded: LoadedModel, batch: int | None = None) -> None:
+        self.loaded, self.batch = loaded, batch
         self.ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
-        self._sessions: dict[str, Session] = {}
+        self._caches: dict[str, Answering] = {}
+        self._capacity = self._slots = 0
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions of each sample's policies, in that order; raises ValueError for a sample that is too long."""
-        for sample, policies in work:
-            yield from self._answer(sample, policies)
+        """Predictions of each batch, policy after policy; raises ValueError for a sample that is too long."""
+        groups = [list(group) for _, group in groupby(work, lambda one: _kind(*one))]
+        most = max(map(len, groups), default=0)
+        for group in groups:
+            samples, policies = [sample for sample, _ in group], group[0][1]
+            while samples:
+                self._open(policies, samples[0].length, most)
+                with ThreadPoolExecutor() as threads:  # the tokeniser lets go of the interpreter's lock
+                    prompts = list(threads.map(self._encode, samples[: self._slots]))
+                self._open(policies, max(one.need for one in prompts), most)
+                yield from self._answer(prompts[: self._slots], policies)
+                samples = samples[self._slots :]
 
-    def _answer(self, sample: Sample, policies: list[Policy]) -> Iterator[Prediction]:
+    def _encode(self, sample: Sample) -> Prompts:
         encode = self.loaded.tokenizer.encode
         turns = [encode(turn, add_special_tokens=number == 0) for number, turn in enumerate(sample.turns)]
         need = sum(map(len, turns)) + len(turns) * sample.max_new_tokens
@@ -40,62 +69,72 @@ class Forks:
                 f"sample {sample.id} of {sample.task} needs {need} tokens, more than the "
                 f"{self.loaded.config.max_position} that {self.loaded.name} takes"
             )
-        sessions = self._open(policies, need)
-        start = time.perf_counter()
-        logits = sessions[0].feed(turns[0], sessions[1:])
-        first = int(logits.argmax())  # waits for the device
-        prefill_seconds = time.perf_counter() - start
-        for policy, session in zip(policies, sessions):
+        return Prompts(sample, turns, need)
+
+    def _open(self, policies: list[Policy], capacity: int, most: int) -> None:
+        """Sees to caches of all ``policies`` for sequences of ``capacity`` tokens, up to ``most`` of them."""
+        if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
+            return
+        self._caches.clear()
+        gc.collect()  # a cache and its graphs name each other
+        specs = [policy.spec for policy in policies if policy.spec is not None]
+        fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
+        self._capacity, self._slots = capacity, -(-most // -(-most // fit))  # batches of about the same size
+        for policy, spec in zip(policies, specs, strict=True):
+            opened = self._caches[policy.label] = Answering(self.loaded, spec, capacity, self._slots)
+            # One rotation for all: kernels keep what they read in place of its tables for the last few tables only,
+            # and graphs would go on to read what has been freed.
+            opened.cache.store.rotary = self._caches[policies[0].label].cache.store.rotary
+
+    def _answer(self, prompts: list[Prompts], policies: list[Policy]) -> Iterator[Prediction]:
+        caches = [self._caches[policy.label] for policy in policies]
+        first, prefill_seconds = [], []
+        for one in prompts:
             start = time.perf_counter()
-            answers = self._converse(session, first, turns, sample.max_new_tokens)
-            seconds = time.perf_counter() - start
-            texts = [self.loaded.tokenizer.decode(answer) for answer in answers]
-            figures = session.figures()
-            yield Prediction(
-                task=sample.task,
-                id=sample.id,
-                length=sample.length,
-                policy=policy.label,
-                kv=policy.kv,
-                budget=policy.budget(sample.length),
-                predictions=texts,
-                score=score(sample, texts),
-                seconds=round(seconds, 4),
-                prefill_seconds=round(prefill_seconds, 4),
-                attended_tokens=int(figures["attended_tokens"]),
-                least_kept_energy=figures.get("least_kept_energy"),
-            )
+            first.append(self._prefill(caches, one))
+            prefill_seconds.append(time.perf_counter() - start)
+        limit, turns = prompts[0].sample.max_new_tokens, [one.turns[1:] for one in prompts]
+        for policy, cache in zip(policies, caches, strict=True):
+            start = time.perf_counter()
+            answers = cache.answers(first, turns, limit, self.ends)
+            seconds = (time.perf_counter() - start) / len(prompts)
+            for row, (one, figures) in enumerate(zip(prompts, cache.figures(), strict=True)):
+                texts = [self.loaded.tokenizer.decode(answer) for answer in answers[row]]
+                yield Prediction(
+                    task=one.sample.task,
+                    id=one.sample.id,
+                    length=one.sample.length,
+                    policy=policy.label,
+                    kv=policy.kv,
+                    budget=policy.budget(one.sample.length),
+                    predictions=texts,
+                    score=score(one.sample, texts),
+                    seconds=round(seconds, 4),
+                    prefill_seconds=round(prefill_seconds[row], 4),
+                    attended_tokens=int(figures["attended_tokens"]),
+                    least_kept_energy=figures.get("least_kept_energy"),
+                )
+            cache.clear()
 
-    def _open(self, policies: list[Policy], need: int) -> list[Session]:
-        if any(session.capacity < need for session in self._sessions.values()):
-            self._sessions.clear()
-        for session in self._sessions.values():
-            session.clear()
-        capacity = -(-need // CAPACITY_STEP) * CAPACITY_STEP
-        for policy in policies:
-            if policy.label not in self._sessions:
-                assert policy.spec is not None
-                self._sessions[policy.label] = Session(self.loaded, policy.spec, capacity)
-        return [self._sessions[policy.label] for policy in policies]
-
-    def _converse(self, session: Session, first: int, turns: list[list[int]], limit: int) -> list[list[int]]:
-        """Greedy answers to every turn; each later turn extends the sequence with its answers."""
-        answers = [self._decode(session, first, limit)]
-        for turn in turns[1:]:
-            # The token that reached the limit was chosen, but is not in the cache yet. End tokens never get there.
-            last = answers[-1][-1:] if len(answers[-1]) == limit else []
-            answers.append(self._decode(session, _best(session.feed([*last, *turn])), limit))
-        return answers
-
-    def _decode(self, session: Session, token: int, limit: int) -> list[int]:
-        tokens: list[int] = []
-        while token not in self.ends:
-            tokens.append(token)
-            if len(tokens) == limit:
-                break
-            token = _best(session.step(token))
-        return tokens
+    def _prefill(self, caches: list[Answering], one: Prompts) -> int:
+        """The prompt in every cache; returns the token after it."""
+        prompt = one.turns[0]
+        opened = [(cache.cache, cache.open(len(prompt), one.need)) for cache in caches]
+        forks, copies = [opened[0]], []
+        for cache, sequence in opened[1:]:
+            source = next((fork for fork in forks if stored_alike(fork[0], cache, len(prompt))), None)
+            if source is None:
+                forks.append((cache, sequence))
+            else:
+                copies.append((*source, cache, sequence))
+        work = [(opened[0][1], prompt)]
+        logits = prefill(caches[0].runner, work, [(cache, [sequence]) for cache, sequence in forks[1:]])
+        for copy in copies:
+            copy_sequence(*copy)
+        return int(logits.argmax())  # waits for the device
 
 
-def _best(logits: Tensor) -> int:
-    return int(logits.argmax())
+def _kind(sample: Sample, policies: list[Policy]) -> tuple[object, ...]:
+    """Equal for what may be answered together."""
+    labels = tuple(policy.label for policy in policies)
+    return sample.task, sample.length, len(sample.turns), sample.max_new_tokens, labels

@@ -9,7 +9,7 @@ from typing import Any
 
 from shadowkv.eval import niah
 from shadowkv.eval.files import Prediction, write_json
-from shadowkv.eval.plots import plot_needles, plot_scores
+from shadowkv.eval.plots import plot_budgets, plot_needles, plot_scores
 from shadowkv.eval.report import labels, write_summary
 from shadowkv.eval.statistics import mean_and_error
 
@@ -23,6 +23,8 @@ def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -
     if importlib.util.find_spec("matplotlib") is None:
         return
     plot_scores(predictions, model, folder / "scores.png")
+    if any(p.attended_tokens for p in predictions):
+        plot_budgets(predictions, model, folder / "budgets.png")
     for task in sorted({p.task for p in needles}):
         for label in labels(needles):
             chosen = [p for p in needles if (p.task, p.policy) == (task, label)]

@@ -1,4 +1,4 @@
-"""Plots of an evaluation: score by length and policy, and the depth x length heatmap of needles."""
+"""Plots of an evaluation: score by length, score by attended tokens, and the depth x length heatmap of needles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.eval.files import Prediction, replacing
-from shadowkv.eval.report import by_cell, labels
+from shadowkv.eval.report import BASELINE, by_cell, labels
 from shadowkv.eval.statistics import mean_and_error
 
 PANELS_PER_ROW = 4
@@ -45,6 +45,31 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     _save(figure, path)
 
 
+def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> None:
+    """Mean score over all tasks by attended tokens, a panel per length: a line per preset through all its budgets."""
+    lengths = sorted({p.length for p in predictions})
+    presets = list(dict.fromkeys(p.kv for p in sorted(predictions, key=lambda p: p.kv != BASELINE)))
+    figure, axes = _figure(1, len(lengths), (5.6, 4.2))
+    for axis, length in zip(axes, lengths):
+        for number, kv in enumerate(presets):
+            points = _points([p for p in predictions if (p.length, p.kv) == (length, kv)])
+            if not points:
+                continue
+            attended, scores, errors = zip(*points)
+            axis.errorbar(attended, scores, errors, marker="o", capsize=3, color=f"C{number}", label=kv)
+            if kv == BASELINE:
+                axis.axhline(scores[0], color=f"C{number}", linestyle=":", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.set_title(f"{length} tokens of context", fontsize=10)
+        axis.set_xlabel("tokens attended per kv head and step")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("score over all tasks, per cent")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(model)
+    _save(figure, path)
+
+
 def plot_needles(
     predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
 ) -> None:
@@ -66,6 +91,18 @@ def plot_needles(
     axis.set_title(title, fontsize=9)
     figure.colorbar(image, label="score, per cent")
     _save(figure, path)
+
+
+def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
+    """Mean tokens attended, mean score and its error in per cent, for each policy; fewest tokens first."""
+    points = []
+    for label in labels(predictions):
+        chosen = [p for p in predictions if p.policy == label and p.attended_tokens is not None]
+        if chosen:
+            mean, error = mean_and_error([p.score for p in chosen])
+            attended = sum(p.attended_tokens or 0 for p in chosen) / len(chosen)
+            points.append((attended, 100 * mean, 0.0 if math.isnan(error) else 100 * error))
+    return sorted(points)
 
 
 def _mean(scores: list[float]) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shadowkv.eval import infinitebench, longbench, niah, ruler, stress
@@ -36,42 +37,48 @@ def niah_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]
 
 def ruler_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """RULER's tasks at every length."""
-    return [
-        sample
-        for length in args.length
-        for task in chosen(args.tasks, ruler.TASKS)
-        for sample in ruler.samples(task, tokenizer, length, args.samples, args.seed, args.data, args.chat)
-    ]
+
+    def make(length: int, task: str) -> list[Sample]:
+        return ruler.samples(task, tokenizer, length, args.samples, args.seed, args.data, args.chat)
+
+    return _together(make, args.length, chosen(args.tasks, ruler.TASKS))
 
 
 def longbench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """LongBench's data sets, cut to every length."""
-    return [
-        sample
-        for length in args.length
-        for task in chosen(args.tasks, longbench.TASKS)
-        for sample in longbench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
-    ]
+
+    def make(length: int, task: str) -> list[Sample]:
+        return longbench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
+
+    return _together(make, args.length, chosen(args.tasks, longbench.TASKS))
 
 
 def infinitebench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """InfiniteBench's tasks, cut to every length."""
-    return [
-        sample
-        for length in args.length
-        for task in chosen(args.tasks, infinitebench.TASKS)
-        for sample in infinitebench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
-    ]
+
+    def make(length: int, task: str) -> list[Sample]:
+        return infinitebench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
+
+    return _together(make, args.length, chosen(args.tasks, infinitebench.TASKS))
 
 
 def stress_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """Every kind of stress test at every length."""
-    return [
-        sample
-        for length in args.length
-        for kind in chosen(args.tasks, tuple(stress.KINDS))
-        for sample in stress.samples(kind, tokenizer, length, args.samples, args.seed)
-    ]
+
+    def make(length: int, kind: str) -> list[Sample]:
+        return stress.samples(kind, tokenizer, length, args.samples, args.seed)
+
+    return _together(make, args.length, chosen(args.tasks, tuple(stress.KINDS)))
+
+
+def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
+    """Samples of every length and task, in that order, made in threads: most of the time is the tokeniser's."""
+    with ThreadPoolExecutor() as threads:
+        found = [threads.submit(make, length, task) for length in lengths for task in tasks]
+        try:
+            return [sample for samples in found for sample in samples.result()]
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def folder(args: argparse.Namespace) -> Path:

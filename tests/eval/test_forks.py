@@ -1,13 +1,21 @@
-"""Forked answers are those that each policy gives alone, later turns included."""
+"""Forked and batched answers are those that each policy gives to each sample alone, later turns included."""
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
+from dataclasses import replace
 
+import pytest
+import torch
+
+from shadowkv.engine.runner import Runner
+from shadowkv.eval.caches import open_cache, prefill
+from shadowkv.eval.copies import copy_sequence, stored_alike
 from shadowkv.eval.forks import Forks
-from shadowkv.eval.policies import local_policies
+from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.eval.sample import Sample
 from shadowkv.eval.session import Session
+from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(1200))
@@ -28,6 +36,48 @@ def test_a_fork_answers_as_a_run_of_its_own(loaded: LoadedModel) -> None:
     assert [p.budget for p in together[:3]] == [1, round(64 / 1240, 6), 0.25]
 
 
+def test_a_batch_answers_as_its_samples_alone(loaded: LoadedModel) -> None:
+    """Lengths differ, answers end at different steps, and each later turn comes after all have ended the one before."""
+    samples = [replace(SAMPLE, id=str(i), turns=(TEXT[: 1200 - 90 * i], *SAMPLE.turns[1:])) for i in range(5)]
+    policies = local_policies(["full", "shadowkv", "turbo@64", "turbo@0.25"], [], loaded.config.shape)
+    alone, together = Forks(loaded, batch=1), Forks(loaded, batch=3)
+    work = [(sample, policies) for sample in samples]
+    common = Counter(token for one in samples for token in _greedy(loaded, policies[0], one.turns[0])).most_common(3)
+    alone.ends = together.ends = {common[-1][0]}
+    wanted = {(p.sample, p.policy): p for p in alone.answers(work)}
+    found = list(together.answers(work))
+    # Two batches of about the same size; policy after policy in each.
+    assert [p.policy for p in found[:6]] == ["full"] * 3 + ["shadowkv"] * 3
+    assert len(found) == len(wanted)
+    for p in found:
+        other = wanted[p.sample, p.policy]
+        assert (p.predictions, p.attended_tokens) == (other.predictions, other.attended_tokens)
+        assert p.least_kept_energy == other.least_kept_energy
+    assert len({len(answer) for p in found for answer in p.predictions}) > 1
+
+
+def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel) -> None:
+    tokens = loaded.tokenizer.encode(TEXT)
+    for kv in ("shadowkv", "turbo"):
+        caches = [open_cache(loaded, preset(kv, budget=budget), 1300) for budget in (32, 0.5, 0.5)]
+        assert stored_alike(caches[0], caches[1], len(tokens))
+        assert not stored_alike(caches[0], caches[1], caches[1].spec.dense_limit)
+        sequences = [cache.pool.allocate(len(tokens), 1300) for cache in caches]
+        runners = [Runner(loaded.model, cache) for cache in caches]
+        forks = [(caches[2], [sequences[2]])]
+        prefill(runners[0], [(sequences[0], tokens)], forks)
+        copy_sequence(caches[0], sequences[0], caches[1], sequences[1])
+        with torch.inference_mode():
+            steps = [[runners[i].decode([sequences[i]], [5 + step]) for step in range(100)] for i in (1, 2)]
+        assert torch.equal(torch.stack(steps[0]), torch.stack(steps[1]))
+    assert not stored_alike(open_cache(loaded, preset("quest"), 1300), caches[0], len(tokens))
+
+
+def _greedy(loaded: LoadedModel, policy: Policy, text: str) -> list[int]:
+    assert policy.spec is not None
+    return [token for token, _ in Session(loaded, policy.spec, 1300).greedy(loaded.tokenizer.encode(text), 6)]
+
+
 def test_the_answers_of_full_attention_are_those_of_one_long_prompt(loaded: LoadedModel) -> None:
     """Turns extend the sequence: each answer follows from the whole text before it, prefilled afresh."""
     forks, encode = Forks(loaded), loaded.tokenizer.encode
@@ -45,7 +95,7 @@ def test_the_answers_of_full_attention_are_those_of_one_long_prompt(loaded: Load
 def test_an_end_token_ends_the_answer(loaded: LoadedModel) -> None:
     forks = Forks(loaded)
     (policy,) = local_policies(["full"], [], loaded.config.shape)
-    tokens = [t for t, _ in Session(loaded, policy.spec, 1300).greedy(loaded.tokenizer.encode(TEXT), 6)]
+    tokens = _greedy(loaded, policy, TEXT)
     forks.ends = {tokens[2]}
     (found,) = forks.answers([(SAMPLE, [policy])])
     assert found.predictions[0] == loaded.tokenizer.decode(tokens[: tokens.index(tokens[2])])
@@ -56,3 +106,13 @@ def test_too_long_a_sample_is_named(loaded: LoadedModel) -> None:
     sample = Sample("t", "7", ("a" * 8190,), (("x",),), 6, "string_match_all", 8192)
     with pytest.raises(ValueError, match="sample 7 of t needs 8196 tokens, more than the 8192"):
         list(Forks(loaded).answers([(sample, [policy])]))
+
+
+def test_a_policy_may_name_its_budget(loaded: LoadedModel) -> None:
+    policies = local_policies(["full", "turbo", "turbo@0.03125", "turbo@64", "turbo"], [0.5], loaded.config.shape)
+    assert [policy.label for policy in policies] == ["full", "turbo@0.5", "turbo@0.03125", "turbo@64"]
+    assert [policy.kv for policy in policies] == ["full", "turbo", "turbo", "turbo"]
+    with pytest.raises(ValueError, match="must be a fraction"):
+        local_policies(["turbo@1.5"], [], loaded.config.shape)
+    with pytest.raises(ValueError, match="attends to every token"):
+        local_policies(["full@0.5"], [], loaded.config.shape)

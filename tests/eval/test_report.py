@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,14 @@ def test_files(tmp_path: Path) -> None:
         for policy in ("full", "quest")
         for length, score in ((1000, 1), (2000, 0))
     ]
-    needles = [type(p)(**{**vars(p), "id": f"{depth}-0"}) for p in needles for depth in (0, 50)]
+    needles = [replace(p, id=f"{depth}-0", attended_tokens=p.length // 2) for p in needles for depth in (0, 50)]
     write_outputs(needles, "m", tmp_path)
     with (tmp_path / "summary.csv").open() as file:
         table = list(csv.reader(file))
     assert tuple(table[0]) == COLUMNS
     assert len(table) == 5
-    names = {"summary.csv", "summary.md", "niah.json", "scores.png", "niah_single_full.png", "niah_single_quest.png"}
+    plots = {"scores.png", "budgets.png", "niah_single_full.png", "niah_single_quest.png"}
+    names = {"summary.csv", "summary.md", "niah.json", *plots}
     assert {path.name for path in tmp_path.iterdir()} == names  # and no temporary ones
     cell = {"task": "niah_single", "policy": "full", "length": 2000, "depth": 50.0, "score": 0.0, "samples": 1}
     assert cell in needle_cells(needles)

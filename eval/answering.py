@@ -1,0 +1,79 @@
+"""Sequences of one policy that answer together: every step decodes all that are not at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from shadowkv.engine.runner import Runner
+from shadowkv.eval.caches import figures, open_cache, prefill
+from shadowkv.kvcache.sequence import Sequence as CachedSequence
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.models.loader import LoadedModel
+
+
+class Answering:
+    """A cache for ``slots`` sequences of ``capacity`` tokens, and those that are in it.
+
+    Decode steps are CUDA graphs where the engine's would be.
+    """
+
+    def __init__(self, loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> None:
+        self.cache = open_cache(loaded, spec, capacity, slots)
+        graphs = self.cache.device.type == "cuda" and not self.cache.ops.synchronising
+        self.runner = Runner(loaded.model, self.cache, slots if graphs else None)
+        self.sequences: list[CachedSequence] = []
+
+    def open(self, tokens: int, capacity: int) -> CachedSequence:
+        """A new sequence for a prompt of so many tokens, and up to ``capacity`` with all turns and answers."""
+        self.sequences.append(self.cache.pool.allocate(tokens, capacity))
+        return self.sequences[-1]
+
+    def answers(
+        self, first: list[int], turns: Sequence[Sequence[list[int]]], limit: int, ends: Collection[int]
+    ) -> list[list[list[int]]]:
+        """Greedy answers of every sequence, by turn.
+
+        Args:
+            first: per sequence the token after its prompt, which is in the cache already.
+            turns: per sequence the tokens of every later turn, as many for all: they extend it with its answers.
+            limit: tokens of an answer at the most.
+            ends: tokens that end an answer; they are no part of it.
+        """
+        answers = [[answer] for answer in self._decode(first, limit, ends)]
+        for turn in zip(*turns, strict=True):
+            work = []
+            for sequence, tokens, answer in zip(self.sequences, turn, answers, strict=True):
+                # The token that reached the limit was chosen, but is not in the cache yet. End tokens never get there.
+                new = [*(answer[-1][-1:] if len(answer[-1]) == limit else []), *tokens]
+                length = int(self.cache.pool.table.length[sequence.slot])
+                self.cache.pool.extend(sequence, length + len(new), sequence.capacity)
+                work.append((sequence, new))
+            tokens = prefill(self.runner, work).argmax(-1).tolist()
+            for answer, found in zip(answers, self._decode(tokens, limit, ends), strict=True):
+                answer.append(found)
+        return answers
+
+    def figures(self) -> list[dict[str, float | int]]:
+        """What ``caches.figures`` says of every sequence."""
+        return [figures(self.cache, sequence) for sequence in self.sequences]
+
+    def clear(self) -> None:
+        """Forgets the sequences; their memory is free for others."""
+        while self.sequences:
+            self.cache.pool.release(self.sequences.pop())
+
+    def _decode(self, tokens: list[int], limit: int, ends: Collection[int]) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in tokens]
+        rows = list(range(len(tokens)))
+        while True:
+            going = []
+            for row, token in zip(rows, tokens, strict=True):
+                if token not in ends:
+                    answers[row].append(token)
+                    if len(answers[row]) < limit:
+                        going.append(row)
+            if not going:
+                return answers
+            rows, newest = going, [answers[row][-1] for row in going]
+            # One wait a step, for all rows; the next step may overwrite the logits.
+            tokens = self.runner.decode([self.sequences[row] for row in rows], newest).argmax(-1).tolist()

@@ -1,0 +1,91 @@
+"""Caches of an evaluation: as large as its samples ask for, filled and read through the engine's own runner."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from shadowkv.engine.runner import Runner
+from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks, Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.sequence import Sequence as CachedSequence
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.models.loader import LoadedModel
+
+
+def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
+    """A cache with room for ``slots`` sequences of ``capacity`` tokens each; ``spec`` is resolved here."""
+    parameter, need = next(loaded.model.parameters()), _blocks(_layout(loaded, spec, capacity))
+    return KVCache(
+        spec,
+        loaded.config.shape,
+        loaded.config.rope,
+        slots=slots,
+        max_model_len=capacity,
+        memory=Blocks(slots * need.device, slots * need.host),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+
+
+def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
+    """Sequences of ``capacity`` tokens that the free memory holds under each of ``specs`` at once; 1 on a CPU.
+
+    A CPU computes as fast one by one. The margins are the engine's: a share of a GPU, and of the host's memory.
+    """
+    parameter = next(loaded.model.parameters())
+    if parameter.device.type == "cpu":
+        return 1
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(parameter.device)
+    free -= int(total * (1 - DEFAULT_UTILIZATION["cuda"]))
+    free -= prefill_bytes(loaded.config.shape, loaded.config.hidden_size, capacity, parameter.dtype)
+    device = host = 0
+    for layout in (_layout(loaded, spec, capacity) for spec in specs):
+        need, unit = _blocks(layout), layout.bytes_per_block()
+        device += need.device * unit.device + layout.state_bytes
+        host += need.host * unit.host
+    most = free // device
+    if host:
+        most = min(most, int(psutil.virtual_memory().available * HOST_SHARE) // host)
+    return max(1, most)
+
+
+def prefill(
+    runner: Runner,
+    work: list[tuple[CachedSequence, list[int]]],
+    forks: Sequence[tuple[KVCache, list[CachedSequence]]] = (),
+) -> Tensor:
+    """A whole prefill of admitted sequences: logits [n, V] of each one's last token."""
+    run: Generator[None, None, tuple[Tensor, Any]] = runner.prefill(work, forks)
+    with torch.inference_mode():
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                logits: Tensor = end.value[0]
+                return logits
+
+
+def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
+    """Tokens that the last step attended to, and the smallest share of the keys' energy that a layer kept."""
+    length = int(cache.pool.table.length[sequence.slot])
+    found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(length)}
+    kept = cache.kept_energy(sequence)
+    return found if kept is None else {**found, "least_kept_energy": round(float(kept.min()), 4)}
+
+
+def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:
+    shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
+    spec = spec.resolve(shape)
+    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
+
+
+def _blocks(layout: Layout) -> Blocks:
+    return layout.blocks(layout.pages(1, layout.max_model_len))

@@ -1,0 +1,52 @@
+"""Sequences copied from cache to cache: policies that differ in their budget alone store the same bytes.
+
+A copy takes a thousandth of the time of finding the low-rank form again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory import GRANULE, Tier
+from shadowkv.kvcache.sequence import Sequence
+
+
+def stored_alike(cache: KVCache, other: KVCache, tokens: int) -> bool:
+    """Whether a prompt of ``tokens`` has the same form in both, and is compressed there."""
+    return (
+        replace(cache.spec, budget=None) == replace(other.spec, budget=None)
+        and cache.layout.state_fields == other.layout.state_fields
+        and tokens > max(cache.spec.dense_limit, other.spec.dense_limit)
+    )
+
+
+def copy_sequence(cache: KVCache, sequence: Sequence, other: KVCache, copy: Sequence) -> None:
+    """Makes ``copy``, new and with the same capacity in another cache, what the prefilled ``sequence`` is in its own.
+
+    The caches store prompts of that length alike.
+    """
+    for source, target, kinds in (
+        (cache.store.device, other.store.device, ("exact_blocks", "sealed_blocks")),
+        (cache.store.host, other.store.host, ("host",)),
+    ):
+        for kind in kinds:
+            if getattr(sequence, kind):
+                taken = _blocks(source).index_select(1, _numbers(source, getattr(sequence, kind)))
+                _blocks(target).index_copy_(1, _numbers(target, getattr(copy, kind)), taken)
+    for name, state in cache.store.state.items():
+        other.store.state[name][:, copy.slot] = state[:, sequence.slot]
+    other.pool.become_compressed(copy, int(cache.pool.table.sealed[sequence.slot]))
+    other.pool.table.length[copy.slot] = cache.pool.table.length[sequence.slot]
+
+
+def _blocks(tier: Tier) -> Tensor:
+    """[num_layers, blocks, words]"""
+    return tier.arena.view(torch.int64).unflatten(1, (-1, tier.block_bytes // 8))
+
+
+def _numbers(tier: Tier, granules: list[int]) -> Tensor:
+    return torch.tensor(granules, device=tier.arena.device) * GRANULE // tier.block_bytes
