@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -151,8 +151,9 @@ class EngineConfig:
         add(
             kv,
             "--kv",
-            choices=tuple(PRESETS),
-            help="policy; short prompts stay dense by themselves (default: %(default)s)",
+            type=policy_name,
+            metavar="POLICY",
+            help=f"{POLICY_HELP}; short prompts stay dense by themselves (default: %(default)s)",
         )
         add(kv, "--kv-rank", type=int, help="dimensions of low-rank keys")
         add(kv, "--kv-budget", type=parse_budget, help="selected tokens a step: a fraction (0.0156) or a count (2048)")
@@ -180,6 +181,15 @@ class EngineConfig:
             help="device memory for values fetched from the host, in chunks that a step selects of the longest context "
             "(default: %(default)s; 0: every step fetches all it selects)",
         )
+
+
+def policy_name(text: str) -> str:
+    """A policy as given on a command line, as it is; raises ArgumentTypeError where ``preset`` cannot read it."""
+    try:
+        preset(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def parse_budget(text: str) -> float | int:

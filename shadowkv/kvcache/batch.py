@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.shape import ModelShape
+
+OBSERVED = 64
+"""Newest queries of a prompt that an index can learn from."""
 
 
 @dataclass(frozen=True)
@@ -104,24 +108,39 @@ class PrefillBatch:
         segments: one per sequence, in order.
         positions: int64 [T].
         keys, rotated, values: [T, H, d], scratch of the layer at work, reused by the next.
+        queries: the same of the last tokens of each segment, by its start: [w, H_q, d], rotated.
     """
 
-    def __init__(
-        self, segments: list[Segment], device: torch.device, shape: tuple[int, int], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, segments: list[Segment], device: torch.device, shape: ModelShape, dtype: torch.dtype) -> None:
         self.segments = segments
         self.num_tokens = segments[-1].stop
         ranges = [torch.arange(s.cached, s.cached + s.stop - s.start) for s in segments]
         self.positions = torch.cat(ranges).to(device)
         self.keys, self.rotated, self.values = (
-            torch.empty(self.num_tokens, *shape, dtype=dtype, device=device) for _ in range(3)
+            torch.empty(self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+            for _ in range(3)
         )
+        # Zeros: random keys may be stored without having been attended to.
+        self.queries = {
+            s.start: torch.zeros(
+                min(OBSERVED, s.stop - s.start), shape.num_query_heads, shape.head_dim, dtype=dtype, device=device
+            )
+            for s in segments
+        }
 
     def of(self, sequences: list[Sequence]) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
         other = copy(self)
         other.segments = [replace(s, sequence=sequence) for s, sequence in zip(self.segments, sequences, strict=True)]
         return other
+
+    def keep_queries(self, segment: Segment, q: Tensor, start: int) -> None:
+        """Keeps those of a segment's rotated queries [n, H_q, d], of rows ``start`` on, that are among its last."""
+        kept = self.queries[segment.start]
+        first = segment.stop - len(kept)
+        skipped = max(0, first - start)
+        if skipped < len(q):
+            kept[start + skipped - first : start + len(q) - first] = q[skipped:]
 
     def block(self, start: int, stop: int) -> PrefillBlock:
         """Tokens ``start`` to ``stop`` of the batch."""

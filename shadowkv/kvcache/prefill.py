@@ -43,8 +43,7 @@ class Prefill:
         for sequence, count in sequences:
             segments.append(Segment(sequence, start, start + count, int(self.table.length[sequence.slot])))
             start += count
-        heads = (self.shape.num_kv_heads, self.shape.head_dim)
-        return PrefillBatch(segments, self.store.compute, heads, self.store.k[0].dtype)
+        return PrefillBatch(segments, self.store.compute, self.shape, self.store.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
@@ -62,13 +61,15 @@ class Prefill:
             if start < stop:
                 rows = slice(start - block.start, stop - block.start)
                 out[rows] = self._attend_segment(layer, q[rows], batch, segment, start, stop)
+                batch.keep_queries(segment, q[rows], start)
         return out
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
         """Stores one layer's new tokens."""
         for segment in batch.segments:
             rows = slice(segment.start, segment.stop)
-            self._store(layer, segment.sequence, batch.keys[rows], batch.rotated[rows], batch.values[rows])
+            tokens = batch.keys[rows], batch.rotated[rows], batch.values[rows], batch.queries[segment.start]
+            self._store(layer, segment.sequence, *tokens)
 
     def end(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences."""
@@ -77,10 +78,12 @@ class Prefill:
 
     def compress_dense(self, sequence: Sequence) -> None:
         """Compresses a dense sequence that has outgrown ``dense_limit`` while decoding."""
-        heads = (0, self.shape.num_kv_heads, self.shape.head_dim)
+        none, queries = (
+            self.store.k.new_empty(0, heads, self.shape.head_dim)
+            for heads in (self.shape.num_kv_heads, self.shape.num_query_heads)
+        )
         for layer in range(self.shape.num_layers):
-            none = self.store.k[layer].new_empty(heads)
-            self._store(layer, sequence, none, none, none)
+            self._store(layer, sequence, none, none, none, queries)
         self._commit(sequence, int(self.table.length[sequence.slot]))
 
     # -- storing ---------------------------------------------------------------------------------------------------
@@ -94,7 +97,9 @@ class Prefill:
             return 0
         return max(sealed, self.spec.sealed_pages(length) * PAGE)
 
-    def _store(self, layer: int, sequence: Sequence, keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+    def _store(
+        self, layer: int, sequence: Sequence, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
         length, before = int(self.table.length[sequence.slot]), int(self.table.sealed[sequence.slot])
         sealed = self._sealed_after(sequence, length + len(keys))
         if not sealed:
@@ -107,7 +112,7 @@ class Prefill:
         excluded = None
         if not before:
             for part in (self.parts.keys, self.parts.index):
-                part.fit(self.store, layer, sequence.slot, keys, rotated)
+                part.fit(self.store, layer, sequence.slot, keys, rotated, queries)
             excluded = self._write_static(layer, sequence, rotated[:sealed], values[:sealed])
         count = sealed - before
         if count:

@@ -1,9 +1,12 @@
-"""The named cache policies, one line each; a method is a combination of parts."""
+"""The named cache policies, one line each; a method is a combination of parts.
+
+Where a baseline's paper has another budget, the preset has the default one, so that methods compare at equal budgets.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from shadowkv.kvcache.spec import KVSpec
 
@@ -17,16 +20,67 @@ PRESETS: dict[str, KVSpec] = {
     "turbo-host": KVSpec(keys="low-rank-int8", index="sketch", values="rotated-4bit", place="host", chunk=8),
     # Quest: arXiv:2406.10774; its pages of 16 tokens are our chunks.
     "quest": KVSpec(index="min-max", chunk=16),
+    # StreamingLLM: arXiv:2309.17453; sink and newest tokens. The paper's cache: budget=1020.
+    "streaming-llm": KVSpec(index="recent"),
+    # Loki: arXiv:2406.02542; a quarter of the principal components finds tokens. The paper's k_f: budget=0.25.
+    "loki": KVSpec(index="pca", chunk=1),
+    # SnapKV: arXiv:2404.14469; what the prompt's last 64 queries attend to. The paper's caches: budget=1024 to 4096.
+    "snapkv": KVSpec(index="votes", chunk=1),
+    # The oracle: the tokens with the largest exact scores, what every index above tries to find.
+    "exact-top-k": KVSpec(index="exact", chunk=1),
 }
 
 
-def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
-    """The preset of that name, or the given policy, with the fields in ``overrides`` that are not None replaced.
+POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:chunk=8,values=dense,budget=0.03"
+"""What ``preset`` takes, for the help of command lines."""
 
-    Raises ValueError for an unknown name.
+
+def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
+    """The policy of that name, or the given one, with the fields in ``overrides`` that are not None replaced.
+
+    Args:
+        kv: a policy, or a preset's name, after which fields may follow: ``turbo:chunk=8,values=dense,budget=0.03``.
+
+    Raises ValueError for an unknown name, and for fields and values that cannot be read, all of them at once.
     """
     if isinstance(kv, str):
-        if kv not in PRESETS:
-            raise ValueError(f"unknown KV preset {kv!r}; known: {', '.join(PRESETS)}")
-        kv = PRESETS[kv]
+        kv = _parse(kv)
     return replace(kv, **{key: value for key, value in overrides.items() if value is not None})
+
+
+def _parse(text: str) -> KVSpec:
+    name, colon, changes = text.partition(":")
+    if name not in PRESETS:
+        raise ValueError(f"unknown KV preset {name!r}; known: {', '.join(PRESETS)}")
+    values: dict[str, Any] = {}
+    bad = []
+    for change in changes.split(",") if colon else ():
+        field, _, value = change.partition("=")
+        try:
+            values[field] = _value(field, value)
+        except ValueError as error:
+            bad.append(str(error))
+    if bad:
+        raise ValueError(f"KV policy {text!r} cannot be read: {'; '.join(bad)}")
+    return replace(PRESETS[name], **values)
+
+
+def _value(field: str, text: str) -> Any:
+    """The value of a KVSpec's field as its type has it; a number with a point is a fraction, one without a count."""
+    from shadowkv.kvcache.parts import AXES
+
+    kinds = get_type_hints(KVSpec)
+    if field not in kinds:
+        raise ValueError(f"{field!r} is not a field; known: {', '.join(kinds)}")
+    if field in AXES:
+        if text not in AXES[field]:
+            raise ValueError(f"{field}={text!r} is not one of {', '.join(AXES[field])}")
+        return text
+    allowed = get_args(kinds[field]) or (kinds[field],)
+    for kind in (int, float):
+        if kind in allowed:
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+    raise ValueError(f"{field}={text!r} is not {'a number' if float in allowed else 'an integer'}")

@@ -31,11 +31,15 @@ class KVSpec:
 
     Attributes:
         keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank`` or ``low-rank-int8``.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``min-max`` or ``sketch``.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``min-max``, ``sketch``, ``exact``,
+            ``recent``, ``pca`` or ``votes``.
         values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
+        mass: share of the softmax over sealed tokens, as the index estimates it, with which a step contents itself:
+            per kv head the best chunks are taken until every query head has that much, and never more than the
+            budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
@@ -47,6 +51,7 @@ class KVSpec:
     values: str = "dense"
     place: str = "device"
     budget: float | int | None = None
+    mass: float | None = None
     chunk: int = 8
     outliers: int = 0
     local: int = 32
@@ -69,17 +74,12 @@ class KVSpec:
         return spec
 
     def _reasons(self, shape: ModelShape) -> list[str]:
-        from shadowkv.kvcache.parts import INDEX_PARTS, KEY_PARTS, PLACES, VALUE_PARTS, unsupported
+        from shadowkv.kvcache.parts import AXES, unsupported
 
         reasons = [
-            f"{axis}={name!r} is not one of {', '.join(known)}"
-            for axis, name, known in (
-                ("keys", self.keys, KEY_PARTS),
-                ("index", self.index, INDEX_PARTS),
-                ("values", self.values, VALUE_PARTS),
-                ("place", self.place, PLACES),
-            )
-            if name not in known
+            f"{axis}={getattr(self, axis)!r} is not one of {', '.join(known)}"
+            for axis, known in AXES.items()
+            if getattr(self, axis) not in known
         ]
         if not reasons:
             reasons = unsupported(self, shape)
@@ -97,8 +97,10 @@ class KVSpec:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
             reasons.append(f"budget={self.budget} tokens is less than 1")
-        if self.index == "none" and (self.budget is not None or self.outliers):
-            reasons.append("index='none' attends to every token: budget and outliers have no meaning with it")
+        if self.mass is not None and not 0 < self.mass < 1:
+            reasons.append(f"mass={self.mass} must be in (0, 1)")
+        if self.index == "none" and (self.budget is not None or self.mass is not None or self.outliers):
+            reasons.append("index='none' attends to every token: budget, mass and outliers have no meaning with it")
         return reasons
 
     @property
@@ -174,8 +176,9 @@ class KVSpec:
         return ", ".join(words)
 
     def _budget_in_words(self) -> str:
+        words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"
         if self.budget is None:
-            return f"budget {DEFAULT_BUDGET:.2%} of the context, at least {DEFAULT_BUDGET_FLOOR} tokens"
+            words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
         if isinstance(self.budget, int):
-            return f"budget {self.budget} tokens"
-        return f"budget {self.budget:.2%} of the context"
+            words = f"budget {self.budget} tokens"
+        return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"

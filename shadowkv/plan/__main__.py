@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, parse_budget
-from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import KVSpec
 
 # Measured on one H200.
@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: bfloat16")
     add("--json", action="store_true", help="unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
-    kv.add_argument("--kv", nargs="+", default=["shadowkv"], metavar="POLICY", help=f"any of {', '.join(PRESETS)}")
+    kv.add_argument("--kv", nargs="+", default=["shadowkv"], metavar="POLICY", help=f"any of {POLICY_HELP}")
     kv.add_argument("--kv-rank", type=int, help="dimensions of low-rank keys")
     kv.add_argument("--kv-budget", type=parse_budget, help="selected tokens a step: a fraction or a count")
     kv.add_argument("--kv-chunk", type=int, help="tokens selected together; divides 64")
@@ -123,7 +123,7 @@ def _spec(name: str, args: argparse.Namespace) -> KVSpec:
     overrides = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
     if len(args.kv) > 1:
         base = preset(name)
-        if base.keys != "low-rank":
+        if not base.low_rank:
             del overrides["rank"]
         if base.index == "none":
             del overrides["budget"], overrides["outliers"]

@@ -64,7 +64,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - found)
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
-        index=sealed * parts.index.bytes_per_token() + pages * excluded,
+        index=sealed * parts.index.scored_bytes_per_token() + pages * excluded,
         state=sum(field.nbytes for field in layout.state_fields),
         keys=keys * parts.keys.bytes_per_token(),
         values=values - missed,

@@ -142,6 +142,13 @@ def test_the_policy_is_the_preset_with_what_was_overridden(name):
     assert changed == replace(PRESETS[name], rank=9, budget=100, chunk=4, outliers=0)
 
 
+def test_fields_of_a_policy_can_be_given_with_its_name():
+    config = parse("--kv", "turbo:chunk=8,budget=0.03", "--kv-rank", "64")
+    assert config.spec() == replace(PRESETS["turbo"], chunk=8, budget=0.03, rank=64)
+    with pytest.raises(argparse.ArgumentError, match=r"'depth'.*budget"):
+        parse("--kv", "turbo:depth=8")
+
+
 def test_a_spec_is_taken_as_it_is():
     spec = KVSpec(keys="low-rank", rank=5)
     assert EngineConfig(kv=spec).spec() == spec

@@ -19,6 +19,13 @@ EVERYTHING = {
     "host-values-only": KVSpec(place="host"),
     "quest": preset("quest", budget=1.0),
     "quest-on-host": replace(preset("quest", budget=1.0), place="host"),
+    "exact-top-k": preset("exact-top-k", budget=1.0),
+    "exact-in-chunks-with-outliers": preset("exact-top-k:chunk=8,outliers=5,place=host", budget=1.0),
+    "streaming-llm": preset("streaming-llm", budget=1.0),
+    "loki": preset("loki", budget=1.0),
+    "loki-in-chunks": preset("loki:chunk=4", budget=1.0),
+    "snapkv": preset("snapkv", budget=1.0),
+    "snapkv-in-chunks": preset("snapkv:chunk=8,outliers=3", budget=1.0),
 }
 
 

@@ -7,8 +7,9 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, rotate_plainly
 
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts.index_pca import PCA
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import SINK, KVSpec
 from shadowkv.ops.attend_selected.reference import gather_selected
 
 SHADOWKV = preset("shadowkv", rank=20, budget=64, outliers=5)
@@ -165,10 +166,157 @@ def test_turbo_with_everything_selected_loses_only_to_quantisation(kv: str) -> N
     assert error.mean() < 0.04  # int8 latents of all dimensions
 
 
+def selected(cache: KVCache, stream: Stream, layer: int) -> list[set[int]]:
+    """Chunks that the next token of a stream attends to, by kv head."""
+    batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
+    position = torch.tensor([stream.length], device=DEVICE)
+    q = rotate_plainly(stream.q[layer, stream.length :][:1], position)
+    chunks = cache.parts.index.select(cache.store, layer, q, batch)[0].tolist()
+    assert all(row == [c for c in row if c >= 0] + [-1] * row.count(-1) for row in chunks)
+    return [set(row) - {-1} for row in chunks]
+
+
+def exact_shares(cache: KVCache, stream: Stream, layer: int, head: int) -> torch.Tensor:
+    """Softmax [G, tokens] of the next token over the sealed tokens but the sink; 0 elsewhere."""
+    sealed = int(cache.pool.table.sealed[stream.sequence.slot])
+    keys = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))[:, head]
+    q = rotate_plainly(stream.q[layer, stream.length :][:1], torch.tensor([stream.length], device=DEVICE))[0]
+    scores = q[head * SHAPE.group : (head + 1) * SHAPE.group] @ keys.T / SHAPE.head_dim**0.5
+    scores[:, :SINK] = -math.inf
+    return scores.double().softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_exact_scores_find_the_chunks_with_the_most_mass(chunk: int) -> None:
+    cache, stream = run(preset("exact-top-k", chunk=chunk, budget=64))
+    for layer in range(SHAPE.num_layers):
+        for head, chosen in enumerate(selected(cache, stream, layer)):
+            mass = exact_shares(cache, stream, layer, head).unflatten(1, (-1, chunk)).sum(-1).amax(0)
+            assert chosen == set(mass.topk(64 // chunk).indices.tolist())
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_all_principal_components_find_what_exact_scores_find(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PCA, "kept", 1)
+    caches = [run(preset(name, chunk=chunk, budget=32)) for name in ("loki", "exact-top-k")]
+    for _ in range(STEPS - 1):
+        for cache, stream in caches:
+            decode(cache, [stream])
+    ours, exact = (stream.output() for _, stream in caches)
+    assert int(caches[0][0].pool.table.sealed.max()) == 768
+    torch.testing.assert_close(ours, exact, atol=1e-4, rtol=1e-3)
+
+
+def test_tokens_are_found_by_the_first_quarter_of_their_principal_components() -> None:
+    cache, stream = run(preset("loki", budget=64))
+    assert cache.parts.index.width == 4
+    for layer in range(SHAPE.num_layers):
+        rotated = rotate_plainly(stream.k[layer, :S], torch.arange(S, device=DEVICE))
+        for head, chosen in enumerate(selected(cache, stream, layer)):
+            centred = (rotated[:, head] - rotated[:, head].mean(0)).double()
+            basis = torch.linalg.svd(centred, full_matrices=False).Vh[:4].T
+            q = rotate_plainly(stream.q[layer, S : S + 1], torch.tensor([S], device=DEVICE))[0].double()
+            sealed = int(cache.pool.table.sealed[stream.sequence.slot])
+            scores = q[head * SHAPE.group : (head + 1) * SHAPE.group] @ basis @ (centred[SINK:sealed] @ basis).T
+            shares = (scores / math.sqrt(SHAPE.head_dim)).softmax(-1).amax(0)
+            assert chosen == {SINK + token for token in shares.topk(64).indices.tolist()}
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_recent_chunks_are_the_newest_sealed_ones(chunk: int) -> None:
+    cache, stream = run(preset("streaming-llm", chunk=chunk, budget=64))
+    for _ in range(STEPS - 1):
+        newest = int(cache.pool.table.sealed[stream.sequence.slot]) // chunk
+        if stream.length - newest * chunk < 32 + 64:  # nothing is sealed before the next token
+            wanted = set(range(newest - 64 // chunk, newest))
+            assert all(chosen == wanted for chosen in selected(cache, stream, 1))
+        decode(cache, [stream])
+
+
+def snapkv_with_a_planted_key(token: int, **fields: int) -> tuple[KVCache, Stream]:
+    """The last 64 queries of the prompt attend to ``token``, in all heads."""
+    cache = make_cache(preset("snapkv", **fields))
+    stream = Stream(11, cache.pool.allocate(S, S + STEPS))
+    wanted = torch.randn(SHAPE.head_dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for x, rows in ((stream.k, [token]), (stream.q, range(S - 64, S))):
+        position = torch.tensor(rows, device=DEVICE)
+        aligned = (8 * wanted / wanted.norm()).expand(len(position), x.shape[2], -1)
+        x[:, position] = cache.ops.rotate(aligned, position, cache.store.rotary, inverse=True)
+    prefill(cache, [(stream, S)], block=30)  # the voters come in several blocks
+    return cache, stream
+
+
+def test_votes_of_the_last_queries_choose_once_for_all_steps() -> None:
+    cache, stream = snapkv_with_a_planted_key(321, budget=16)
+    before = [selected(cache, stream, layer) for layer in range(SHAPE.num_layers)]
+    for heads in before:
+        assert all(set(range(318, 325)) <= chosen for chosen in heads)  # with its neighbours
+    for _ in range(20):
+        decode(cache, [stream])
+    assert [selected(cache, stream, layer) for layer in range(SHAPE.num_layers)] == before
+    for _ in range(STEPS - 21):
+        decode(cache, [stream])
+    sealed = int(cache.pool.table.sealed[stream.sequence.slot])
+    assert sealed == 768
+    assert all(chosen == set(range(sealed - 16, sealed)) for chosen in selected(cache, stream, 0))  # never dropped
+
+
+def test_votes_are_shares_of_attention() -> None:
+    cache, stream = snapkv_with_a_planted_key(100, budget=16, chunk=4)
+    layer, head = 1, 0
+    position = torch.arange(S, device=DEVICE)
+    k, q = (rotate_plainly(x[layer, :S], position) for x in (stream.k, stream.q))
+    votes = torch.zeros(S, device=DEVICE)
+    for token in range(S - 64, S):
+        for query in q[token, head * SHAPE.group : (head + 1) * SHAPE.group]:
+            votes[: token + 1] += (k[: token + 1, head] @ query / math.sqrt(SHAPE.head_dim)).softmax(0)
+    pooled = torch.stack([votes[max(0, t - 3) : t + 4].max() for t in range(S - 64)])
+    mass = torch.stack([pooled[4 * c : 4 * c + 4].max() for c in range((S - 64) // 4)])
+    mass[: SINK // 4] = 0
+    sealed = int(cache.pool.table.sealed[stream.sequence.slot])
+    assert sealed > S - 64  # voters are sealed: they rank first
+    voters = set(range((S - 64) // 4, sealed // 4))
+    chosen = selected(cache, stream, layer)[head]
+    assert len(chosen) == 4
+    assert voters <= chosen
+    by_vote = sorted(chosen - voters)  # neighbouring chunks tie
+    torch.testing.assert_close(mass[by_vote].sort(descending=True).values, mass.topk(len(by_vote)).values)
+
+
+def test_prompts_that_were_kept_dense_have_no_votes_and_newer_tokens_come_first() -> None:
+    cache = make_cache(preset("snapkv", budget=16))
+    stream = Stream(3, cache.pool.allocate(20, 400))
+    prefill(cache, [(stream, 20)])
+    for _ in range(300):
+        decode(cache, [stream])
+    sealed = int(cache.pool.table.sealed[stream.sequence.slot])
+    assert sealed == 256
+    assert all(chosen == set(range(sealed - 16, sealed)) for chosen in selected(cache, stream, 0))
+
+
+@pytest.mark.parametrize("mass", [0.3, 0.9])
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_mass_is_the_fewest_best_chunks_with_that_share_in_every_query_head(chunk: int, mass: float) -> None:
+    cache, stream = run(preset(f"exact-top-k:budget=1.0,mass={mass}", chunk=chunk))
+    for layer in range(SHAPE.num_layers):
+        for head, chosen in enumerate(selected(cache, stream, layer)):
+            shares = exact_shares(cache, stream, layer, head).unflatten(1, (-1, chunk)).sum(-1)
+            order = shares.amax(0).argsort(descending=True).tolist()
+            count = next(n for n in range(len(order)) if (shares[:, order[:n]].sum(1) >= mass).all())
+            assert chosen == set(order[:count])
+    capped, stream = run(preset(f"exact-top-k:budget=16,mass={mass}", chunk=chunk))
+    assert all(len(chosen) <= 16 // chunk for chosen in selected(capped, stream, 0))
+
+
 @pytest.mark.parametrize(
     "spec",
-    [SHADOWKV, QUEST, preset("full"), preset("turbo", budget=64)],
-    ids=["shadowkv", "quest", "full", "turbo"],
+    [
+        SHADOWKV,
+        QUEST,
+        *(preset(name) for name in ("full", "turbo:budget=64", "streaming-llm:budget=64", "loki:budget=64")),
+        *(preset(name) for name in ("snapkv:budget=64", "exact-top-k:budget=64", "exact-top-k:budget=0.5,mass=0.8")),
+    ],
+    ids=["shadowkv", "quest", "full", "turbo", "streaming-llm", "loki", "snapkv", "exact-top-k", "mass"],
 )
 def test_ragged_batch_equals_each_sequence_alone(spec: KVSpec) -> None:
     lengths = [1, 7, 63, 64, 65, 1000, 3000]

@@ -93,7 +93,14 @@ def test_every_reason_is_listed_at_once():
         {"budget": float("nan")},
         {"budget": 0},
         {"budget": -64},
+        {"mass": 0.0},
+        {"mass": 1.0},
+        {"mass": float("nan")},
+        {"mass": 0.5, "index": "sketch"},
+        {"mass": 0.5, "index": "recent"},
+        {"mass": 0.5, "index": "votes"},
         {"index": "none"},
+        {"index": "exact"},
     ],
     ids=str,
 )
@@ -135,6 +142,36 @@ def test_overrides_of_a_preset_replace_all_but_none():
         preset("nope")
     with pytest.raises(TypeError):
         preset("full", depth=3)
+
+
+def test_fields_may_follow_a_presets_name():
+    found = preset("turbo:chunk=8,values=dense,budget=0.03")
+    assert found == replace(PRESETS["turbo"], chunk=8, values="dense", budget=0.03)
+    assert preset("quest:budget=2048,mass=0.9,place=host", chunk=8) == replace(
+        PRESETS["quest"], budget=2048, mass=0.9, place="host", chunk=8
+    )
+    assert preset("shadowkv:rank=64,budget=1.0,outliers=0").budget == 1.0
+    assert isinstance(preset("shadowkv:budget=1").budget, int)
+    assert isinstance(preset("shadowkv:budget=1.0").budget, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nope:chunk=8", ["'nope'", "shadowkv"]),
+        ("turbo:", ["''", "budget"]),
+        ("turbo:chunk", ["chunk=''", "integer"]),
+        ("turbo:chunk=8,", ["''", "outliers"]),
+        ("turbo:chunk=0.5", ["chunk='0.5'", "integer"]),
+        ("turbo:budget=some", ["budget='some'", "number"]),
+        ("turbo:values=int4", ["values='int4'", "rotated-4bit"]),
+        ("turbo:index=magic,depth=3,rank=x", ["'magic'", "chunk-mean", "'depth'", "local", "rank='x'"]),
+    ],
+)
+def test_policies_that_cannot_be_read_are_told_with_what_is_known(text, said):
+    with pytest.raises(ValueError) as error:
+        preset(text)
+    assert all(word in str(error.value) for word in said), error.value
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "quest"])

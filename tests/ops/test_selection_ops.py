@@ -139,6 +139,27 @@ def test_every_query_head_of_a_group_counts_by_its_own_share(ops):
     assert set(selected.flatten().tolist()) == {0, 2}
 
 
+@pytest.mark.parametrize("mass", [0.2, 0.7, 0.95])
+def test_mass_takes_the_fewest_best_chunks_that_reach_it_in_every_query_head(ops, seed, mass):
+    logits = (3 * torch.randn(3, 2, 4, 40)).masked_fill((torch.rand(3, 2, 1, 40) < 0.2), -math.inf)
+    logits[2, 1] = -math.inf
+    shares = torch.nan_to_num(logits.double().softmax(-1))
+    lse = torch.stack([run.logsumexp(-1) for run in logits.split(16, dim=-1)], dim=-1)
+    budget = torch.tensor([40, 12, 40])
+    selected = ops.select_top_chunks(logits, lse, budget, 40, mass)
+    assert selected.shape == (3, 2, 40)
+    for b in range(3):
+        for h in range(2):
+            row = selected[b, h].tolist()
+            chosen = [place for place in row if place != -1]
+            assert row == chosen + [-1] * (40 - len(chosen))
+            order = shares[b, h].amax(0).argsort(descending=True).tolist()
+            reached = [n for n in range(41) if (shares[b, h][:, order[:n]].sum(1) >= mass).all()]
+            wanted = min(reached[0], int(budget[b])) if reached else 0
+            assert set(chosen) == set(order[:wanted])
+            assert len(chosen) == wanted
+
+
 def worst_similarity(rotated: torch.Tensor, chunk: int) -> torch.Tensor:
     """[chunks, H]: smallest cosine between a chunk's mean and one of its members, float64."""
     tokens, heads, _ = rotated.shape

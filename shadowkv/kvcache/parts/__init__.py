@@ -1,6 +1,8 @@
 """The parts a policy is put together from, one file each, found by name on their axis.
 
-A new method is one part file, one line here and one line in ``presets.py``.
+A new method is one part file, one line here and one line in ``presets.py``. What a part sees are a layer's keys,
+values and queries; methods that need more do not fit here: InfiniGen (arXiv:2406.19707) finds tokens one layer ahead,
+from the input of the layer before.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ INDEX_PARTS = {
     "chunk-mean": "index_chunk_mean:ChunkMean",
     "min-max": "index_min_max:MinMax",
     "sketch": "index_sketch:Sketch",
+    "exact": "index_exact:Exact",
+    "recent": "index_recent:Recent",
+    "pca": "index_pca:PCA",
+    "votes": "index_votes:Votes",
 }
 VALUE_PARTS = {
     "dense": "values_dense:DenseValues",
@@ -33,6 +39,8 @@ VALUE_PARTS = {
     "rotated-2bit": "values_rotated:RotatedValues2Bit",
 }
 PLACES = ("device", "host")
+AXES = {"keys": KEY_PARTS, "index": INDEX_PARTS, "values": VALUE_PARTS, "place": PLACES}
+"""The names that each of these fields of a KVSpec can have."""
 
 
 @dataclass(frozen=True)

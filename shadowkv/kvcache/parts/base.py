@@ -19,6 +19,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, QuantisedRows
+from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -86,8 +87,14 @@ class Part(ABC):
         """Arrays of one sequence in one layer."""
         return ()
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor) -> None:
-        """Learns a sequence's state from the keys [S, H, d] of its whole prompt, before and after the rotation."""
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
+        """Learns a sequence's state from its whole prompt.
+
+        Args:
+            keys, rotated: [S, H, d], before and after the rotation.
+            queries: [w, H_q, d], those of the last tokens, rotated: at most ``OBSERVED``; none where they are gone, as
+                the prompt was kept dense.
+        """
         return
 
     @abstractmethod
@@ -104,7 +111,23 @@ class KeyPart(Part):
 
 
 class IndexPart(Part):
-    """How chunks are found."""
+    """How chunks are found.
+
+    Attributes:
+        observes: whether ``fit`` learns from queries, so that a layer's prompt is stored after it has attended.
+    """
+
+    observes = False
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        if spec.mass is not None:
+            return [f"index={spec.index!r} estimates no softmax over all chunks: mass has no meaning with it"]
+        return []
+
+    def scored_bytes_per_token(self) -> float:
+        """Bytes of a sealed token that a step reads to find chunks, in one layer, all kv heads."""
+        return self.bytes_per_token()
 
     @abstractmethod
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
@@ -115,14 +138,35 @@ class IndexPart(Part):
 class ScoredIndex(IndexPart):
     """An index that scores every chunk; those with the largest share of any query head's softmax are selected."""
 
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        return []
+
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         logits, lse = self.logits(store, layer, q, batch)
-        return store.ops.select_top_chunks(logits, lse, batch.budget, min(batch.max_budget, logits.shape[-1]))
+        k = min(batch.max_budget, logits.shape[-1])
+        return store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass)
 
     @abstractmethod
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         """Logits float32 [B, H, G, P * C] of all chunks for rotated queries [B, H_q, d], -inf where not selectable;
         and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
+
+
+class RankedIndex(IndexPart):
+    """An index that ranks every chunk whatever the query."""
+
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        ranks = self.ranks(store, layer, batch).unsqueeze(2)
+        logits, _ = mask_logits(ranks, store.page["excluded"][layer], batch.pages, batch.num_chunks)
+        # No log-sum-exp, which would take the last digits of the ranks away.
+        lse = torch.zeros_like(logits[..., :1])
+        return store.ops.select_top_chunks(logits, lse, batch.budget, min(batch.max_budget, logits.shape[-1]))
+
+    @abstractmethod
+    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+        """Ranks float32 [B, H, P * C] of all chunks, also of those that may not be selected, the largest first; none
+        is above 0, as ``select_top_chunks`` takes them for logarithms of shares."""
 
 
 class ValuePart(Part):

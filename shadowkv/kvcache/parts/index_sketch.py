@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Sketch(IndexPart):
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        reasons = []
+        reasons = super().unsupported(spec, shape)
         if shape.head_dim % 8:
             reasons.append(f"a key sketch needs a head dim that is a multiple of 8, not {shape.head_dim}")
         if spec.chunk > RUN:
@@ -44,7 +44,7 @@ class Sketch(IndexPart):
     def state_fields(self) -> tuple[Field, ...]:
         return (Field("sketch_mean", (self.shape.num_kv_heads, self.shape.head_dim), torch.float32),)
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor) -> None:
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         store.state["sketch_mean"][layer, slot] = rotated.mean(0, dtype=torch.float32)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:

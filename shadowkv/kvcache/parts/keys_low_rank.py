@@ -38,7 +38,7 @@ class LowRankKeys(KeyPart):
         basis = Field("basis", (self.rank, self.shape.num_kv_heads, self.shape.head_dim), self.dtype)
         return (basis, Field("kept_energy", (1,), torch.float32))
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor) -> None:
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         basis, kept = store.ops.low_rank_basis(keys.flatten(1), self.rank)
         store.state["basis"][layer, slot] = basis.view(self.rank, *keys.shape[1:]).to(self.dtype)
         store.state["kept_energy"][layer, slot] = kept
@@ -67,7 +67,7 @@ class LowRankInt8Keys(LowRankKeys):
         mean = Field("key_mean", (self.shape.num_kv_heads, self.shape.head_dim), self.dtype)
         return (*super().state_fields(), mean, Field("latent_step", (self.rank,), torch.float32))
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor) -> None:
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         mean = keys.mean(0, dtype=torch.float32).to(self.dtype)
         basis, kept = store.ops.low_rank_basis((keys - mean).flatten(1), self.rank)
         # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.

@@ -32,15 +32,17 @@ def _shared_bytes(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin - STATIC_BYTES  # type: ignore[attr-defined]  # stub is behind
 
 
-def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int) -> Tensor:
-    """As the reference, in ascending order; of equal shares the first ones. float32 logits in CUDA, others there.
+def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:
+    """As the reference, in ascending order; of equal shares the first ones.
+
+    float32 logits without ``mass`` in CUDA, others there.
 
     Rows of more than about 49,000 chunks are ranked in global memory: slower, as they no longer fit in a
     multiprocessor's own.
     """
     batch, heads, group, chunks = logits.shape
-    if logits.dtype != torch.float32 or group > GROUP or not chunks:
-        return reference.select_top_chunks(logits, lse, budget, k)
+    if logits.dtype != torch.float32 or group > GROUP or not chunks or mass is not None:
+        return reference.select_top_chunks(logits, lse, budget, k, mass)
     words = -(-chunks // 32) * 34  # a key of 32 bits a chunk and two bit sets
     outside = words if 4 * words > _shared_bytes(logits.device) else 0
     workspace = torch.empty(batch * heads, outside, dtype=torch.int32, device=logits.device)

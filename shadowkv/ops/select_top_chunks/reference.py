@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int) -> Tensor:
+def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:
     """The chunks with the largest share of any query head's softmax, per sequence and kv head.
 
     Args:
@@ -14,6 +14,8 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int) -> Te
         lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets that make up all chunks.
         budget: int64 [B], chunks to select, at most ``k``.
         k: columns of the result.
+        mass: of the budget, in the order of those shares, only the chunks before which some query head of the group
+            has less than this share of its softmax: the fewest first ones with which every query head has it.
 
     Returns:
         int64 [B, H, k], in any order, -1 where there is none; those come last. Equal shares (backends may take shares
@@ -24,5 +26,9 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int) -> Te
     count = min(k, scores.shape[-1])
     best, chosen = scores.topk(count, dim=-1)
     beyond = torch.arange(count, device=logits.device) >= budget[:, None, None]
+    if mass is not None:
+        ranked = shares.gather(-1, chosen.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)).exp()
+        before = ranked.cumsum(-1) - ranked
+        beyond = beyond | (before >= mass).all(2)
     chosen = chosen.masked_fill(beyond | (best == float("-inf")), -1)
     return torch.nn.functional.pad(chosen, (0, k - count), value=-1)

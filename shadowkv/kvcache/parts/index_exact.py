@@ -1,0 +1,37 @@
+"""The oracle: exact scores of every key, to tell what selection costs from what an index misses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.token_scores import chunk_scores
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import KVSpec
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class Exact(ScoredIndex):
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        if spec.keys != "dense":
+            return [f"index='exact' scores the keys themselves: it needs keys='dense', not {spec.keys!r}"]
+        return super().unsupported(spec, shape)
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def scored_bytes_per_token(self) -> float:
+        return self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        return
+
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        return chunk_scores(q, store.page["keys"][layer], store.page["excluded"][layer], batch, q.shape[-1] ** -0.5)

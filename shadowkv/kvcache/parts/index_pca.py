@@ -1,0 +1,64 @@
+"""Scores of all tokens by the first principal components of their keys (Loki, arXiv:2406.02542).
+
+The paper finds the components offline, from the keys of a calibration text, and keeps all keys in their basis; here
+they are those of each sequence's own prompt, per layer and kv head, after the rotation, and the projected keys are
+kept beside the keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.token_scores import chunk_scores
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class PCA(ScoredIndex):
+    kept = 1 / 4
+    """Share of the components that is kept: the paper's d_f."""
+
+    @property
+    def width(self) -> int:
+        return round(self.kept * self.shape.head_dim)
+
+    def page_fields(self) -> tuple[Field, ...]:
+        shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.width)
+        return (Field("pca_keys", shape, self.dtype),)
+
+    def state_fields(self) -> tuple[Field, ...]:
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        return (
+            Field("pca_mean", (heads, dim), torch.float32),
+            Field("pca_basis", (heads, dim, self.width), torch.float32),
+        )
+
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
+        mean = rotated.mean(0, dtype=torch.float32)
+        for head in range(self.shape.num_kv_heads):
+            centred = rotated[:, head].float() - mean[head]
+            # Keys that overflowed must not stop everybody: their sequence's logits say so soon enough.
+            covariance = (centred.T @ centred).nan_to_num_(0.0, 0.0, 0.0)
+            components = torch.linalg.eigh(covariance).eigenvectors  # of ascending variance
+            store.state["pca_basis"][layer, slot, head] = components[:, -self.width :]
+        store.state["pca_mean"][layer, slot] = mean
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        mean, basis = (store.state[name][tokens.layers][:, tokens.slots] for name in ("pca_mean", "pca_basis"))
+        # The mean shifts the scores of all tokens alike; without it the rest is rounded less.
+        centred = (tokens.rotated.float() - mean.unsqueeze(2)).transpose(2, 3)
+        projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
+        store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
+
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        basis = store.state["pca_basis"][layer][batch.slots]
+        projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis  # [B, H, G, w]
+        fields = store.page["pca_keys"][layer], store.page["excluded"][layer]
+        return chunk_scores(projected.flatten(1, 2), *fields, batch, q.shape[-1] ** -0.5)

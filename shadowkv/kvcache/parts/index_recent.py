@@ -1,0 +1,32 @@
+"""The newest chunks, whatever they say; with the sink, which is always exact, this is StreamingLLM (arXiv:2309.17453).
+
+The paper numbers the positions that are left anew; here every token keeps its own, as under every other index.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+class Recent(RankedIndex):
+    def page_fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        return
+
+    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+        rows, pages = batch.pages.shape
+        oldest = -float(pages * self.chunks)
+        ranks = torch.arange(oldest, 0, dtype=torch.float32, device=batch.pages.device)
+        return ranks.expand(rows, self.shape.num_kv_heads, -1)

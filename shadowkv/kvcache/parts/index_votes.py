@@ -1,0 +1,78 @@
+"""The tokens that the prompt's last queries attend to (SnapKV, arXiv:2404.14469), the same ones at every step.
+
+Of the prompt, the tokens with the most attention of its last 64 queries (the published code's default), the largest
+of 7 neighbours counting for each (its LongBench runs); the query heads of a kv head vote together. What follows the
+voters, generated or of a later turn, the paper never drops: it ranks before all of them, the newest first, and takes
+from the same budget. So does everything where the prompt was kept dense, for it has no votes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import OBSERVED
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
+from shadowkv.kvcache.spec import PAGE
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+NEIGHBOURS = 7
+"""Tokens of which the most attended one counts for the middle one."""
+
+LEAST = 1e-37
+"""Votes that count as none; in float32 their logarithm is finite."""
+
+
+class Votes(RankedIndex):
+    observes = True
+
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("votes", (self.shape.num_kv_heads, PAGE), torch.float32),)
+
+    def state_fields(self) -> tuple[Field, ...]:
+        heads, voters = self.shape.num_kv_heads, OBSERVED * self.shape.group
+        return (
+            Field("vote_queries", (heads, voters, self.shape.head_dim), self.dtype),
+            Field("vote_lse", (heads, voters), torch.float32),
+            Field("voted", (1,), torch.int64),  # tokens before the voters
+        )
+
+    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
+        state = {name: store.state[name][layer, slot] for name in ("vote_queries", "vote_lse", "voted")}
+        voters = queries.transpose(0, 1).unflatten(0, (self.shape.num_kv_heads, -1)).flatten(1, 2)  # [H, G * w, d]
+        count, first = len(queries), len(rotated) - len(queries)
+        state["vote_queries"].zero_()
+        state["vote_queries"][:, : voters.shape[1]] = voters
+        state["vote_lse"].fill_(math.inf)  # a voter that is not there gives no share to any key
+        state["voted"].fill_(first if count else 0)
+        own = torch.arange(first, len(rotated), device=rotated.device).repeat(self.shape.group)
+        later = torch.arange(len(rotated), device=rotated.device) > own[:, None]
+        for head, lse in enumerate(state["vote_lse"]):
+            scores = self._scores(voters[head], rotated[:, head])
+            lse[: voters.shape[1]] = scores.masked_fill(later, -math.inf).logsumexp(-1)
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        voters, lse = (store.state[name][tokens.layers][:, tokens.slots] for name in ("vote_queries", "vote_lse"))
+        scores = self._scores(voters, tokens.rotated.transpose(2, 3))  # [L, n, H, G * w, 64]
+        store.write("votes", tokens.layers, tokens.pages, (scores - lse.unsqueeze(-1)).exp().mean(3))
+
+    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+        votes = store.page["votes"][layer][batch.pages].transpose(1, 2).flatten(2)
+        position = torch.arange(votes.shape[-1], device=votes.device)
+        voted = position < torch.minimum(store.state["voted"][layer][batch.slots], PAGE * batch.num_pages[:, None])
+        votes = votes.masked_fill(~voted.unsqueeze(1), 0.0)
+        pooled = torch.nn.functional.max_pool1d(votes, NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)
+        # Votes are shares of attention, so their logarithms less 1 are below all ranks by age, which are from -1 to 0.
+        by_vote, by_age = pooled.clamp(min=LEAST).log() - 1, position / len(position) - 1
+        ranks = torch.where(voted.unsqueeze(1), by_vote, by_age)
+        return ranks.unflatten(-1, (-1, self.spec.chunk)).amax(-1)
+
+    def _scores(self, voters: Tensor, keys: Tensor) -> Tensor:
+        return voters.float() @ keys.float().transpose(-1, -2) * self.shape.head_dim**-0.5

@@ -1,0 +1,34 @@
+"""Scores of chunks from the scores of all their tokens: the log-sum-exp, the log of the chunk's softmax mass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+
+
+def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, scale: float) -> tuple[Tensor, Tensor]:
+    """log sum exp(scale q . k) over each chunk's tokens, in float32.
+
+    Args:
+        q: [B, H_q, w].
+        keys: [N, H, C, c, w], views over all pages.
+        excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
+
+    Returns:
+        As ``chunk_mean_scores``.
+    """
+    heads, chunk = keys.shape[1], keys.shape[3]
+    queries = scale * q.float().unflatten(1, (heads, -1)).transpose(0, 1)
+    # Head by head, to bound what the keys take in float32.
+    scores = [queries[h] @ keys[:, h][batch.pages].flatten(1, 3).float().transpose(1, 2) for h in range(heads)]
+    logits = torch.stack(scores, dim=1)
+    if chunk > 1:
+        logits = logits.unflatten(-1, (-1, chunk)).logsumexp(-1)
+    return mask_logits(logits, excluded, batch.pages, batch.num_chunks)
