@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig
+from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig, parse_budget
 from shadowkv.engine.loading import load_from_config
 from shadowkv.eval import fidelity, niah
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.haystack import haystack
-from shadowkv.eval.policies import Policy, checked_budget, local_policies, served_policy
+from shadowkv.eval.policies import Policy, local_policies, served_policy
 from shadowkv.eval.remote import Remote
 from shadowkv.eval.run import Answerer, command_line, run, write_config
 from shadowkv.eval.tasks import SUITES
 from shadowkv.eval.tokenizers import load_tokenizer
-from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.models.tokenizer import Tokenizer
 
 SUITE_DATA = {
@@ -98,9 +99,11 @@ def _check(args: argparse.Namespace) -> None:
         bad.append(f"--kv {' '.join(args.kv)}: a server has one policy")
     if args.base_url and args.budget:
         bad.append("--budget has no meaning with --base-url: the server has the cache")
-    if not args.base_url:
-        unknown = [kv for kv in args.kv or () if kv.partition("@")[0] not in PRESETS]
-        bad += [f"--kv {kv} is not one of {', '.join(PRESETS)}" for kv in unknown]
+    for kv in () if args.base_url else args.kv or ():
+        try:
+            preset(kv)
+        except ValueError as error:
+            bad.append(f"--kv {kv}: {error}")
     if bad:
         raise ValueError("; ".join(bad))
 
@@ -145,12 +148,7 @@ def _add_arguments(parser: argparse.ArgumentParser, samples: int | None) -> None
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     model.add_argument("--rope-theta", type=float, help="overrides the model's own")
     kv = parser.add_argument_group("KV cache")
-    kv.add_argument(
-        "--kv",
-        nargs="+",
-        metavar="POLICY",
-        help=f"of {', '.join(PRESETS)}, or one of them @ a budget of its own: turbo@0.03 (default: full shadowkv)",
-    )
+    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"of {POLICY_HELP} (default: full shadowkv)")
     kv.add_argument(
         "--budget",
         nargs="+",
@@ -179,9 +177,12 @@ def _add_arguments(parser: argparse.ArgumentParser, samples: int | None) -> None
 
 def _budget(text: str) -> float | int:
     try:
-        return checked_budget(text)
+        budget = parse_budget(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
+    if not 0 < budget < math.inf or (isinstance(budget, float) and budget > 1):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
+    return budget
 
 
 def _plain(value: object) -> object:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from shadowkv.engine.config import DTYPES, EngineConfig
 from shadowkv.engine.loading import load_from_config
 from shadowkv.eval.session import Session
-from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.presets import POLICY_HELP, preset
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser("python -m shadowkv.eval fidelity", description=__doc__)
     parser.add_argument("--text", required=True, help="text file the prompt is cut from")
-    parser.add_argument("--kv", nargs="+", choices=tuple(PRESETS), default=["shadowkv", "quest"])
+    parser.add_argument("--kv", nargs="+", metavar="POLICY", default=["shadowkv", "quest"], help=f"of {POLICY_HELP}")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--model", default=EngineConfig.model)
@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     capacity = args.prompt_tokens + args.new_tokens
     try:
+        specs = [preset(name) for name in args.kv]
         loaded = load_from_config(EngineConfig(args.model, dtype=args.dtype, device=args.device))
         with open(args.text, encoding="utf-8") as file:
             prompt = loaded.tokenizer.encode(file.read())[: args.prompt_tokens]
@@ -72,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokens.append(token)
         reference.append(logits)
         bar.update()
-    for name in args.kv:
-        session = Session(loaded, preset(name), capacity)
+    for name, spec in zip(args.kv, specs, strict=True):
+        session = Session(loaded, spec, capacity)
         found = compare(torch.stack(reference), session.force(prompt, tokens))
         bar.update(args.new_tokens)
         row = {"kv": name, **asdict(found), **session.figures(), "spec": asdict(session.cache.spec)}

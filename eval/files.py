@@ -17,8 +17,8 @@ class Prediction:
 
     Attributes:
         task, id, length: the sample's.
-        policy: label of the policy: preset, and the budget asked for.
-        kv: the preset.
+        policy: label of the policy: ``kv``, and the budget asked for.
+        kv: the preset, with its fields that were changed.
         budget: share of ``length`` that a step may select; None where a server has the cache.
         predictions: answers, one per turn.
         score: mean of the turns' scores, in [0, 1].

@@ -46,7 +46,7 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
 
 
 def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> None:
-    """Mean score over all tasks by attended tokens, a panel per length: a line per preset through all its budgets."""
+    """Mean score over all tasks by attended tokens, a panel per length: a line per policy through all its budgets."""
     lengths = sorted({p.length for p in predictions})
     presets = list(dict.fromkeys(p.kv for p in sorted(predictions, key=lambda p: p.kv != BASELINE)))
     figure, axes = _figure(1, len(lengths), (5.6, 4.2))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shadowkv.engine.config import parse_budget
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -19,8 +17,8 @@ class Policy:
     """What answers a sample.
 
     Attributes:
-        label: the preset, and after an ``@`` the budget that was asked for.
-        kv: the preset.
+        label: ``kv``, and after an ``@`` the budget that was asked for.
+        kv: the preset, and after a colon its fields that were changed, but for the budget.
         spec: resolved for the model; None where a server has the cache.
     """
 
@@ -36,29 +34,24 @@ class Policy:
 
 
 def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: ModelShape) -> list[Policy]:
-    """Presets, once each: under the budget that follows an ``@``, else under every one of ``budgets``, else their own.
+    """Policies as ``preset`` reads them, once each: under their own budget, else under every one of ``budgets``.
 
     Full attention has no budget. Raises ValueError for what cannot be.
     """
     policies: dict[str, Policy] = {}
     for name in names:
-        kv, _, own = name.partition("@")
-        selects = preset(kv).index != "none"
-        for budget in [checked_budget(own)] if own else (budgets if selects and budgets else (None,)):
+        spec, kv = preset(name), _without_budget(name)
+        own = spec.budget is not None or spec.index == "none" or not budgets
+        for budget in (spec.budget,) if own else budgets:
             label = kv if budget is None else f"{kv}@{budget}"
-            policies[label] = Policy(label, kv, preset(kv, budget=budget).resolve(shape))
+            policies[label] = Policy(label, kv, preset(spec, budget=budget).resolve(shape))
     return list(policies.values())
 
 
-def checked_budget(text: str) -> float | int:
-    """A share of the context or a number of tokens; raises ValueError where it is neither."""
-    try:
-        budget = parse_budget(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is neither a fraction nor a number of tokens") from error
-    if not 0 < budget < math.inf or (isinstance(budget, float) and budget > 1):
-        raise ValueError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
-    return budget
+def _without_budget(name: str) -> str:
+    preset_name, _, changes = name.partition(":")
+    others = [change for change in changes.split(",") if change and not change.startswith("budget=")]
+    return f"{preset_name}:{','.join(others)}" if others else preset_name
 
 
 def served_policy(name: str) -> Policy:

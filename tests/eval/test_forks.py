@@ -39,7 +39,7 @@ def test_a_fork_answers_as_a_run_of_its_own(loaded: LoadedModel) -> None:
 def test_a_batch_answers_as_its_samples_alone(loaded: LoadedModel) -> None:
     """Lengths differ, answers end at different steps, and each later turn comes after all have ended the one before."""
     samples = [replace(SAMPLE, id=str(i), turns=(TEXT[: 1200 - 90 * i], *SAMPLE.turns[1:])) for i in range(5)]
-    policies = local_policies(["full", "shadowkv", "turbo@64", "turbo@0.25"], [], loaded.config.shape)
+    policies = local_policies(["full", "shadowkv", "turbo:budget=64", "turbo:budget=0.25"], [], loaded.config.shape)
     alone, together = Forks(loaded, batch=1), Forks(loaded, batch=3)
     work = [(sample, policies) for sample in samples]
     common = Counter(token for one in samples for token in _greedy(loaded, policies[0], one.turns[0])).most_common(3)
@@ -109,10 +109,10 @@ def test_too_long_a_sample_is_named(loaded: LoadedModel) -> None:
 
 
 def test_a_policy_may_name_its_budget(loaded: LoadedModel) -> None:
-    policies = local_policies(["full", "turbo", "turbo@0.03125", "turbo@64", "turbo"], [0.5], loaded.config.shape)
-    assert [policy.label for policy in policies] == ["full", "turbo@0.5", "turbo@0.03125", "turbo@64"]
-    assert [policy.kv for policy in policies] == ["full", "turbo", "turbo", "turbo"]
-    with pytest.raises(ValueError, match="must be a fraction"):
-        local_policies(["turbo@1.5"], [], loaded.config.shape)
+    names = ["full", "turbo", "turbo:budget=0.03125", "turbo:chunk=8,budget=64", "turbo"]
+    policies = local_policies(names, [0.5], loaded.config.shape)
+    assert [policy.label for policy in policies] == ["full", "turbo@0.5", "turbo@0.03125", "turbo:chunk=8@64"]
+    assert [policy.kv for policy in policies] == ["full", "turbo", "turbo", "turbo:chunk=8"]
+    assert [policy.spec and policy.spec.budget for policy in policies] == [None, 0.5, 0.03125, 64]
     with pytest.raises(ValueError, match="attends to every token"):
-        local_policies(["full@0.5"], [], loaded.config.shape)
+        local_policies(["full:budget=0.5"], [], loaded.config.shape)
