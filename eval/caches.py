@@ -45,7 +45,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parameter.device)
     free -= int(total * (1 - DEFAULT_UTILIZATION["cuda"]))
-    free -= prefill_bytes(loaded.config.shape, loaded.config.hidden_size, capacity, parameter.dtype)
+    free -= prefill_bytes(loaded.config, capacity, parameter.dtype)
     device = host = 0
     for layout in (_layout(loaded, spec, capacity) for spec in specs):
         need, unit = _blocks(layout), layout.bytes_per_block()

@@ -146,7 +146,7 @@ def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     spec = preset(kv).resolve(shape)
     capacity = context + new_tokens(args)
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
-    working = WORKING_GIB * GIB + prefill_bytes(shape, loaded.config.hidden_size, capacity, dtype)
+    working = WORKING_GIB * GIB + prefill_bytes(loaded.config, capacity, dtype)
     free = torch.cuda.mem_get_info()[0] - working - layout.bytes_per_block().device - layout.state_bytes
     host = config_of(args, kv, 1, context).host_memory_gib
     assert host is not None

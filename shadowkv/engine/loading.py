@@ -27,7 +27,7 @@ def load_engine_parts(
     max_model_len = config.max_model_len or loaded.config.max_position
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, config.fetch_buffer)
     slots = config.max_num_seqs + config.max_cached_seqs
-    memory, max_model_len = size_cache(config, layout, slots, device, loaded.config.hidden_size)
+    memory, max_model_len = size_cache(config, layout, slots, device, loaded.config)
     cache = KVCache(
         spec,
         shape,

@@ -63,20 +63,23 @@ class Runner:
         hidden = model.embed(torch.tensor([token for _, tokens in work for token in tokens], device=cache.device))
         starts = range(0, batch.num_tokens, self.block_tokens)
         blocks = [batch.block(start, min(start + self.block_tokens, batch.num_tokens)) for start in starts]
-        for number, layer in enumerate(self.layers):
-            if len(blocks) == 1:
-                hidden = layer(hidden, cache, blocks[0])
-                yield
-            else:
-                for block in blocks:
-                    layer.append(hidden[block.start : block.stop], cache, block)
-                for block in blocks:
-                    rows = slice(block.start, block.stop)
-                    hidden[rows] = layer.attend(hidden[rows], cache, block)
+        try:
+            for number, layer in enumerate(self.layers):
+                if len(blocks) == 1:
+                    hidden = layer(hidden, cache, blocks[0])
                     yield
-            cache.finish_prefill(number, batch)
-            for other, forked in copies:
-                other.finish_prefill(number, forked)
+                else:
+                    for block in blocks:
+                        layer.append(hidden[block.start : block.stop], cache, block)
+                    for block in blocks:
+                        rows = slice(block.start, block.stop)
+                        hidden[rows] = layer.attend(hidden[rows], cache, block)
+                        yield
+                cache.finish_prefill(number, batch)
+                for other, forked in copies:
+                    other.finish_prefill(number, forked)
+        finally:
+            cache.leave_prefill()
         cache.end_prefill(batch)
         for other, forked in copies:
             other.end_prefill(forked)

@@ -6,8 +6,10 @@ import psutil
 import torch
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.runner import BLOCK_TOKENS
 from shadowkv.kvcache.layout import Blocks, Layout
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.models.config import ModelConfig
+from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 
 GIB = 2**30
 
@@ -17,17 +19,25 @@ DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 HOST_SHARE = 0.5
 """Of the host memory that is free, the most that values take without being told."""
 
+GRAM_BYTES = 64
+"""For each entry of the Gram matrix of all kv heads' keys: several copies of it in float64, and as much to work in."""
 
-def prefill_bytes(shape: ModelShape, hidden_size: int, context: int, dtype: torch.dtype) -> int:
+
+def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest.
 
-    Hidden states twice, and one layer's keys (before and after the rotation) and values.
+    Its hidden states, and one layer's keys (before and after the rotation) and values; the largest tensors of a block
+    of tokens that are there together, which is in the MLP; and what storing the layer takes meanwhile.
     """
-    return context * (2 * hidden_size + 3 * shape.kv_dim) * dtype.itemsize
+    kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
+    whole = context * (model.hidden_size + 3 * kv_dim)
+    in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
+    storing = 2 * min(context, ROWS_AT_ONCE) * kv_dim
+    return (whole + in_the_mlp + storing) * dtype.itemsize + GRAM_BYTES * kv_dim**2
 
 
 def size_cache(
-    config: EngineConfig, layout: Layout, slots: int, device: torch.device, hidden: int
+    config: EngineConfig, layout: Layout, slots: int, device: torch.device, model: ModelConfig
 ) -> tuple[Blocks, int]:
     """Blocks of each tier, no more than all slots can use; and the longest sequence those hold.
 
@@ -37,7 +47,7 @@ def size_cache(
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        working = prefill_bytes(layout.shape, hidden, max_model_len, layout.exact_fields[0].dtype)
+        working = prefill_bytes(model, max_model_len, layout.exact_fields[0].dtype)
         device_bytes = int(total * share) - (total - free) - working
     else:
         device_bytes = int(psutil.virtual_memory().available * share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -101,6 +102,39 @@ class Segment:
     cached: int
 
 
+@dataclass(frozen=True)
+class ExactRows:
+    """Tokens in exact pages: granules of the pages and rows there, int64 [n] each."""
+
+    pages: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the new tokens of a sequence go, the same in every layer: on the device, so that no layer waits for a copy.
+
+    Attributes:
+        compressed: whether the sequence is, with its new tokens.
+        before, sealed: tokens that are sealed already, and those that are now.
+        slot: int64 [1].
+        pages, value_pages: int64 [sealed / 64], granules of the pages that they go to.
+        static: where the sink and the outliers go if there are no sealed tokens yet.
+        tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
+        exact: where the newest tokens go, or all that are new where the sequence stays dense.
+    """
+
+    compressed: bool
+    before: int
+    sealed: int
+    slot: Tensor
+    pages: Tensor
+    value_pages: Tensor
+    static: ExactRows
+    tail: ExactRows
+    exact: ExactRows
+
+
 class PrefillBatch:
     """New tokens of one or a few sequences, packed, and one layer's keys and values of them.
 
@@ -109,6 +143,7 @@ class PrefillBatch:
         positions: int64 [T].
         keys, rotated, values: [T, H, d], scratch of the layer at work, reused by the next.
         queries: the same of the last tokens of each segment, by its start: [w, H_q, d], rotated.
+        storing: the layer whose new sequences are being stored, or were last, while it attends.
     """
 
     def __init__(self, segments: list[Segment], device: torch.device, shape: ModelShape, dtype: torch.dtype) -> None:
@@ -127,12 +162,21 @@ class PrefillBatch:
             )
             for s in segments
         }
+        self.storing: int | None = None
+        self._places: dict[int, Places] = {}
 
     def of(self, sequences: list[Sequence]) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
         other = copy(self)
         other.segments = [replace(s, sequence=sequence) for s, sequence in zip(self.segments, sequences, strict=True)]
+        other._places = {}
         return other
+
+    def places_of(self, segment: Segment, find: Callable[[Sequence, int], Places]) -> Places:
+        """Where a segment's tokens go; found when first asked for."""
+        if segment.start not in self._places:
+            self._places[segment.start] = find(segment.sequence, segment.stop - segment.start)
+        return self._places[segment.start]
 
     def keep_queries(self, segment: Segment, q: Tensor, start: int) -> None:
         """Keeps those of a segment's rotated queries [n, H_q, d], of rows ``start`` on, that are among its last."""

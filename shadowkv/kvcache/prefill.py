@@ -1,7 +1,8 @@
-"""Prefill of new tokens into empty or cached sequences: exact attention, then storing, layer by layer.
+"""Prefill of new tokens into empty or cached sequences: exact attention, and storing, layer by layer.
 
-New tokens of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values,
-block by block with merged softmax, so that nothing is lost to selection outside decode.
+A new sequence's tokens are stored while the same layer attends to them, where a device can do both at once. New tokens
+of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values, block by block
+with merged softmax, so that nothing is lost to selection outside decode.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import PrefillBatch, PrefillBlock, SealedBatch, Segment
+from shadowkv.kvcache.batch import ExactRows, Places, PrefillBatch, PrefillBlock, SealedBatch, Segment
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.pool import SequencePool
@@ -22,8 +23,8 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.reference import gather_selected
 
-PAGES_AT_ONCE = 8
-"""Cached pages that new tokens attend to at a time, to bound the score matrix."""
+PAGES_AT_ONCE, QUERIES_AT_ONCE = 8, 2048
+"""Cached pages that new tokens attend to at a time, and how many tokens do, to bound the score matrix."""
 
 OWN_TOKENS = 512
 """New tokens of a cached sequence that attend to one another at a time."""
@@ -36,6 +37,8 @@ class Prefill:
         self.store, self.parts, self.pool, self.sealing = store, parts, pool, sealing
         self.table, self.layout, self.ops = pool.table, store.layout, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
+        # Of high priority: what takes little finds its way between the blocks of the kernels that take all.
+        self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
 
     def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
@@ -46,10 +49,12 @@ class Prefill:
         return PrefillBatch(segments, self.store.compute, self.shape, self.store.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
-        """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
+        """Takes keys (before the rotation) and values [n, H, d] of a block of tokens, the last block last."""
         batch, rows = block.batch, slice(block.start, block.stop)
         batch.keys[rows], batch.values[rows] = k, v
         batch.rotated[rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
+        if self.side is not None and block.stop == batch.num_tokens and not self.parts.index.observes:
+            self._start_storing(layer, batch, self.side)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
         """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended."""
@@ -65,11 +70,16 @@ class Prefill:
         return out
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
-        """Stores one layer's new tokens."""
+        """Stores what is not stored yet of one layer's new tokens; their memory can be used again."""
         for segment in batch.segments:
-            rows = slice(segment.start, segment.stop)
-            tokens = batch.keys[rows], batch.rotated[rows], batch.values[rows], batch.queries[segment.start]
-            self._store(layer, segment.sequence, *tokens)
+            if segment.cached or batch.storing != layer:
+                self._store(layer, batch, segment)
+        self.join()
+
+    def join(self) -> None:
+        """Makes what is launched from now on wait for what is being stored."""
+        if self.side is not None:
+            torch.cuda.current_stream(self.store.compute).wait_stream(self.side)
 
     def end(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences."""
@@ -78,12 +88,11 @@ class Prefill:
 
     def compress_dense(self, sequence: Sequence) -> None:
         """Compresses a dense sequence that has outgrown ``dense_limit`` while decoding."""
-        none, queries = (
-            self.store.k.new_empty(0, heads, self.shape.head_dim)
-            for heads in (self.shape.num_kv_heads, self.shape.num_query_heads)
-        )
+        heads = (0, self.shape.num_kv_heads, self.shape.head_dim)
+        places, none = self._places(sequence, 0), self.store.k[0].new_empty(heads)
+        queries = none.new_empty(0, self.shape.num_query_heads, self.shape.head_dim)
         for layer in range(self.shape.num_layers):
-            self._store(layer, sequence, none, none, none, queries)
+            self._write(layer, sequence, places, none, none, none, queries)
         self._commit(sequence, int(self.table.length[sequence.slot]))
 
     # -- storing ---------------------------------------------------------------------------------------------------
@@ -97,40 +106,75 @@ class Prefill:
             return 0
         return max(sealed, self.spec.sealed_pages(length) * PAGE)
 
-    def _store(
-        self, layer: int, sequence: Sequence, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
+    def _start_storing(self, layer: int, batch: PrefillBatch, side: torch.cuda.Stream) -> None:
+        """Stores the tokens of new sequences on another stream: attention reads them from the batch.
+
+        What is cached of others would be overwritten under the eyes of their new tokens.
+        """
+        new = [segment for segment in batch.segments if not segment.cached]
+        for segment in new:
+            batch.places_of(segment, self._places)  # on this stream: the host waits for it
+        side.wait_stream(torch.cuda.current_stream(self.store.compute))
+        with torch.cuda.stream(side):
+            for segment in new:
+                self._store(layer, batch, segment)
+        batch.storing = layer
+
+    def _store(self, layer: int, batch: PrefillBatch, segment: Segment) -> None:
+        rows, places = slice(segment.start, segment.stop), batch.places_of(segment, self._places)
+        tokens = batch.keys[rows], batch.rotated[rows], batch.values[rows], batch.queries[segment.start]
+        self._write(layer, segment.sequence, places, *tokens)
+
+    def _places(self, sequence: Sequence, count: int) -> Places:
+        """Where ``count`` new tokens of a sequence go."""
         length, before = int(self.table.length[sequence.slot]), int(self.table.sealed[sequence.slot])
-        sealed = self._sealed_after(sequence, length + len(keys))
-        if not sealed:
-            self._write_exact(layer, sequence.dense, length, rotated, values)
+        sealed, device = self._sealed_after(sequence, length + count), self.store.compute
+        pages, value_pages = (
+            torch.tensor(names[before // PAGE : sealed // PAGE], dtype=torch.int64, device=device)
+            for names in self.pool.sealed_pages(sequence)
+        )
+        return Places(
+            compressed=sealed > 0,
+            before=before,
+            sealed=max(0, sealed - before),
+            slot=torch.tensor([sequence.slot], device=device),
+            pages=pages,
+            value_pages=value_pages,
+            static=self._exact_rows(sequence.static, 0, self.spec.static_tokens if sealed else 0),
+            tail=self._tail_rows(sequence),
+            exact=self._exact_rows(sequence.ring if sealed else sequence.dense, sealed or length, length + count),
+        )
+
+    def _write(
+        self,
+        layer: int,
+        sequence: Sequence,
+        places: Places,
+        keys: Tensor,
+        rotated: Tensor,
+        values: Tensor,
+        queries: Tensor,
+    ) -> None:
+        if not places.compressed:
+            self._write_exact(layer, places.exact, rotated, values)
             return
-        tail, tail_values = self._tail(layer, sequence)
-        positions = torch.arange(before, length, device=tail.device)
-        keys = torch.cat((self.ops.rotate(tail, positions, self.store.rotary, inverse=True), keys))
-        rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
-        excluded = None
-        if not before:
+        if len(places.tail.pages):
+            tail, tail_values = self._read_exact(layer, places.tail)
+            positions = torch.arange(places.before, places.before + len(tail), device=tail.device)
+            keys = torch.cat((self.ops.rotate(tail, positions, self.store.rotary, inverse=True), keys))
+            rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
+        count, excluded = places.sealed, None
+        if not places.before:
             for part in (self.parts.keys, self.parts.index):
                 part.fit(self.store, layer, sequence.slot, keys, rotated, queries)
-            excluded = self._write_static(layer, sequence, rotated[:sealed], values[:sealed])
-        count = sealed - before
+            excluded = self._write_static(layer, places.static, rotated[:count], values[:count])
         if count:
-            pages, value_pages = self.pool.sealed_pages(sequence)
-            new = slice(before // PAGE, sealed // PAGE)
-
-            def by_page(x: Tensor) -> Tensor:
-                return x[:count].unflatten(0, (-1, PAGE))
-
-            slot, names, value_names = (
-                torch.tensor(x, device=self.store.compute) for x in ([sequence.slot], pages[new], value_pages[new])
-            )
-            tokens = (by_page(x).unsqueeze(0) for x in (keys, rotated, values))
+            tokens = (x[:count].unflatten(0, (-1, PAGE)).unsqueeze(0) for x in (keys, rotated, values))
             layers = slice(layer, layer + 1)
-            self.sealing.write(SealedTokens(layers, slot, names, value_names, *tokens), excluded)
-        self._write_exact(layer, sequence.ring, sealed, rotated[count:], values[count:])
+            self.sealing.write(SealedTokens(layers, places.slot, places.pages, places.value_pages, *tokens), excluded)
+        self._write_exact(layer, places.exact, rotated[count:], values[count:])
 
-    def _write_static(self, layer: int, sequence: Sequence, rotated: Tensor, values: Tensor) -> Tensor:
+    def _write_static(self, layer: int, rows: ExactRows, rotated: Tensor, values: Tensor) -> Tensor:
         """Makes the sink and the outliers exact; returns their bits, bool [1, pages, H, C]."""
         chunk, heads = self.spec.chunk, self.shape.num_kv_heads
         sink = torch.arange(self.spec.sink_chunks, device=rotated.device).expand(heads, -1)
@@ -139,27 +183,30 @@ class Prefill:
         tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=chosen.device)).flatten(1)  # [H, n]
         head = torch.arange(heads, device=chosen.device)
         exact = [x[tokens, head[:, None]].transpose(0, 1) for x in (rotated, values)]
-        self._write_exact(layer, sequence.static, 0, *exact)
+        self._write_exact(layer, rows, *exact)
         bits = torch.zeros(heads, len(rotated) // chunk, dtype=torch.bool, device=chosen.device)
         bits.scatter_(1, chosen, True)
         return bits.unflatten(1, (-1, PAGE // chunk)).transpose(0, 1).unsqueeze(0)
 
-    def _write_exact(self, layer: int, pages: list[int], first: int, rotated: Tensor, values: Tensor) -> None:
-        """Writes tokens [n, H, d] of positions ``first`` on into a ring of exact pages."""
-        position = torch.arange(first, first + len(rotated), device=rotated.device)
-        names = torch.tensor(pages, device=rotated.device)[position // PAGE % len(pages)]
-        self.store.k[layer][names, :, position % PAGE] = rotated
-        self.store.v[layer][names, :, position % PAGE] = values
+    def _exact_rows(self, pages: list[int], start: int, stop: int) -> ExactRows:
+        """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact pages."""
+        position = torch.arange(start, stop)
+        names = torch.tensor(pages, dtype=torch.int64)[position // PAGE % max(1, len(pages))]
+        return ExactRows(*torch.stack((names, position % PAGE)).to(self.store.compute))
 
-    def _tail(self, layer: int, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [n, H, d] of the exact tail, oldest first."""
+    def _tail_rows(self, sequence: Sequence) -> ExactRows:
+        """Where the exact tail is, oldest first."""
         start, stop = int(self.table.sealed[sequence.slot]), int(self.table.length[sequence.slot])
-        ring = sequence.ring if start else sequence.dense
-        position = torch.arange(start, stop, device=self.store.compute)
-        names = (
-            torch.tensor(ring, device=self.store.compute)[position // PAGE % len(ring)] if len(position) else position
-        )
-        return self.store.k[layer][names, :, position % PAGE], self.store.v[layer][names, :, position % PAGE]
+        return self._exact_rows(sequence.ring if start else sequence.dense, start, stop)
+
+    def _write_exact(self, layer: int, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
+        """Writes tokens [n, H, d] to exact pages."""
+        self.store.k[layer][rows.pages, :, rows.offsets] = rotated
+        self.store.v[layer][rows.pages, :, rows.offsets] = values
+
+    def _read_exact(self, layer: int, rows: ExactRows) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [n, H, d] of exact pages."""
+        return self.store.k[layer][rows.pages, :, rows.offsets], self.store.v[layer][rows.pages, :, rows.offsets]
 
     def _commit(self, sequence: Sequence, length: int) -> None:
         sealed = self._sealed_after(sequence, length)
@@ -176,7 +223,7 @@ class Prefill:
         if not segment.cached:
             return self.ops.causal_attention(q, batch.rotated[segment.start : stop], batch.values[segment.start : stop])
         merged = self._merge(
-            self.ops.block_attention(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)
+            self._in_parts(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)
         )
         own = [
             self._merge(self._own_blocks(q[row - start : row - start + OWN_TOKENS], batch, segment, row))
@@ -184,6 +231,12 @@ class Prefill:
         ]
         out, lse = (torch.cat(parts) for parts in zip(*own, strict=True))
         return self._merge(iter((merged, (out, lse))))[0]
+
+    def _in_parts(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Partial attention of ``QUERIES_AT_ONCE`` queries at a time."""
+        parts = [self.ops.block_attention(some, k, v, valid) for some in q.split(QUERIES_AT_ONCE)]
+        out, lse = (torch.cat(one) for one in zip(*parts, strict=True))
+        return out, lse
 
     def _own_blocks(
         self, q: Tensor, batch: PrefillBatch, segment: Segment, row: int
@@ -206,7 +259,7 @@ class Prefill:
         """Rotated keys and values [H, m, d] of all cached tokens in blocks, with the mask bool [H, m] of valid ones."""
         device, step = self.store.compute, PAGES_AT_ONCE
         sealed = int(self.table.sealed[sequence.slot])
-        tail, tail_values = self._tail(layer, sequence)
+        tail, tail_values = self._read_exact(layer, self._tail_rows(sequence))
         for k, v in zip(tail.split(step * PAGE), tail_values.split(step * PAGE), strict=True):
             yield k.transpose(0, 1), v.transpose(0, 1), None
         if not sealed:

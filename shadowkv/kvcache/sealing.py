@@ -18,7 +18,7 @@ from shadowkv.kvcache.sequence import SlotTable
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
-PAGES_AT_ONCE = 256
+PAGES_AT_ONCE = 512
 """Pages of one layer that are coded at a time, to bound what that takes beside them."""
 
 

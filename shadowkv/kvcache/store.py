@@ -76,4 +76,5 @@ class Store:
 
     def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
         """Writes [L, n, 64, H, x] into a field of shape [H, C, c, x]."""
-        self.write(name, layers, pages, tokens.transpose(2, 3).unflatten(3, self.page[name].shape[3:5]))
+        across_bus = any(field.name == name for field in self.layout.host_fields)
+        self.ops.write_rows(tokens, self.page[name][layers], pages, across_bus)

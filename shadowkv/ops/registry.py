@@ -22,12 +22,16 @@ NAMES = (
     "merge_attention",
     "min_max_scores",
     "paged_attention",
+    "project_latents",
+    "quantise_rows",
     "rms_norm",
     "rotate",
     "select_by_sketch",
     "select_top_chunks",
     "sign_scores",
     "silu_mul",
+    "sketch_keys",
+    "write_rows",
 )
 
 PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}

@@ -88,7 +88,7 @@ class Planner:
         model = Decoder(config, dtype, "meta")
         self.weight_bytes = model.num_bytes
         self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
-        self.prefill_bytes = prefill_bytes(config.shape, config.hidden_size, context, dtype)
+        self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
         self.cache_bytes = usable - self.weight_bytes - self.prefill_bytes
 

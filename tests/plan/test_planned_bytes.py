@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -83,8 +85,11 @@ def test_either_tier_can_be_the_limit() -> None:
     assert largest_batch(SequenceBytes(10, 0), 59, 0).both == 5
 
 
-def test_prefill_reserve_is_hidden_states_twice_and_three_of_keys_and_values() -> None:
-    assert prefill_bytes(LLAMA, 4096, 1000, torch.bfloat16) == 1000 * (4096 * 2 + 1024 * 3) * 2
+@pytest.mark.parametrize("tokens", [1000, 100000])
+def test_prefill_reserve_is_the_prompt_a_block_in_the_mlp_and_what_storing_takes(tokens: int) -> None:
+    config = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336)
+    elements = tokens * (4096 + 3 * 1024) + min(tokens, 8192) * 3 * (4096 + 14336) + 2 * min(tokens, 16384) * 1024
+    assert prefill_bytes(config, tokens, torch.bfloat16) == 2 * elements + 64 * 1024**2
 
 
 def test_reads_of_the_paper_on_its_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
@@ -19,7 +20,7 @@ class ChunkMean(ScoredIndex):
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        means = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk)).float().mean(3)
+        means = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk)).mean(3, dtype=torch.float32)
         store.write("landmarks", tokens.layers, tokens.pages, means.transpose(2, 3).to(self.dtype))
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.sign_scores.reference import RUN, pack_sketch, plane_bytes
+from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -48,10 +48,9 @@ class Sketch(IndexPart):
         store.state["sketch_mean"][layer, slot] = rotated.mean(0, dtype=torch.float32)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        mean = store.state["sketch_mean"][tokens.layers][:, tokens.slots]  # [L, n, H, d]
-        fields = pack_sketch(tokens.rotated - mean.unsqueeze(2), store.rotation("sketch"))
-        for name, field in zip(("sketch_signs", "sketch_rest", "sketch_scale"), fields, strict=True):
-            store.write(name, tokens.layers, tokens.pages, field.transpose(2, 3))
+        mean, rotation = store.state["sketch_mean"][tokens.layers], store.rotation("sketch")
+        fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
+        store.ops.sketch_keys(tokens.rotated, mean, tokens.slots, rotation, *fields, tokens.pages)
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         signs, rest, scale, excluded = (

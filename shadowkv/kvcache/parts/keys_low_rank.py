@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shadowkv.kvcache.store import Store
 
 
-ROWS_AT_ONCE = 65536
-
 HEADROOM = 1.25
 """What latents of generated tokens may be larger than all of the prompt's."""
 
@@ -39,14 +37,13 @@ class LowRankKeys(KeyPart):
         return (basis, Field("kept_energy", (1,), torch.float32))
 
     def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
-        basis, kept = store.ops.low_rank_basis(keys.flatten(1), self.rank)
+        basis, kept, _ = store.ops.low_rank_basis(keys.flatten(1), self.rank)
         store.state["basis"][layer, slot] = basis.view(self.rank, *keys.shape[1:]).to(self.dtype)
         store.state["kept_energy"][layer, slot] = kept
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        basis = store.state["basis"][tokens.layers][:, tokens.slots].flatten(3)
-        latents = tokens.keys.flatten(3) @ basis.transpose(2, 3)
-        store.write("latents", tokens.layers, tokens.pages, latents.unflatten(2, (self.chunks, self.spec.chunk)))
+        basis, latents = store.state["basis"][tokens.layers], store.page["latents"][tokens.layers]
+        store.ops.project_latents(tokens.keys, basis, None, None, tokens.slots, latents, tokens.pages)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]
@@ -65,28 +62,25 @@ class LowRankInt8Keys(LowRankKeys):
 
     def state_fields(self) -> tuple[Field, ...]:
         mean = Field("key_mean", (self.shape.num_kv_heads, self.shape.head_dim), self.dtype)
-        return (*super().state_fields(), mean, Field("latent_step", (self.rank,), torch.float32))
+        of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
+        return (*super().state_fields(), mean, *of_latents)
 
     def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         mean = keys.mean(0, dtype=torch.float32).to(self.dtype)
-        basis, kept = store.ops.low_rank_basis((keys - mean).flatten(1), self.rank)
+        basis, kept, largest = store.ops.low_rank_basis(keys.flatten(1), self.rank, mean.flatten())
         # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
-        largest = basis.new_full((self.rank,), 1e-12)
-        for block in keys.split(ROWS_AT_ONCE):
-            latents = (block.float() - mean.float()).flatten(1) @ basis.T
-            largest = torch.maximum(largest, latents.abs().amax(0))
-        step = HEADROOM * largest / 127
-        store.state["basis"][layer, slot] = (basis * step[:, None]).view(self.rank, *mean.shape).to(self.dtype)
+        step = HEADROOM * largest.clamp(min=1e-12) / 127
+        scaled = (basis * step[:, None]).to(self.dtype)
+        store.state["basis"][layer, slot] = scaled.view(self.rank, *mean.shape)
         store.state["key_mean"][layer, slot] = mean
         store.state["latent_step"][layer, slot] = step
+        store.state["latent_mean"][layer, slot] = scaled.float() @ mean.flatten().float()
         store.state["kept_energy"][layer, slot] = kept
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        state = {name: field[tokens.layers][:, tokens.slots] for name, field in store.state.items()}
-        centred = tokens.keys.float() - state["key_mean"].float().unsqueeze(2)
-        latents = centred.flatten(3) @ state["basis"].float().flatten(3).transpose(2, 3)
-        steps = (latents / state["latent_step"].square().unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
-        store.write("latents", tokens.layers, tokens.pages, steps.unflatten(2, (self.chunks, self.spec.chunk)))
+        state = (store.state[name][tokens.layers] for name in ("basis", "latent_mean", "latent_step"))
+        latents = store.page["latents"][tokens.layers]
+        store.ops.project_latents(tokens.keys, *state, tokens.slots, latents, tokens.pages)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
         latents, state = store.page["latents"][layer], store.state

@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
+from shadowkv.ops.attend_selected.packing import row_multiple
 from shadowkv.ops.attend_selected.sources import QuantisedRows
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class RotatedValues(ValuePart):
         )
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        codes, scale = quantise_rows(tokens.values, store.rotation("values"), self.bits)
-        store.write_heads("values", tokens.layers, tokens.value_pages, codes)
-        store.write("value_scale", tokens.layers, tokens.pages, scale.transpose(2, 3))
+        codes, scale = (store.page[name][tokens.layers] for name in ("values", "value_scale"))
+        rotation, places = store.rotation("values"), (codes, tokens.value_pages, scale, tokens.pages)
+        store.ops.quantise_rows(tokens.values, rotation, self.bits, *places)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> QuantisedRows:
         codes, scale = (store.page[name][layer] for name in ("values", "value_scale"))

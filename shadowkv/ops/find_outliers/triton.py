@@ -1,0 +1,46 @@
+"""Outlier detection in Triton: one pass over the keys, without copies of them in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def find_outliers(rotated: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
+    """As the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rotated`` is dense."""
+    tokens, heads, dim = rotated.shape
+    if not count:
+        return torch.empty(heads, 0, dtype=torch.int64, device=rotated.device)
+    worst = torch.empty(heads, tokens // chunk, dtype=torch.float32, device=rotated.device)
+    _worst_cosine[(triton.cdiv(tokens, 64), heads)](
+        rotated, worst, rotated.stride(0), rotated.stride(1), tokens // chunk, CHUNK=chunk, DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+    )  # fmt: skip
+    return worst[:, sink:].topk(count, largest=False).indices + sink
+
+
+@triton.jit
+def _worst_cosine(
+    rotated, worst, token_stride, head_stride, chunks, CHUNK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+):  # fmt: skip
+    """64 tokens of one head: the smallest cosine of each chunk's members with their mean."""
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    CHUNKS: tl.constexpr = 64 // CHUNK
+    chunk = block * CHUNKS + tl.arange(0, CHUNKS)
+    within = tl.arange(0, 64)
+    token = block * 64 + within
+    dim = tl.arange(0, DIM_BLOCK)
+    lives = (token < chunks * CHUNK)[:, None] & (dim < DIM)[None, :]
+    rows = tl.load(rotated + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
+    # A mean's products with its members are sums of members' products with one another: tensor cores have them all.
+    products = tl.dot(rows, tl.trans(rows), input_precision="ieee")
+    same = (within // CHUNK)[:, None] == (within // CHUNK)[None, :]
+    with_sum = tl.sum(tl.where(same, products, 0.0), 1)
+    square = tl.sum(tl.where(within[:, None] == within[None, :], products, 0.0), 1)
+    with_sum = tl.reshape(with_sum, (CHUNKS, CHUNK))
+    square_of_sum = tl.maximum(tl.sum(with_sum, 1), 0.0)
+    norms = tl.sqrt(tl.reshape(square, (CHUNKS, CHUNK))) * tl.sqrt(square_of_sum)[:, None]
+    cosine = with_sum / tl.maximum(norms, CHUNK * 1e-12)
+    tl.store(worst + head * chunks + chunk, tl.min(cosine, 1), mask=chunk < chunks)

@@ -1,0 +1,1 @@
+"""Latents of keys on the basis of their sequence, into pages."""

@@ -1,0 +1,1 @@
+"""The 2-bit sketch of keys, into pages."""

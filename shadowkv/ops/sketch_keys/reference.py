@@ -1,0 +1,33 @@
+"""Sketched keys in PyTorch, in the layout of ``sign_scores``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shadowkv.ops.sign_scores.reference import pack_sketch
+
+
+def sketch_keys(
+    keys: Tensor,
+    mean: Tensor,
+    slots: Tensor,
+    rotation: Tensor,
+    signs: Tensor,
+    rest: Tensor,
+    scale: Tensor,
+    pages: Tensor,
+) -> None:
+    """Writes the sketches of full pages of keys, less their sequence's mean.
+
+    Args:
+        keys: [L, n, 64, H, d], rotated by RoPE.
+        mean: float32 [L, slots, H, d].
+        slots: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean``.
+        rotation: float32 [d, d].
+        signs, rest: uint8 [L, N, H, 64, S], views over all pages.
+        scale: float16 [L, N, H, 64].
+        pages: int64 [n], which of the N take them.
+    """
+    centred = keys - mean[:, slots].unsqueeze(2)
+    for field, packed in zip((signs, rest, scale), pack_sketch(centred, rotation), strict=True):
+        field[:, pages] = packed.transpose(2, 3)

@@ -1,0 +1,1 @@
+"""Rows of tokens into pages, head by head."""

@@ -1,0 +1,38 @@
+"""Rows into pages in Triton: across the bus from a few thread blocks, so that the others are free meanwhile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCKS = 32
+"""Thread blocks that fill the bus."""
+
+
+def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> None:
+    """As the reference; the last dimension of ``rows`` is dense, and all but the first two of ``field`` are."""
+    layers, count, _, heads, dim = rows.shape
+    tiles = layers * count * heads
+    if not tiles:
+        return
+    _write_rows[(min(tiles, BLOCKS) if across_bus else tiles,)](
+        rows, field, pages, *rows.stride()[:4], field.stride(0), field.stride(1), count, tiles,
+        HEADS=heads, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_rows(
+    rows, field, pages, row_layer, row_page, row_token, row_head, field_layer, field_page, count, tiles,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, dim = tl.arange(0, 64)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        head = tile % HEADS
+        page = (tile // HEADS % count).to(tl.int64)
+        layer = (tile // HEADS // count).to(tl.int64)
+        source = rows + layer * row_layer + page * row_page + head * row_head
+        target = field + layer * field_layer + tl.load(pages + page) * field_page + head * (64 * DIM)
+        x = tl.load(source + token * row_token + dim, mask=dim < DIM)
+        tl.store(target + token * DIM + dim, x, mask=dim < DIM)

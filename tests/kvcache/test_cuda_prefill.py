@@ -1,0 +1,83 @@
+"""Storing a prompt beside its attention, on a stream of its own; needs a GPU."""
+
+import pytest
+import torch
+
+from shadowkv.engine.runner import Runner
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.dummy import fill_dummy
+from shadowkv.ops.rotate.tables import RopeConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
+ROPE = RopeConfig(64)
+TOKENS = 3000
+SLEEP = 100_000_000
+"""Clock cycles, about 50 ms."""
+
+
+def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
+    cache = KVCache(
+        preset(kv), SHAPE, ROPE, slots=2, max_model_len=4096, memory=Blocks(200, 200), dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    config = ModelConfig(
+        architecture="llama", vocab_size=500, hidden_size=384, intermediate_size=512, num_layers=2, num_query_heads=6,
+        num_kv_heads=2, head_dim=64, rms_norm_eps=1e-5, max_position=4096, rope=ROPE,
+    )  # fmt: skip
+    model = Decoder(config, torch.bfloat16, "cuda")
+    fill_dummy(model)
+    runner = Runner(model, cache)
+    runner.block_tokens = 1000
+    return cache, runner, cache.pool.allocate(TOKENS, TOKENS + 64)
+
+
+def slow_storing(cache: KVCache) -> None:
+    with torch.cuda.stream(cache.prefill.side):
+        torch.cuda._sleep(SLEEP)
+
+
+@torch.inference_mode()
+def stored(kv: str, beside: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """All pages and states after a prefill, and the logits of the first step."""
+    cache, runner, sequence = make(kv)
+    if not beside:
+        cache.prefill.side = None
+    prefill = runner.prefill([(sequence, [i % 500 for i in range(TOKENS)])])
+    while True:
+        if beside:
+            slow_storing(cache)
+        try:
+            next(prefill)
+        except StopIteration:
+            break
+    logits = runner.decode([sequence], [1])
+    arenas = {"device": cache.store.device.arena, "host": cache.store.host.arena, **cache.store.state}
+    return {name: x.clone() for name, x in arenas.items()}, logits
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo-host", "quest"])
+def test_what_is_stored_beside_attention_is_what_is_stored_after_it(kv: str) -> None:
+    (got, logits), (wanted, same_logits) = stored(kv, True), stored(kv, False)
+    for name in wanted:
+        assert torch.equal(got[name], wanted[name]), name
+    assert torch.equal(logits, same_logits)
+
+
+@torch.inference_mode()
+def test_a_prefill_that_is_given_up_leaves_nothing_running() -> None:
+    cache, runner, sequence = make("turbo")
+    prefill = runner.prefill([(sequence, list(range(500)) * 6)])
+    slow_storing(cache)
+    next(prefill)
+    assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
+    prefill.close()
+    torch.cuda.current_stream().synchronize()
+    assert cache.prefill.side.query()

@@ -1,0 +1,212 @@
+"""Triton kernels that store prompts against their references: on a GPU, or on the CPU through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shadowkv.ops.attend_selected.packing import STEPS, dequantise_rows
+from shadowkv.ops.attend_selected.packing import quantise_rows as pack_rows
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sign_scores.reference import STEP, plane_bits, plane_bytes
+
+triton = pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TIE = 1e-3
+"""How close to a tie, in steps, a value may be that another order of sums rounds the other way."""
+
+if not ON_GPU and not INTERPRETED:
+
+    def test_everything_in_the_interpreter() -> None:
+        """The interpreter is chosen before Triton is imported, so these tests run again in a process of their own."""
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+else:
+    from shadowkv.ops.find_outliers import reference as outliers_reference
+    from shadowkv.ops.find_outliers import triton as outliers_triton
+    from shadowkv.ops.project_latents import reference as latents_reference
+    from shadowkv.ops.project_latents import triton as latents_triton
+    from shadowkv.ops.quantise_rows import reference as rows_reference
+    from shadowkv.ops.quantise_rows import triton as rows_triton
+    from shadowkv.ops.sketch_keys import reference as sketch_reference
+    from shadowkv.ops.sketch_keys import triton as sketch_triton
+    from shadowkv.ops.write_rows import reference as write_reference
+    from shadowkv.ops.write_rows import triton as write_triton
+
+    DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
+    LAYERS, PAGES, NAMES = (2, 5, 23) if ON_GPU else (2, 2, 7)
+
+    def pages_of(heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """[L, n, 64, H, d], with a row of zeros, strided as tokens of exact pages or of a joined projection are."""
+        if heads % 2:
+            x = torch.randn(LAYERS, PAGES, heads, 64, dim, device=DEVICE).to(dtype).transpose(2, 3)
+        else:
+            x = torch.randn(LAYERS, PAGES, 64, 2 * heads, dim, device=DEVICE).to(dtype)[:, :, :, heads:]
+        x[0, 0, 5, 0] = 0
+        return x
+
+    def arena(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """[L, N, *shape] among other bytes, all 77."""
+        size = torch.Size(shape).numel()
+        row = -(-size * dtype.itemsize // 256) * 256 // dtype.itemsize
+        flat = torch.full((LAYERS, NAMES * row), 77, device=DEVICE).to(dtype)
+        strides = torch.empty(shape, device="meta").stride()
+        return flat.as_strided((LAYERS, NAMES, *shape), (NAMES * row, row, *strides))
+
+    def names() -> torch.Tensor:
+        return torch.randperm(NAMES, device=DEVICE)[:PAGES]
+
+    def differing(a: torch.Tensor, b: torch.Tensor, before_rounding: torch.Tensor, offset: float = 0.0) -> None:
+        """Only values within ``TIE`` of a tie may be rounded to neighbours, and few are."""
+        wrong = a != b
+        assert ((a - b).abs()[wrong] <= 1).all()
+        near = (before_rounding + offset - (before_rounding + offset).round()).abs()
+        assert (near[wrong] < TIE).all(), near[wrong].max()
+        assert wrong.float().mean() < 1e-3
+
+    def untouched(field: torch.Tensor, pages: torch.Tensor) -> None:
+        others = torch.ones(NAMES, dtype=torch.bool, device=DEVICE)
+        others[pages] = False
+        assert (field[:, others] == 77).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("heads", "dim", "bits", "chunk"),
+        [(2, 128, 4, 8), (3, 64, 4, 1), (1, 96, 4, 16), (3, 64, 2, 8), (2, 128, 2, 8), (3, 64, 3, 4), (2, 128, 3, 8),
+         (1, 96, 2, 8), (1, 16, 4, 8)],
+    )  # fmt: skip
+    def test_quantised_rows(heads: int, dim: int, bits: int, chunk: int, dtype: torch.dtype) -> None:
+        x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "values").to(DEVICE)
+        got, wanted = (arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8) for _ in range(2))
+        scale, wanted_scale = (arena(heads, 64, dtype=torch.float16) for _ in range(2))
+        pages, scale_pages = names(), names()
+        rows_triton.quantise_rows(x, rotation, bits, got, pages, scale, scale_pages)
+        rows_reference.quantise_rows(x, rotation, bits, wanted, pages, wanted_scale, scale_pages)
+        untouched(got, pages)
+        untouched(scale, scale_pages)
+        ours, theirs = (field[:, pages].flatten(3, 4).transpose(2, 3) for field in (got, wanted))
+        assert ours.shape == pack_rows(x, rotation, bits)[0].shape
+        one = torch.ones(ours.shape[:-1], device=DEVICE)
+        levels = [dequantise_rows(codes, one, None, bits, dim) for codes in (ours, theirs)]
+        y = x.double() @ rotation.double()
+        step = STEPS[bits] * y.norm(dim=-1, keepdim=True) / dim**0.5
+        differing(*levels, (y / step.masked_fill(step == 0, 1)))
+        same = (levels[0] == levels[1]).all(-1).transpose(2, 3)
+        found, expected = scale[:, scale_pages][same], wanted_scale[:, scale_pages][same]
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
+        assert scale[0, scale_pages[0], 0, 5] == 0
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (3, 64), (1, 96)])
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_sketched_keys(heads: int, dim: int, shared: bool, dtype: torch.dtype) -> None:
+        x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "sketch").to(DEVICE)
+        mean = 0.5 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)
+        mean[0, 4, 0] = 0
+        slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
+        signs, rest, wanted_signs, wanted_rest = (
+            arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(4)
+        )
+        scale, wanted_scale = (arena(heads, 64, dtype=torch.float16) for _ in range(2))
+        pages = names()
+        sketch_triton.sketch_keys(x, mean, slots, rotation, signs, rest, scale, pages)
+        sketch_reference.sketch_keys(x, mean, slots, rotation, wanted_signs, wanted_rest, wanted_scale, pages)
+        for field in (signs, rest, scale):
+            untouched(field, pages)
+        codes = [
+            (2 * plane_bits(a[:, pages], dim).int() + plane_bits(b[:, pages], dim).int()).transpose(2, 3)
+            for a, b in ((signs, rest), (wanted_signs, wanted_rest))
+        ]
+        assert (signs[:, pages][..., dim // 8 :] == 0).all()
+        assert (rest[:, pages][..., dim // 8 :] == 0).all()
+        centred = x.double() - mean[:, slots].unsqueeze(2).double()
+        sigma = centred.norm(dim=-1, keepdim=True) / dim**0.5
+        differing(*codes, centred @ rotation.double() / (STEP * sigma).clamp(min=1e-30))
+        same = (codes[0] == codes[1]).all(-1).transpose(2, 3)
+        torch.testing.assert_close(scale[:, pages][same], wanted_scale[:, pages][same], rtol=2e-3, atol=0)
+        assert scale[0, pages[0], 0, 5] == 0
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "dim", "rank", "chunk"), [(2, 64, 40, 8), (3, 96, 160, 1), (8, 128, 160, 8)])
+    @pytest.mark.parametrize("shared", [False, True])
+    @pytest.mark.parametrize("quantised", [False, True])
+    def test_latents(
+        heads: int, dim: int, rank: int, chunk: int, shared: bool, quantised: bool, dtype: torch.dtype
+    ) -> None:
+        if not ON_GPU and heads * dim > 512:
+            pytest.skip("slow in the interpreter")
+        x, n = pages_of(heads, dim, dtype), heads * dim
+        directions = torch.linalg.qr(torch.randn(LAYERS, 9, n, rank, device=DEVICE)).Q.transpose(2, 3)
+        step = 0.05 + 0.05 * torch.rand(LAYERS, 9, rank, device=DEVICE)
+        basis = (directions * step.unsqueeze(3)).unflatten(3, (heads, dim)).to(dtype).contiguous()
+        mean = (3 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)).to(dtype)
+        slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
+        products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
+        extra = (products, step) if quantised else (None, None)
+        got, wanted = (arena(64 // chunk, chunk, rank, dtype=torch.int8 if quantised else dtype) for _ in range(2))
+        pages = names()
+        latents_triton.project_latents(x, basis, *extra, slots, got, pages)
+        latents_reference.project_latents(x, basis, *extra, slots, wanted, pages)
+        untouched(got, pages)
+        ours, theirs = (field[:, pages].flatten(2, 3).double() for field in (got, wanted))
+        rows = basis[:, slots].double().flatten(3).transpose(2, 3)
+        if not quantised:
+            exact = x.double().flatten(3) @ rows
+            allowed = 2 * (theirs - exact).abs().max() + 1e-6
+            assert (ours - exact).abs().max() <= allowed
+            return
+        exact = (x.double() - mean[:, slots].double().unsqueeze(2)).flatten(3) @ rows
+        exact /= step[:, slots].double().square().unsqueeze(2)
+        assert exact.abs().max() > 127, "nothing is clipped: the test would not show it"
+        # A mean far from zero, as here, costs digits: sums in float32 are off by up to 1e-6 of its products.
+        differing(ours, theirs, exact, offset=0.5)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("tokens", "heads", "dim", "chunk", "sink"), [(640, 3, 64, 8, 1), (192, 2, 96, 1, 8),
+                                                                          (256, 1, 128, 64, 1)])  # fmt: skip
+    @pytest.mark.parametrize("count", [0, 3])
+    def test_outliers(tokens: int, heads: int, dim: int, chunk: int, sink: int, count: int, dtype: torch.dtype) -> None:
+        x = torch.randn(tokens, 2 * heads, dim, device=DEVICE).to(dtype)[:, heads:]
+        got = outliers_triton.find_outliers(x, chunk, count, sink)
+        wanted = outliers_reference.find_outliers(x, chunk, count, sink)
+        assert got.shape == wanted.shape == (heads, count)
+        assert got.dtype == torch.int64
+        if chunk > 1:  # else every cosine is 1
+            assert torch.equal(got.sort(1).values, wanted.sort(1).values)
+        elif count:
+            assert (got >= sink).all()
+            assert (got.sort(1).values.diff(dim=1) > 0).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (3, 64, 1), (1, 96, 16)])
+    @pytest.mark.parametrize("across_bus", [False, True])
+    def test_rows_are_copied(heads: int, dim: int, chunk: int, across_bus: bool, dtype: torch.dtype) -> None:
+        x, pages = pages_of(heads, dim, dtype), names()
+        got, wanted = (arena(heads, 64 // chunk, chunk, dim, dtype=dtype) for _ in range(2))
+        write_triton.write_rows(x, got, pages, across_bus)
+        write_reference.write_rows(x, wanted, pages, across_bus)
+        assert torch.equal(got, wanted)
+
+    @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+    def test_captured_in_a_graph() -> None:
+        x, rotation = pages_of(2, 128, torch.bfloat16), random_rotation(128, "values").to(DEVICE)
+        codes, scale = arena(2, 8, 8, 64, dtype=torch.uint8), arena(2, 64, dtype=torch.float16)
+        pages = names()
+        rows_triton.quantise_rows(x, rotation, 4, codes, pages, scale, pages)
+        wanted = codes.clone(), scale.clone()
+        codes.fill_(77)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rows_triton.quantise_rows(x, rotation, 4, codes, pages, scale, pages)
+        scale.fill_(77)
+        graph.replay()
+        assert torch.equal(codes, wanted[0])
+        assert torch.equal(scale, wanted[1])
