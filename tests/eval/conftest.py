@@ -36,4 +36,4 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(tiny: Path) -> LoadedModel:
-    return load_from_config(EngineConfig(model=str(tiny), load_format="dummy"))
+    return load_from_config(EngineConfig(model=str(tiny), load_format="dummy", device="cpu"))
