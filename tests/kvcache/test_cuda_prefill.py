@@ -20,7 +20,7 @@ SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
 ROPE = RopeConfig(64)
 TOKENS = 3000
 SLEEP = 100_000_000
-"""Clock cycles, about 50 ms."""
+"""Clock cycles of a GPU, about 50 ms."""
 
 
 def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
@@ -39,9 +39,9 @@ def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
     return cache, runner, cache.pool.allocate(TOKENS, TOKENS + 64)
 
 
-def slow_storing(cache: KVCache) -> None:
+def slow_storing(cache: KVCache, cycles: int = SLEEP) -> None:
     with torch.cuda.stream(cache.prefill.side):
-        torch.cuda._sleep(SLEEP)
+        torch.cuda._sleep(cycles)
 
 
 @torch.inference_mode()
@@ -75,8 +75,11 @@ def test_what_is_stored_beside_attention_is_what_is_stored_after_it(kv: str) -> 
 def test_a_prefill_that_is_given_up_leaves_nothing_running() -> None:
     cache, runner, sequence = make("turbo")
     prefill = runner.prefill([(sequence, list(range(500)) * 6)])
-    slow_storing(cache)
+    next(prefill)  # what has to be compiled is
     next(prefill)
+    slow_storing(cache, 20 * SLEEP)
+    next(prefill)
+    next(prefill)  # the second layer's, whose storing has started
     assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
     prefill.close()
     torch.cuda.current_stream().synchronize()

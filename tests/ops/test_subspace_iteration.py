@@ -90,6 +90,14 @@ def test_a_seldom_direction_that_overflows_leaves_the_others_alone() -> None:
     orthonormal(cuda.low_rank_basis(keys, 8)[0])
 
 
+def test_inference_mode_and_no_inference_mode_in_turns() -> None:
+    keys = keys_of(300, FALL[:40] ** -2)
+    with torch.inference_mode():
+        basis, *_ = cuda.low_rank_basis(keys, 9)
+    again, *_ = cuda.low_rank_basis(keys, 9)
+    assert torch.equal(basis, again)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_the_host_does_not_wait() -> None:
     keys = keys_of(1000, FALL**-1, torch.bfloat16)
