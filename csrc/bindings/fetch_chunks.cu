@@ -8,10 +8,9 @@ static void check_aligned(const Tensor& x, const char* name) {
   STD_TORCH_CHECK((int64_t(x.const_data_ptr()) | x.stride(0)) % 16 == 0, name, " is not aligned to 16 bytes");
 }
 
-void fetch_chunks(
+void find_missing_chunks(
     const Tensor host, const Tensor pages, const Tensor slots, const Tensor selected, Tensor rows, Tensor owner,
-    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor count, Tensor entries,
-    int64_t blocks) {
+    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor count, Tensor entries) {
   check(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1});
   check_dense_from(host, "host", 1);
   check_aligned(host, "host");
@@ -45,7 +44,6 @@ void fetch_chunks(
   check(entries, "entries", Dtype::Long, {batch, heads, k});
   check_dense_from(entries, "entries", 0);
   STD_TORCH_CHECK(batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, "more than 32 GiB may have to be fetched");
-  STD_TORCH_CHECK(0 < blocks && blocks <= 1024, blocks, " blocks, not between 1 and 1024");
   if (batch * heads * k == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(selected.get_device());
@@ -71,24 +69,43 @@ void fetch_chunks(
 
   const cudaStream_t stream = current_stream(selected);
   const int bytes = int(find_misses_bytes(capacity, k));
-  cudaError_t error = cudaFuncSetAttribute(find_misses_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = cudaFuncSetAttribute(find_misses_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   STD_TORCH_CHECK(
       error == cudaSuccess, capacity, " entries and ", k, " chunks do not fit in shared memory: ",
       cudaGetErrorString(error));
-  error = cudaMemsetAsync(p.count, 0, sizeof(*p.count), stream);
-  STD_TORCH_CHECK(error == cudaSuccess, "the count of misses could not be cleared: ", cudaGetErrorString(error));
+  // Not a memset, which in a graph took 9 us and gaps as long on either side while other chunks were copied.
+  clear_count_kernel<<<1, 1, 0, stream>>>(p.count);
   find_misses_kernel<<<unsigned(batch * heads), kFindThreads, bytes, stream>>>(p);
-  copy_misses_kernel<<<unsigned(blocks), kCopyThreads, 0, stream>>>(p.misses, p.count, uint32_t(row_bytes / 16));
   check_launch("fetch_chunks");
+}
+
+void copy_missing_chunks(const Tensor misses, const Tensor count, Tensor rows, int64_t blocks) {
+  check(misses, "misses", Dtype::Long, {-1, 2});
+  check_dense_from(misses, "misses", 0);
+  check(count, "count", Dtype::Int, {1});
+  check(rows, "rows", Dtype::Byte, {-1, -1, -1, -1, -1});
+  const int64_t row_bytes = rows.size(3) * rows.size(4);
+  STD_TORCH_CHECK(row_bytes % 16 == 0, "chunks have ", row_bytes, " bytes, no multiple of 16");
+  STD_TORCH_CHECK(0 < blocks && blocks <= 1024, blocks, " blocks, not between 1 and 1024");
+  if (misses.size(0) == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(misses.get_device());
+  copy_misses_kernel<<<unsigned(blocks), kCopyThreads, 0, current_stream(misses)>>>(
+      static_cast<const Miss*>(misses.const_data_ptr()), static_cast<const uint32_t*>(count.const_data_ptr()),
+      uint32_t(row_bytes / 16));
+  check_launch("fetch_chunks's copies");
 }
 
 } // namespace shadowkv
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
-      "fetch_chunks(Tensor host, Tensor pages, Tensor slots, Tensor selected, Tensor(a!) rows, Tensor(b!) owner, "
+      "find_missing_chunks(Tensor host, Tensor pages, Tensor slots, Tensor selected, Tensor(a!) rows, Tensor(b!) owner, "
       "Tensor(c!) entry, Tensor(d!) used, Tensor(e!) step, Tensor(f!) counters, Tensor(g!) misses, Tensor(h!) count, "
-      "Tensor(i!) entries, int blocks) -> ()");
+      "Tensor(i!) entries) -> ()");
+  m.def("copy_missing_chunks(Tensor misses, Tensor count, Tensor(a!) rows, int blocks) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl("fetch_chunks", TORCH_BOX(&shadowkv::fetch_chunks)); }
+STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {
+  m.impl("find_missing_chunks", TORCH_BOX(&shadowkv::find_missing_chunks));
+  m.impl("copy_missing_chunks", TORCH_BOX(&shadowkv::copy_missing_chunks));
+}

@@ -40,6 +40,8 @@ struct FindMisses {
 // Ages of all entries, entries that make place, columns of `selected` that need one.
 __host__ __device__ constexpr int64_t find_misses_bytes(int64_t capacity, int64_t k) { return 2 * (capacity + 2 * k); }
 
+__global__ void clear_count_kernel(uint32_t* count) { *count = 0; }
+
 __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMisses p) {
   extern __shared__ uint16_t memory[];
   uint16_t *ages = memory, *places = ages + p.capacity, *columns = places + p.k;
@@ -129,9 +131,10 @@ __device__ __forceinline__ uint4 load_host16(const uint4* p) {
   return x;
 }
 
-// Warps take equal shares of all bytes, not rows: however short these are, as much is under way. On an H200 rows of
-// 2 KiB, 1 KiB and 512 B came at 46, 44 and 26 GB/s, with 16 blocks as with 132: short rows are limited by their
-// number, some 50 million a second, outside this kernel. row: in 16 bytes.
+// Warps take equal shares of all bytes, not rows: however short these are, as much is under way. On an H200 that is
+// 46 GB/s, as of any kernel, with 16 blocks as with 64, and not more with twice the loads or bulk copies. Rows of 512 B
+// scattered over gigabytes come at 25 GB/s, but in the order of their addresses at 44: what they wait for is the
+// translation of addresses. row: in 16 bytes.
 __global__ void __launch_bounds__(kCopyThreads)
     copy_misses_kernel(const Miss* misses, const uint32_t* count, uint32_t row) {
   const uint32_t total = *count * row, lane = threadIdx.x % 32;

@@ -137,7 +137,7 @@ def main() -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", nargs="+", default=["shadowkv", "turbo", "turbo-host", "full"])
-    parser.add_argument("--hit-rates", nargs="+", type=float, default=[0.72, 0.6, 0.5], metavar="SHARE")
+    parser.add_argument("--hit-rates", nargs="+", type=float, default=[0.74, 0.6, 0.5], metavar="SHARE")
     parser.add_argument("--cases", nargs="+", type=int, default=[0, 1], choices=range(len(CASES)), metavar="N")
     parser.add_argument("--fetch-buffer", type=float, default=2.0, metavar="FACTOR", help="as of the engine")
     parser.add_argument("--out", type=Path, help="CSV file; what it depends on goes in a JSON file beside it")

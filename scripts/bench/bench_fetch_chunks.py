@@ -75,12 +75,12 @@ def measure(arena: Tier, case: tuple[int, int, int, int, int, torch.dtype]) -> l
         for blocks in GRIDS:
             buffer = ChunkBuffer.empty(rows, 2 * k, chunks, host)
             for selected in selections:
-                entries = cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks)
+                entries = cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks=blocks)
             check(host, pages, slots, selections[-1], buffer, entries)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for selected in selections:
-                    cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks)
+                    cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks=blocks)
             graph.replay()
             buffer.counters.zero_()
             times = []

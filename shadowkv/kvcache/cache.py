@@ -204,9 +204,9 @@ class KVCache:
     def _attend_fetched(
         self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
     ) -> Tensor:
-        """In two halves of the rows, if there is a bus: one crosses it while the other is scored or attended."""
+        """In portions of the rows: values of one cross the bus while others are scored or attended."""
         started = []
-        for rows in fetching.portions(len(q)):
+        for rows in fetching.portions(sealed):
             portion = sealed.rows(rows)
             selected = self.select(layer, q[rows], portion)
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))

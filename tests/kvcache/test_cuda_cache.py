@@ -4,6 +4,8 @@ import pytest
 import torch
 from driver import DEVICE, Stream, decode, prefill
 
+from shadowkv.engine.cuda_graphs import CudaGraphs
+from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Blocks
 from shadowkv.kvcache.presets import PRESETS, preset
@@ -51,3 +53,50 @@ def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest
         error = (ours - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
         assert error.max() < 0.05, error
         assert error.mean() < 0.02, error
+
+
+@pytest.mark.parametrize("kv", ["shadowkv", "turbo-host"])
+def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import driver
+
+    monkeypatch.setattr(driver, "SHAPE", SHAPE)
+    lengths, steps = [3000, 900, 200, 1500, 2000, 2500, 1000, 700, 3500], 70  # a row fills the captured batch up
+    caches = []
+    for fetch_buffer in (0, 1):
+        spec = preset(kv, budget=512)
+        cache = KVCache(
+            spec, SHAPE, RopeConfig(64), slots=9, max_model_len=4096, memory=Blocks(800, 800), dtype=torch.bfloat16,
+            device=DEVICE, fetch_buffer=fetch_buffer,
+        )  # fmt: skip
+        streams = [Stream(seed, cache.pool.allocate(n, n + steps)) for seed, n in enumerate(lengths)]
+        for stream, length in zip(streams, lengths):
+            for name in ("q", "k", "v"):
+                setattr(stream, name, getattr(stream, name).bfloat16())
+            prefill(cache, [(stream, length)])
+        caches.append((cache, streams))
+    (plain, wanted), (cache, streams) = caches
+    q, k, v = (torch.stack([getattr(s, name) for s in streams], dim=1) for name in ("q", "k", "v"))  # [L, B, S, ...]
+
+    def step(plan: DecodePlan, numbers: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        batch, outs = cache.decode_batch(plan, numbers), []
+        for layer in range(SHAPE.num_layers):
+            at = layer, inputs[0], batch.positions
+            cache.append(layer, k[at], v[at], batch)
+            outs.append(cache.attend(layer, q[at], batch))
+        return torch.stack(outs, dim=1)
+
+    graphs = CudaGraphs(cache, step, max_batch=16)
+    for _ in range(steps - 1):
+        decode(plain, wanted)
+        plan = cache.plan_decode([stream.sequence for stream in streams])
+        out = graphs.decode(plan, list(range(len(streams))), [-1] * len(streams))
+        cache.end_decode(plan)
+        theirs = torch.cat([stream.outputs[-1] for stream in wanted]).float()
+        error = (out.float() - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
+        assert error.max() < 0.05, error
+    torch.cuda.synchronize()
+    counts, buffer = cache.fetching.counts, cache.store.buffer
+    assert counts.selected > counts.fetched > buffer.owner.numel() > 0
+    assert not buffer.step[:, cache.pool.table.padding_slot].any()

@@ -35,6 +35,17 @@ def test_any_grid_copies_everything(seed, blocks):
     check_stream(Problem.random(9, 8, 300, 700, 150, bf16_rows(8, 64), "cuda"), op, steps=5)
 
 
+def test_bytes_may_come_on_another_stream(seed):
+    side = torch.cuda.Stream()
+
+    def op(*args) -> Tensor:
+        entries = cuda.fetch_chunks(*args, stream=side)
+        torch.cuda.current_stream().wait_stream(side)
+        return entries
+
+    check_stream(Problem.random(9, 8, 300, 700, 150, bf16_rows(8, 64), "cuda"), op, steps=5)
+
+
 def test_more_entries_than_fit_in_ordinary_shared_memory(seed):
     problem = Problem.random(2, 1, 3000, 20_000, 400, byte_rows(1, 32), "cuda")
     check_stream(problem, cuda.fetch_chunks, steps=20)

@@ -21,12 +21,19 @@ def available() -> bool:
     """Whether the op was built and there is a CUDA device."""
     if not load_cuda("fetch_chunks"):
         return False
-    torch.library.register_fake("shadowkv_cuda::fetch_chunks", lambda *_: None)
+    for name in ("find_missing_chunks", "copy_missing_chunks"):
+        torch.library.register_fake(f"shadowkv_cuda::{name}", lambda *_: None)
     return True
 
 
 def fetch_chunks(
-    host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer, blocks: int = BLOCKS
+    host: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    selected: Tensor,
+    buffer: ChunkBuffer,
+    stream: torch.cuda.Stream | None = None,
+    blocks: int = BLOCKS,
 ) -> Tensor:
     """As the reference; can be captured in a CUDA graph. ``blocks`` is the grid of the copying kernel.
 
@@ -41,7 +48,7 @@ def fetch_chunks(
     entries = torch.empty_like(selected)
     misses = selected.new_empty(selected.numel(), 2)  # addresses from and to
     count = selected.new_empty(1, dtype=torch.int32)
-    torch.ops.shadowkv_cuda.fetch_chunks(
+    torch.ops.shadowkv_cuda.find_missing_chunks(
         host.view(torch.uint8),
         pages,
         slots,
@@ -55,6 +62,13 @@ def fetch_chunks(
         misses,
         count,
         entries,
-        blocks,
     )
+    current = torch.cuda.current_stream(selected.device)
+    stream = stream or current
+    if stream != current:
+        stream.wait_stream(current)
+        misses.record_stream(stream)
+        count.record_stream(stream)
+    with torch.cuda.stream(stream):
+        torch.ops.shadowkv_cuda.copy_missing_chunks(misses, count, buffer.rows.view(torch.uint8), blocks)
     return entries

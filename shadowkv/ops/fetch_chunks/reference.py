@@ -60,7 +60,14 @@ class ChunkBuffer:
         self.step[..., slot, :].zero_()
 
 
-def fetch_chunks(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer) -> Tensor:
+def fetch_chunks(
+    host: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    selected: Tensor,
+    buffer: ChunkBuffer,
+    stream: torch.cuda.Stream | None = None,
+) -> Tensor:
     """Makes ``buffer.rows`` hold all selected chunks; what it holds already is not read from ``host``.
 
     B sequences, H kv heads, C chunks of c tokens in a page, w elements of a token and head. Places for fetched chunks
@@ -74,6 +81,8 @@ def fetch_chunks(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, b
             slot, others may not.
         selected: int64 [B, H, k], distinct chunk numbers of a sequence, -1 for none; those come last. k <= M.
         buffer: updated in place.
+        stream: on a GPU, where the bytes are copied, after all that the current stream has before: only when it has
+            come so far are they there. The same one for every call with this buffer. None is the current stream.
 
     Returns:
         int64 [B, H, k], the entries that hold the selected chunks, -1 for none.
