@@ -1,12 +1,15 @@
 """Packing of coded rows bit by bit, and the reference against plain formulas per token."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 from plain_formulas import SHAPES, assert_close, attend_rows, turn
 from torch import Tensor
 
+from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.attend_selected.packing import dequantise_rows, quantise_rows
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
 from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
@@ -163,3 +166,16 @@ def test_buffered_rows_are_those_of_their_source_bit_by_bit(seed, form):
     found = gather_selected(BufferedRows(values, buffer, slots, entries), selected)
     valid = (selected >= 0).repeat_interleave(8, dim=2)
     assert torch.equal(found[valid], expected[valid])
+
+
+def test_what_captured_graphs_read_lives_as_long_as_its_rotation() -> None:
+    rotations = [RotaryTables(RopeConfig(64), 16) for _ in range(9)]
+    first = [weakref.ref(x) for x in cuda._turns(rotations[0])]
+    for rotary in rotations:
+        cuda._turns(rotary)
+    gc.collect()
+    assert all(kept() is given for kept, given in zip(first, cuda._turns(rotations[0])))
+    assert all(kept() is not None for kept in first)
+    del rotations, rotary
+    gc.collect()
+    assert all(kept() is None for kept in first)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -151,12 +152,17 @@ def _score_scale(dim: int) -> float:
     return math.log2(math.e) / math.sqrt(dim)
 
 
-@lru_cache(maxsize=4)
+_turns_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+"""Captured graphs read them by address: they live as long as the tables that they were made from."""
+
+
 def _turns(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
     """cos and sin as the kernel reads them, of every eighth position and of the first eight: the rest are products.
 
     float16 [n, d / 4, 2, 2], for each two dimensions their cosines and their sines, without the magnitude.
     """
-    both = torch.stack([rotary.cos, rotary.sin], dim=1).unflatten(-1, (-1, 2)) / rotary.config.magnitude
-    both = both.transpose(1, 2).half()
-    return both[::8].contiguous(), both[:8].contiguous()
+    if rotary not in _turns_of:
+        both = torch.stack([rotary.cos, rotary.sin], dim=1).unflatten(-1, (-1, 2)) / rotary.config.magnitude
+        both = both.transpose(1, 2).half()
+        _turns_of[rotary] = both[::8].contiguous(), both[:8].contiguous()
+    return _turns_of[rotary]
