@@ -1,0 +1,130 @@
+"""Sign scores on a GPU: time of a call, bytes of the index read per second, and both against the memory's speed.
+
+``python scripts/bench/bench_sign_scores.py [--out file.json]``: pages lie shuffled in an arena among other bytes, as in
+the KV cache. Counted bytes: signs and scales of all valid pages; the floor is those at 4.5 TB/s. Float16 scores, 1/72
+as many bytes at head dim 128, are written besides. Times are medians over replays of a CUDA graph of several calls, the
+packing of the queries included. Every shape is checked against the reference first, on its first rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sign_scores import cuda, reference
+
+READ_SPEED = 4.5e12
+OTHER_BYTES = 32 * 1024
+CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
+    (63, 61440, 8, 4, 128, False),
+    (30, 124928, 8, 4, 128, False),
+    (63, 61440, 8, 4, 128, True),
+    (1, 61440, 8, 4, 128, False),
+    (1, 124928, 8, 4, 128, False),
+    (63, 61440, 8, 4, 64, False),
+    (30, 61440, 8, 4, 256, False),
+    (63, 61440, 4, 7, 128, False),
+    (63, 61440, 8, 8, 128, False),
+]
+
+
+def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
+    """Arguments of a call; rows are full, or of random lengths."""
+    columns, device = tokens // 64, torch.device("cuda")
+    fields = [
+        Field("other", (OTHER_BYTES,), torch.uint8),
+        Field("signs", (heads, 64, reference.plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, 64), torch.float16),
+    ]
+    size = -(-sum(field.nbytes for field in fields) // 256) * 256
+    tier = Tier("device", 1, size, rows * columns, device)
+    tier.arena.random_()
+    views = {name: layers[0] for name, layers in tier.views(fields).items()}
+    names = torch.tensor(tier.allocate(rows * columns)).cuda()
+    for some in names.split(4096):
+        views["scale"][some] = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
+    pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
+    q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
+    counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
+    rotation = random_rotation(dim, "sketch").to(device)
+    return q, views["signs"], views["scale"], pages, counts.cuda(), rotation
+
+
+def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
+    """Ends the program where two rows are off by more than rounding."""
+    q, signs, scale, pages, counts, rotation = args
+    exact = reference.sign_scores(q[:2], signs, scale, pages[:2], counts[:2], rotation)
+    torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
+
+
+def microseconds(call: Callable[[], object], calls: int = 10, rounds: int = 20) -> float:
+    """Median time of ``call`` in a CUDA graph of several."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(rounds + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times[2:])
+
+
+def measure(case: tuple[int, int, int, int, int, bool]) -> dict[str, object]:
+    """One row of the table."""
+    rows, tokens, heads, group, dim, ragged = case
+    args = problem(*case)
+    check(args, cuda.sign_scores(*args))
+    time = microseconds(lambda: cuda.sign_scores(*args))
+    moved = int(args[4].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
+    floor = moved / READ_SPEED * 1e6
+    return {
+        "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,
+        "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
+        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
+    }  # fmt: skip
+
+
+def report(results: list[dict[str, object]], out: Path | None) -> None:
+    """Prints a table and writes the file."""
+    for result in results:
+        print("  ".join(f"{name} {value}" for name, value in result.items()))
+    if out:
+        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
+    args = parser.parse_args()
+    if not cuda.available():
+        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+    torch.manual_seed(0)
+    results = []
+    for case in CASES[: args.cases]:
+        results.append(measure(case))
+        torch.cuda.empty_cache()
+    report(results, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

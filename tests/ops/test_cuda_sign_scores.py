@@ -1,0 +1,158 @@
+"""Sign scores on a GPU against the reference there."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sign_scores import cuda, reference
+
+pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+
+
+def problem(
+    counts: list[int], heads: int, group: int, dim: int, columns: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, ...]:
+    """Arguments: shuffled pages of an arena whose other bytes are all NaN; ``counts`` pages of each row."""
+    device = torch.device("cuda")
+    rotation = random_rotation(dim, "sketch").to(device)
+    fields = [
+        Field("other", (100,), torch.uint8),
+        Field("signs", (heads, 64, reference.plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, 64), torch.float16),
+    ]
+    size = -(-sum(field.nbytes for field in fields) // 256) * 256 + 512
+    tier = Tier("device", 1, size, sum(counts) + 2, device)
+    tier.arena.fill_(255)
+    views = {name: layers[0] for name, layers in tier.views(fields).items()}
+    names = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))]
+    pages = torch.full((len(counts), columns), tier.spare, dtype=torch.int64)
+    for row, count in enumerate(counts):
+        pages[row, :count], names = names[:count], names[count:]
+    pages = pages.cuda()
+    for row, count in enumerate(counts):
+        own = pages[row, :count]
+        keys = torch.randn(count, heads, 64, dim, device=device)
+        views["signs"][own], _, views["scale"][own] = reference.pack_sketch(keys, rotation)
+    q = (2 * torch.randn(len(counts), heads * group, dim, device=device)).to(dtype)
+    return q, views["signs"], views["scale"], pages, torch.tensor(counts).cuda(), rotation
+
+
+def exact(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same with queries and a rotation that leave nothing to round: whole numbers with a largest one of 127."""
+    q = torch.randint(-126, 127, args[0].shape, device="cuda")
+    q[..., 3] = 127
+    signs = 2 * torch.randint(0, 2, (q.shape[-1],), device="cuda") - 1
+    order = torch.randperm(q.shape[-1], device="cuda")
+    return q.to(args[0].dtype), *args[1:5], torch.diag(signs).float()[order].contiguous()
+
+
+def check(args: tuple[Tensor, ...]) -> None:
+    """Equal to the last bits of float16 where the whole numbers must be the same, near otherwise."""
+    scores, expected = cuda.sign_scores(*args), reference.sign_scores(*args)
+    assert scores.dtype == torch.float16 and scores.shape == expected.shape
+    # A query coordinate that rounds the other way: 2 units of about 1/127 of the largest coordinate, times the scale.
+    torch.testing.assert_close(scores, expected, atol=0.02, rtol=1e-3)
+    args = exact(args)
+    scores, expected = cuda.sign_scores(*args), reference.sign_scores(*args)
+    torch.testing.assert_close(scores, expected, atol=0, rtol=2**-10)
+    assert (scores != expected).float().mean() < 0.002
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """Memory that the kernel is given to write to holds NaN, or -1 where it is whole numbers."""
+
+    def filled(*size, **options):
+        return torch.full(size, math.nan if options["dtype"].is_floating_point else -1, **options)
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 6, 7, 8])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_ragged_rows_score_like_the_reference(seed, group, dim):
+    check(problem([7, 1, 0, 5, int(torch.randint(2, 7, ()))], 2, group, dim, columns=7))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 10])
+@pytest.mark.parametrize("columns", [1, 2, 65])
+def test_any_number_of_heads_and_pages(seed, heads, columns):
+    check(problem([columns], heads, 3, 128, columns))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 72, 80, 112, 208])
+def test_head_dims_with_padded_planes(seed, dim):
+    check(problem([4, 2], 2, 4, dim, columns=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_of_queries(seed, dtype):
+    check(problem([4, 3], 2, 5, 128, columns=4, dtype=dtype))
+
+
+@pytest.mark.parametrize(("group", "dim"), [(9, 64), (2, 192)])
+def test_other_shapes_are_left_to_the_reference(seed, group, dim):
+    args = problem([4, 2], 2, group, dim, columns=4)
+    assert torch.equal(cuda.sign_scores(*args), reference.sign_scores(*args))
+
+
+def test_long_runs_of_many_rows(seed):
+    check(problem(torch.randint(0, 161, (40,)).tolist(), 8, 4, 128, columns=160))
+
+
+def test_more_rows_than_blocks_have_lanes_with_most_of_them_empty(seed):
+    counts = torch.zeros(300, dtype=torch.int64)
+    counts[[7, 150, 151, 297]] = torch.tensor([9, 1, 700, 4])
+    check(problem(counts.tolist(), 2, 4, 128, columns=700))
+
+
+def test_no_row_has_pages(seed):
+    args = problem([0, 0], 2, 4, 128, columns=9)
+    assert (cuda.sign_scores(*args) == -math.inf).all()
+
+
+def test_queries_of_zero_score_zero(seed):
+    args = problem([5, 2], 2, 4, 128, columns=5)
+    scores = cuda.sign_scores(torch.zeros_like(args[0]), *args[1:])
+    assert torch.equal(scores, reference.sign_scores(torch.zeros_like(args[0]), *args[1:]))
+
+
+@pytest.mark.parametrize("length", [1e-12, 1e-3, 1e4])
+def test_scores_do_not_depend_on_the_length_of_queries(seed, length):
+    args = problem([5, 2], 2, 4, 128, columns=5, dtype=torch.float32)
+    scores = cuda.sign_scores(length * args[0], *args[1:])
+    torch.testing.assert_close(scores, reference.sign_scores(*args), atol=0.02, rtol=1e-3)
+
+
+def test_scores_beyond_float16_are_its_largest(seed):
+    q, signs, scale, pages, counts, rotation = problem([5, 2], 2, 4, 128, columns=5)
+    scale[pages[0, :5]] = 60000
+    scores = cuda.sign_scores(q, signs, scale, pages, counts, rotation)
+    assert scores.isfinite().sum() == 2 * 8 * 7
+    assert scores.max() == torch.finfo(torch.float16).max
+
+
+def test_a_captured_call_follows_its_inputs(seed):
+    args = problem([5, 3, 2], 2, 4, 128, columns=6)
+    cuda.sign_scores(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [cuda.sign_scores(*args) for _ in range(3)]
+    for _ in range(10):
+        args[0].normal_()
+        args[4].copy_(torch.tensor([2, 3, 0]))
+        graph.replay()
+        for scores in captured:
+            assert torch.equal(scores, cuda.sign_scores(*args))
+
+
+def test_wrong_arguments_are_named(seed):
+    args = list(problem([2], 2, 4, 128, columns=2))
+    args[4] = args[4].int()
+    with pytest.raises(RuntimeError, match="num_pages has dtype"):
+        cuda.sign_scores(*args)
