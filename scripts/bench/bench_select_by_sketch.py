@@ -1,0 +1,158 @@
+"""Two-level selection on a GPU: time of a call, bytes gathered per second, and both against the memory's speed.
+
+``python scripts/bench/bench_select_by_sketch.py [--out file.json]``: pages lie shuffled in an arena among other bytes,
+as in the KV cache; kept runs are random ones. Counted bytes: both planes and the scales of the kept runs, and the
+coarse scores; the floor is those at 4.5 TB/s. Excluded bits, page names and the result come besides. Times are medians
+over replays of a CUDA graph of several calls, of the whole op with its two launches; where a call reads less than the
+second-level cache holds, each has rows of its own. Every shape is checked against the reference on its first rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.select_by_sketch import cuda, reference
+from shadowkv.ops.sign_scores.reference import plane_bytes
+
+READ_SPEED = 4.5e12
+OTHER_BYTES = 16 * 1024
+UNCACHED_BYTES = 200e6
+PER_ROW = (0, 1, 6, 7, 8)  # arguments that have rows
+CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select
+    (63, 61440, 8, 4, 128, 1, 960),
+    (63, 61440, 8, 4, 128, 8, 120),
+    (30, 124928, 8, 4, 128, 1, 1952),
+    (63, 61440, 8, 4, 64, 1, 960),
+    (63, 61440, 4, 7, 128, 1, 960),
+    (32, 61440, 8, 4, 256, 1, 960),
+    (8, 61440, 8, 4, 128, 1, 960),
+    (1, 61440, 8, 4, 128, 1, 960),
+    (1, 1048576, 8, 4, 128, 1, 2048),
+]
+
+
+def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int) -> tuple:
+    """Arguments of a call; every row is full."""
+    chunks, columns, device = 64 // chunk, tokens // 64, torch.device("cuda")
+    fields = [
+        Field("other", (OTHER_BYTES,), torch.uint8),
+        Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
+        Field("rest", (heads, 64, plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, 64), torch.float16),
+        Field("excluded", (heads, chunks), torch.bool),
+    ]
+    size = -(-sum(field.nbytes for field in fields) // 256) * 256
+    tier = Tier("device", 1, size, rows * columns, device)
+    tier.arena.random_()
+    views = {name: layers[0] for name, layers in tier.views(fields).items()}
+    names = torch.tensor(tier.allocate(rows * columns)).cuda()
+    for some in names.split(4096):
+        views["scale"][some] = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
+        views["excluded"][some] = torch.rand(len(some), heads, chunks, device=device) < 0.01
+    pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
+    coarse = (5 + 2 * torch.randn(rows, heads, 8 * columns, device=device)).half()
+    q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
+    counts = torch.full((rows,), columns, device=device)
+    budgets = torch.full((rows,), budget, device=device)
+    rotation = random_rotation(dim, "sketch").to(device)
+    planes = (views["signs"], views["rest"], views["scale"], views["excluded"])
+    return q, coarse, *planes, pages, counts, budgets, budget, rotation
+
+
+def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) -> int:
+    """Bytes of coarse scores and of the kept runs of one row."""
+    pages, wanted = torch.tensor([tokens // 64]), torch.tensor([budget])
+    runs = int(reference.kept_runs(pages, wanted, chunk))
+    return heads * (tokens // 8 * 2 + runs * 8 * (2 * plane_bytes(dim) + 2))
+
+
+def check(args: tuple, selected: Tensor) -> None:
+    """Ends the program where the first rows differ in more than the chunks that ties and rounding exchange."""
+    some = (args[0][:2], args[1][:2], *args[2:6], *(x[:2] for x in args[6:9]), *args[9:])
+    exact = reference.select_by_sketch(*some)
+    for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
+        assert len(own) == len(expected) and (own.diff() > 0).all()
+        common = torch.isin(own, expected).sum()
+        assert common >= 0.97 * len(own), f"{common} of {len(own)} chunks are right"
+
+
+def microseconds(calls: list[Callable[[], object]], rounds: int = 20) -> float:
+    """Median time of one of ``calls`` in a CUDA graph of all."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(rounds + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[2:])
+
+
+def measure(case: tuple[int, int, int, int, int, int, int]) -> dict[str, object]:
+    """One row of the table."""
+    rows, tokens, heads, group, dim, chunk, budget = case
+    moved = rows * counted_bytes(heads, tokens, dim, chunk, budget)
+    copies = math.ceil(UNCACHED_BYTES / moved)
+    args = problem(rows * copies, tokens, heads, group, dim, chunk, budget)
+    check(args, cuda.select_by_sketch(*args))
+
+    def call(some: slice) -> Callable[[], object]:
+        own = tuple(args[i][some] if i in PER_ROW else x for i, x in enumerate(args))
+        return lambda: cuda.select_by_sketch(*own)
+
+    calls = [call(slice(i * rows, (i + 1) * rows)) for i in range(copies)]
+    time = microseconds(calls * math.ceil(10 / copies))
+    floor = moved / READ_SPEED * 1e6
+    return {
+        "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "chunk": chunk,
+        "budget": budget, "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
+        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
+    }  # fmt: skip
+
+
+def report(results: list[dict[str, object]], out: Path | None) -> None:
+    """Prints a table and writes the file."""
+    for result in results:
+        print("  ".join(f"{name} {value}" for name, value in result.items()))
+    if out:
+        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
+    args = parser.parse_args()
+    if not cuda.available():
+        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+    torch.manual_seed(0)
+    results = []
+    for case in CASES[: args.cases]:
+        results.append(measure(case))
+        torch.cuda.empty_cache()
+    report(results, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Two-level selection on a GPU against scores from parts of the reference: ties and rounding may fall either way."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.select_by_sketch import cuda, reference
+from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes, quantise_queries
+
+pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+
+
+def problem(
+    counts: list[int],
+    budgets: list[int],
+    k: int,
+    heads: int = 2,
+    group: int = 4,
+    dim: int = 128,
+    chunk: int = 1,
+    columns: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple:
+    """Arguments: shuffled pages of an arena whose other bytes are all NaN, counts as valid pages of each row."""
+    chunks, device = 64 // chunk, torch.device("cuda")
+    columns = columns or max(1, *counts)
+    matrix = random_rotation(dim, "sketch").to(device)
+    fields = [
+        Field("other", (100,), torch.uint8),
+        Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
+        Field("excluded", (heads, chunks), torch.bool),
+        Field("rest", (heads, 64, plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, 64), torch.float16),
+    ]
+    size = -(-sum(field.nbytes for field in fields) // 256) * 256 + 512
+    tier = Tier("device", 1, size, sum(counts) + 2, device)
+    tier.arena.fill_(255)
+    views = {name: layers[0] for name, layers in tier.views(fields).items()}
+    names = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))].cuda()
+    pages = torch.full((len(counts), columns), tier.spare, dtype=torch.int64, device=device)
+    for own in names.split(1024):
+        signs, rest, scale = pack_sketch(torch.randn(len(own), heads, 64, dim, device=device), matrix)
+        excluded = torch.rand(len(own), heads, chunks, device=device) < 0.2
+        views["signs"][own], views["rest"][own], views["excluded"][own] = signs, rest, excluded
+        views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), math.nan)
+    coarse = torch.full((len(counts), heads, 8 * columns), -math.inf, dtype=torch.float16, device=device)
+    for row, count in enumerate(counts):
+        pages[row, :count], names = names[:count], names[count:]
+        coarse[row, :, : 8 * count] = torch.randn(heads, 8 * count, device=device)
+    q = (2 * torch.randn(len(counts), heads * group, dim, device=device)).to(dtype)
+    planes = (views["signs"], views["rest"], views["scale"], views["excluded"])
+    return q, coarse, *planes, pages, torch.tensor(counts).cuda(), torch.tensor(budgets).cuda(), k, matrix
+
+
+def chunk_scores(args: tuple, row: int) -> Tensor:
+    """Float32 [H, chunks] of a row's valid pages, -inf where excluded."""
+    q, _, signs, rest, scale, excluded, pages, num_pages, _, _, matrix = args
+    names, heads = pages[row, : num_pages[row]], signs.shape[1]
+    whole, unit = (x[row].unflatten(0, (heads, -1)) for x in quantise_queries(q, matrix))
+    parts = []
+    for some in names.split(512):
+        levels = 2 * plane_bits(signs[some], q.shape[-1]).float() + plane_bits(rest[some], q.shape[-1]) - 1.5
+        scores = torch.einsum("hgd,nhtd->hgnt", whole, levels).mul_(unit[..., None, None]).amax(1)
+        scores = (scores * scale[some].transpose(0, 1).float()).unflatten(-1, (excluded.shape[-1], -1)).amax(-1)
+        parts.append(scores.masked_fill(excluded[some].transpose(0, 1), -math.inf))
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
+def check(args: tuple) -> None:
+    selected = cuda.select_by_sketch(*args)
+    coarse, excluded, num_pages, budget, k = args[1], args[5], args[7], args[8], args[9]
+    per_run = excluded.shape[-1] // 8
+    assert selected.shape == (*coarse.shape[:2], k)
+    keep = reference.kept_runs(num_pages, budget, 8 // per_run)
+    for row, (count, runs) in enumerate(zip(budget.tolist(), (8 * num_pages).tolist())):
+        if count == 0 or runs == 0:
+            assert (selected[row] == -1).all()
+            continue
+        scores = chunk_scores(args, row)
+        first = coarse[row, :, :runs].float()
+        edge = first.topk(int(keep[row]), dim=-1).values[:, -1:]
+        for head in range(selected.shape[1]):
+            found = selected[row, head]
+            some = found[found >= 0]
+            assert (found[len(some) :] == -1).all()
+            assert (some.diff() > 0).all()
+            maybe = (first[head] >= edge[head]).repeat_interleave(per_run)
+            certain = (first[head] > edge[head]).repeat_interleave(per_run)
+            own = scores[head]
+            assert maybe[some].all()
+            assert own[some].isfinite().all()
+            tied = some[~certain[some]].div(per_run, rounding_mode="floor").unique()
+            assert len(tied) + certain.sum() // per_run <= keep[row]
+            if maybe.sum() == keep[row] * per_run:
+                certain = maybe
+            assert len(some) <= count
+            assert len(some) >= min(count, int((certain & own.isfinite()).sum()))
+            if len(some) == count:
+                missing = certain.clone()
+                missing[some] = False
+                tolerance = own[own.isfinite()].abs().max() / 512
+                assert own.masked_fill(~missing, -math.inf).max() <= own[some].min() + tolerance
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """Memory that the kernel is given to write to holds what would be seen."""
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 119, **options))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 6, 7, 8])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("chunk", [8, 1])
+def test_ragged_rows_select_like_the_reference(seed, group, dim, chunk):
+    counts = [33, 1, 0, 20, int(torch.randint(1, 33, ()))]
+    k = 128 // chunk
+    check(problem(counts, [k, k, k, 0, int(torch.randint(1, k, ()))], k, 2, group, dim, chunk, columns=35))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8])
+@pytest.mark.parametrize("budget", [1, 13, 200])
+def test_every_chunk_size_and_budget(seed, chunk, budget):
+    check(problem([70, 41, 3], [budget, budget // 2 + 1, budget], 200, 3, chunk=chunk))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 10])
+@pytest.mark.parametrize("columns", [1, 2, 65])
+def test_any_number_of_heads_and_pages(seed, heads, columns):
+    check(problem([columns], [9 * columns], 10 * columns, heads, 3, chunk=2))
+
+
+@pytest.mark.parametrize("dim", [16, 80, 112, 208])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_head_dims_with_padded_planes(seed, dim, dtype):
+    check(problem([30, 16], [64, 50], 64, dim=dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(("group", "dim"), [(9, 64), (2, 72)])
+def test_other_shapes_are_left_to_the_reference(seed, group, dim):
+    check(problem([30, 16], [64, 50], 64, 2, group, dim))
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(20, 8), (40, 8)])
+def test_many_rows(seed, rows, heads):
+    counts = torch.randint(0, 161, (rows,)).tolist()
+    check(problem(counts, torch.randint(0, 161, (rows,)).tolist(), 160, heads, columns=160))
+
+
+def test_rows_that_do_not_fit_in_shared_memory(seed):
+    check(problem([7000, 900], [3000, 3000], 3000, 1, 2, 64))
+
+
+def test_equal_coarse_scores(seed):
+    args = problem([50, 50, 40], [40, 5, 300], 400)
+    args[1].copy_(args[1].mul(2).round())
+    check(args)
+    args[1][:, :, : 8 * 40] = 0.0
+    args[1][:, :, 5::7] = -0.0
+    args[1][2, :, 8 * 40 :] = -math.inf
+    check(args)
+
+
+def test_queries_and_keys_of_zero(seed):
+    args = problem([50, 40], [40, 5], 50)
+    check((torch.zeros_like(args[0]), *args[1:]))
+
+
+def test_scores_beyond_float16(seed):
+    args = problem([50, 40], [40, 5], 50)
+    args[4].mul_(60000)
+    selected = cuda.select_by_sketch(*args)
+    assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
+
+
+def test_all_chunks_excluded(seed):
+    args = problem([50, 40], [40, 5], 50)
+    args[5][args[6][0]] = True
+    check(args)
+    assert (cuda.select_by_sketch(*args)[0] == -1).all()
+
+
+def test_a_captured_call_follows_its_inputs(seed):
+    args = problem([40, 24, 9], [30, 64, 64], 64, 8)
+    cuda.select_by_sketch(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cuda.select_by_sketch(*args)
+    args[0].normal_()
+    args[7].copy_(torch.tensor([9, 24, 0]))
+    args[8].copy_(torch.tensor([64, 1, 3]))
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(captured, cuda.select_by_sketch(*args))
+    check(args)
+
+
+def test_wrong_arguments_are_named(seed):
+    args = list(problem([8], [4], 4))
+    args[7] = args[7].int()
+    with pytest.raises(RuntimeError, match="num_pages has dtype"):
+        cuda.select_by_sketch(*args)
