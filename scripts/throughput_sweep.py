@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 import torch
+from scripted_selection import ScriptedSelection
 from throughput_plots import plot
 from torch import Tensor
 
@@ -78,6 +79,12 @@ def main() -> int:
     parser.add_argument(
         "--synthetic-prefill", action="store_true", help="random keys and values after the first prompt"
     )
+    parser.add_argument(
+        "--hit-rate",
+        type=float,
+        metavar="SHARE",
+        help="where values are on the host: share of the selected chunks that the step before selected too",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
@@ -86,7 +93,7 @@ def main() -> int:
     for context in args.context:
         for kv in args.kv:
             for batch in args.batch:
-                path = args.out / f"{args.model}_{kv}_{context}_{batch}.json"
+                path = args.out / f"{Path(args.model).name}_{kv}_{context}_{batch}.json"
                 if path.exists():
                     continue
                 if loaded is None:
@@ -164,16 +171,20 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     begun = 0
     for number in range(count):
         length = context - draw.randrange(64)
-        prompt = [draw.randrange(1000) for _ in range(length)]
+        prompt = [draw.randrange(min(1000, engine.model_config.vocab_size)) for _ in range(length)]
         engine.add_request(str(number), prompt, params)
         while not number and not begun:  # alone, so that its time is that of one prompt
             begun = len(engine.step(decode=False))
             ttft = time.perf_counter() - start
     while begun < count:
         begun += len(engine.step(decode=False))
+    if args.hit_rate is not None and engine.cache.fetching is not None:
+        ScriptedSelection(engine.cache, context - 64, args.hit_rate)
     for _ in range(args.steps):
         engine.step()
     windows = []
+    torch.cuda.synchronize()
+    before = engine.stats().fetches
     for _ in range(args.windows):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -183,6 +194,9 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         windows.append((time.perf_counter() - start) / args.steps)
     step = statistics.median(windows)
     stats = engine.stats()
+    selected, fetched, moved = (
+        getattr(stats.fetches, name) - getattr(before, name) for name in ("selected", "fetched", "fetched_bytes")
+    )
     return {
         "decode_tokens_per_s": count / step,
         "step_ms": 1e3 * step,
@@ -191,6 +205,8 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
         "device_gib_per_sequence": stats.device_used_bytes / count / GIB + engine.cache.layout.state_bytes / GIB,
         "host_gib": stats.host_used_bytes / GIB,
+        "h2d_mb_per_step": moved / (args.windows * args.steps) / 1e6,
+        "hit_rate": 1 - fetched / selected if selected else None,
         "profile": profile(engine, step),
     }
 

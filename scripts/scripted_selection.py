@@ -1,0 +1,50 @@
+"""Selection at a set rate: computed as ever, then replaced by chunks of which a set share repeats from step to step.
+
+Random weights and random keys select hardly anything twice, so their hit rate means nothing; what fetching costs at a
+given one can still be measured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.cache import KVCache
+
+STEPS = 16
+"""Steps of the script; after the last comes the first again, of which the buffer has forgotten most."""
+
+
+class ScriptedSelection:
+    """Stands in for ``cache.select``; may be captured in a graph, whose replays go on in the script.
+
+    Args:
+        tokens: of context, of the shortest sequence.
+        share: of the chunks of a step that the step before selected too.
+    """
+
+    def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
+        self._select, self._layer = cache.select, cache.shape.num_layers
+        spec, heads = cache.spec, cache.shape.num_kv_heads
+        slots, chunks = cache.pool.table.padding_slot + 1, spec.sealed_pages(tokens) * 64 // spec.chunk
+        k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
+        self._step = torch.zeros(1, dtype=torch.int64, device=cache.device)
+        self._script = torch.empty(STEPS, slots, heads, k, dtype=torch.int64, device=cache.device)
+        last = torch.rand(slots, heads, chunks, device=cache.device).topk(k).indices
+        for step in self._script:
+            weights = torch.rand(slots, heads, chunks, device=cache.device)
+            kept = torch.rand(last.shape, device=cache.device).argsort(-1) < round(share * k)
+            last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices.sort().values
+            step[:] = last
+        cache.select = self  # type: ignore[method-assign]
+
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        """Chunks int64 [B, H, k] of the step at work, which begins where a layer comes again."""
+        width = self._select(layer, q, batch).shape[-1]
+        if layer < self._layer:
+            self._step.add_(1).remainder_(STEPS)
+        self._layer = layer
+        chosen = self._script.index_select(0, self._step)[0, batch.slots, :, :width]
+        chosen = chosen.masked_fill((batch.num_pages == 0)[:, None, None], -1)
+        return torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
