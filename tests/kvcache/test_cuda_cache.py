@@ -52,8 +52,8 @@ def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest
         ours, theirs = ours[length:], theirs[length:]
         assert ours.isfinite().all()
         error = (ours - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
-        # References in bfloat16 are off float32 ones by 0.016 on average and 0.06 at most, and a near tie that falls the
-        # other way because scores are rounded elsewhere makes 0.3 of a single row. A wrong chunk is off by 1.
+        # References in bfloat16 are off float32 ones by 0.016 on average and 0.06 at most, and a near tie that falls
+        # the other way, as scores are rounded elsewhere, makes 0.3 of a single row. A wrong chunk is off by 1.
         assert error.median() < 0.05, error
         assert error.mean() < 0.1, error
 
