@@ -81,10 +81,7 @@ class Forks:
         fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
         self._capacity, self._slots = capacity, -(-most // -(-most // fit))  # batches of about the same size
         for policy, spec in zip(policies, specs, strict=True):
-            opened = self._caches[policy.label] = Answering(self.loaded, spec, capacity, self._slots)
-            # One rotation for all: kernels keep what they read in place of its tables for the last few tables only,
-            # and graphs would go on to read what has been freed.
-            opened.cache.store.rotary = self._caches[policies[0].label].cache.store.rotary
+            self._caches[policy.label] = Answering(self.loaded, spec, capacity, self._slots)
 
     def _answer(self, prompts: list[Prompts], policies: list[Policy]) -> Iterator[Prediction]:
         caches = [self._caches[policy.label] for policy in policies]

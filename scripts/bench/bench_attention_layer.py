@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import statistics
 import sys
@@ -162,6 +163,7 @@ def main() -> int:
                 )
                 print(*rows[-1].values(), flush=True)
             del cache, sequences
+            gc.collect()  # pinned memory may not be given back in the middle of the next capture
             torch.cuda.empty_cache()
     if args.out:
         with args.out.open("w", newline="", encoding="utf-8") as file:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from bench_sketch_scores import report
+from timing import report
 from torch import Tensor
 
 from shadowkv.kvcache.memory import GRANULE, Field, Tier

@@ -10,14 +10,13 @@ second-level cache holds, each has rows of its own. Every shape is checked again
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import READ_SPEED, microseconds, report
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
@@ -25,7 +24,6 @@ from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores.reference import plane_bytes
 
-READ_SPEED = 4.5e12
 OTHER_BYTES = 16 * 1024
 UNCACHED_BYTES = 200e6
 PER_ROW = (0, 1, 6, 7, 8)  # arguments that have rows
@@ -87,25 +85,6 @@ def check(args: tuple, selected: Tensor) -> None:
         assert common >= 0.97 * len(own), f"{common} of {len(own)} chunks are right"
 
 
-def microseconds(calls: list[Callable[[], object]], rounds: int = 20) -> float:
-    """Median time of one of ``calls`` in a CUDA graph of all."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(rounds + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[2:])
-
-
 def measure(case: tuple[int, int, int, int, int, int, int]) -> dict[str, object]:
     """One row of the table."""
     rows, tokens, heads, group, dim, chunk, budget = case
@@ -126,15 +105,6 @@ def measure(case: tuple[int, int, int, int, int, int, int]) -> dict[str, object]
         "budget": budget, "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
         "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
-
-
-def report(results: list[dict[str, object]], out: Path | None) -> None:
-    """Prints a table and writes the file."""
-    for result in results:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
-    if out:
-        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -9,20 +9,17 @@ packing of the queries included. Every shape is checked against the reference fi
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import READ_SPEED, microseconds, report
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores import cuda, reference
 
-READ_SPEED = 4.5e12
 OTHER_BYTES = 32 * 1024
 CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
     (63, 61440, 8, 4, 128, False),
@@ -66,31 +63,12 @@ def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
     torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
 
 
-def microseconds(call: Callable[[], object], calls: int = 10, rounds: int = 20) -> float:
-    """Median time of ``call`` in a CUDA graph of several."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(rounds + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times[2:])
-
-
 def measure(case: tuple[int, int, int, int, int, bool]) -> dict[str, object]:
     """One row of the table."""
     rows, tokens, heads, group, dim, ragged = case
     args = problem(*case)
     check(args, cuda.sign_scores(*args))
-    time = microseconds(lambda: cuda.sign_scores(*args))
+    time = microseconds([lambda: cuda.sign_scores(*args)] * 10)
     moved = int(args[4].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
     floor = moved / READ_SPEED * 1e6
     return {
@@ -98,15 +76,6 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> dict[str, object]:
         "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
         "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
-
-
-def report(results: list[dict[str, object]], out: Path | None) -> None:
-    """Prints a table and writes the file."""
-    for result in results:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
-    if out:
-        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -6,8 +6,10 @@ rounded up, so that few graphs serve many steps. Rows that fill a batch up belon
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +89,18 @@ class CudaGraphs:
         return captured.result
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a collection may free, another cache's pinned memory say, may not be freed while a graph is captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Captured:
     """One graph, the buffer that its numbers come through and what it leaves behind."""
 
@@ -102,7 +116,7 @@ class _Captured:
         with torch.cuda.stream(stream):
             function(self.static)
         torch.cuda.current_stream(device).wait_stream(stream)
-        with torch.cuda.graph(self.graph, pool=pool):
+        with _no_garbage_collection(), torch.cuda.graph(self.graph, pool=pool):
             self.result = function(self.static)
         self.graph.replay()
 

@@ -65,9 +65,7 @@ class Engine:
     Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
     """
 
-    def __init__(
-        self, config: EngineConfig, loaded: LoadedModel | None = None, runner: type[Runner] = Runner
-    ) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, runner: type[Runner] = Runner) -> None:
         self.config = config
         loaded, self.cache, self.notes = load_engine_parts(config, loaded)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
