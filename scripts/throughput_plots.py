@@ -26,7 +26,9 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
     from matplotlib import pyplot
 
     panels: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for cell in sorted((cell for cell in cells if cell["status"] == "ok"), key=lambda cell: cell["batch"]):
+    for cell in sorted(
+        (cell for cell in cells if cell["status"] == "ok"), key=lambda cell: (cell["context"], cell["batch"])
+    ):
         panels[cell["model"], cell["context"]][cell["kv"]].append(cell)
     written = []
 
@@ -36,7 +38,9 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
             for kv, rows in policies.items():
                 points = [(figure_of(row, x), figure_of(row, y)) for row in rows]
                 axis.plot(*zip(*points, strict=True), "o-", label=kv, color=COLOURS.get(kv), markersize=4)
-            axis.set(title=f"{model}, {context:,} tokens", xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+            axis.set(title=f"{model}, {context:,} tokens", xlabel=labels[0], ylabel=labels[1])
+            axis.set_xlim(0, 1.05 * axis.get_xlim()[1])
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.grid(alpha=0.3)
             axis.legend(fontsize="small")
         save(figure, name)
@@ -50,6 +54,7 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
             axis.bar(list(largest), device, label="device", color="tab:blue")
             axis.bar(list(largest), host, bottom=device, label="pinned host", color="tab:cyan")
             axis.set(title=f"{model}, {context:,} tokens", ylabel="GiB per sequence")
+            axis.set_ylim(0, 1.1 * max(map(sum, zip(device, host, strict=True))))
             axis.legend(fontsize="small")
         save(figure, "memory.png")
 

@@ -16,6 +16,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.select_by_sketch.reference import KEPT_SHARE
 from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class Sketch(IndexPart):
             Field("sketch_rest", plane, torch.uint8),
             Field("sketch_scale", plane[:2], torch.float16),
         )
+
+    def scored_bytes_per_token(self) -> float:
+        """Signs and scales of all tokens; everything of the share that is looked at closely."""
+        _, rest, _ = self.page_fields()
+        whole = self.bytes_per_token()
+        return whole - rest.nbytes / PAGE + whole / KEPT_SHARE
 
     def state_fields(self) -> tuple[Field, ...]:
         return (Field("sketch_mean", (self.shape.num_kv_heads, self.shape.head_dim), torch.float32),)
