@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from shadowkv.eval import fidelity
-from shadowkv.kvcache.presets import preset
-from shadowkv.models.loader import LoadedModel
 
 
 def test_compare_follows_the_formula() -> None:
@@ -44,13 +42,3 @@ def test_too_short_a_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert fidelity.main(["--text", str(text)]) == 2
     assert "has 3 tokens, --prompt-tokens asks for 2048" in capsys.readouterr().err
     assert fidelity.main(["--text", str(tmp_path / "absent.txt")]) == 2
-
-
-@pytest.mark.parametrize("kv", ["shadowkv", "quest", "turbo"])
-def test_a_fork_of_a_prefill_goes_on_as_a_sequence_of_its_own(loaded: LoadedModel, kv: str) -> None:
-    prompt = loaded.tokenizer.encode(Path("LICENSE").read_text())[:900]
-    full, fork, alone = (fidelity.Session(loaded, preset(name), 950) for name in ("full", kv, kv))
-    assert torch.equal(full.feed(prompt, [fork]), alone.feed(prompt))
-    for token in (5, 9, 100):
-        assert torch.equal(fork.step(token), alone.step(token))
-    assert int(full.cache.pool.table.length[0]) == len(prompt)
