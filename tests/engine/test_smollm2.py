@@ -116,7 +116,7 @@ def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:
 
 
 def test_long_output_seals_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel) -> None:
-    prompt, count = chat(llm, "Tell a very long story of a lighthouse."), 1500
+    prompt, count = chat(llm, "Tell a very long story of a lighthouse."), 1000
     session = Session(loaded, preset("shadowkv"), len(prompt) + count)
     tokens, logits = zip(*session.greedy(prompt, count))
     pool, sequence = session.cache.pool, session.sequence
@@ -124,7 +124,7 @@ def test_long_output_seals_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel
     sealed = int(pool.table.sealed[sequence.slot])
     assert length == len(prompt) + count - 1
     assert length - sealed < spec.local + 64
-    assert sealed >= 1400
+    assert sealed >= 900
     # Exact pages stay as few as they were, whatever was generated.
     assert (len(sequence.static), len(sequence.ring), sequence.dense) == (spec.static_pages, spec.ring_pages, [])
     reference = all_logits(loaded, prompt + list(tokens))[len(prompt) - 1 : -1]
