@@ -88,6 +88,8 @@ def main() -> int:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
+    if args.hit_rate is not None and not 0 <= args.hit_rate <= 1:
+        parser.error(f"--hit-rate {args.hit_rate} must be a share from 0 to 1")
     args.out.mkdir(parents=True, exist_ok=True)
     loaded = None
     for context in args.context:

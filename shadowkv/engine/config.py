@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -66,8 +67,8 @@ class EngineConfig:
             bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.host_memory_gib is not None and not self.host_memory_gib >= 0:
             bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
-        if not (self.fetch_buffer == 0 or self.fetch_buffer >= 1):
-            bad.append(f"fetch_buffer={self.fetch_buffer} must be 0 or at least 1")
+        if not (self.fetch_buffer == 0 or 1 <= self.fetch_buffer < math.inf):
+            bad.append(f"fetch_buffer={self.fetch_buffer} must be 0 or a finite number of at least 1")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
         if bad:

@@ -122,6 +122,12 @@ def test_errors_list_every_value_that_cannot_be():
         assert str(alone.value).count(" must ") == 1
 
 
+@pytest.mark.parametrize("factor", [float("inf"), float("nan"), -1.0])
+def test_a_fetch_buffer_is_a_finite_factor(factor):
+    with pytest.raises(ValueError, match=f"fetch_buffer={factor} must be 0 or a finite number"):
+        EngineConfig(fetch_buffer=factor)
+
+
 @pytest.mark.parametrize(
     "values",
     [

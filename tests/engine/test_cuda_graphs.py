@@ -1,5 +1,6 @@
 """Decode steps from captured graphs against the same steps run eagerly; needs a GPU."""
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.cuda_graphs import round_up
+from shadowkv.engine.cuda_graphs import _no_garbage_collection, round_up
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.presets import PRESETS
 
@@ -18,6 +19,13 @@ def test_rounding_up_wastes_at_most_a_quarter() -> None:
     for count in range(1, 5000):
         assert count <= round_up(count) <= 1.25 * count
         assert round_up(round_up(count)) == round_up(count)
+
+
+def test_nothing_is_collected_in_a_capture() -> None:
+    with pytest.raises(RuntimeError), _no_garbage_collection():
+        assert not gc.isenabled()
+        raise RuntimeError
+    assert gc.isenabled()
 
 
 LENGTHS = [2500, 700, 90]
