@@ -20,20 +20,23 @@ static int64_t log_chunk(int64_t chunks) {
 }
 
 void select_by_sketch(
-    const Tensor q, const Tensor coarse, const Tensor signs, const Tensor rest, const Tensor scale,
-    const Tensor excluded, const Tensor pages, const Tensor num_pages, const Tensor budget, const Tensor rotation,
-    Tensor whole, Tensor queries, Tensor workspace, Tensor selected) {
-  STD_TORCH_CHECK(q.dim() == 3, "q has ", q.dim(), " dimensions, not 3");
-  check(q, "q", q.scalar_type(), {-1, -1, -1});
-  check_dense_from(q, "q", 0);
-  const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2);
+    const Tensor whole, const Tensor unit, const Tensor sum, const Tensor coarse, const Tensor signs,
+    const Tensor rest, const Tensor scale, const Tensor excluded, const Tensor pages, const Tensor num_pages,
+    const Tensor budget, Tensor workspace, Tensor selected) {
+  STD_TORCH_CHECK(whole.dim() == 4, "whole has ", whole.dim(), " dimensions, not 4");
+  const int64_t batch = whole.size(0), query_heads = whole.size(1);
   STD_TORCH_CHECK(signs.dim() == 4, "signs has ", signs.dim(), " dimensions, not 4");
   const int64_t heads = signs.size(1), bytes = signs.size(3), columns = pages.size(1);
   const int64_t group = heads ? query_heads / heads : 0;
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "signs has rows of ", bytes, " bytes, not 8, 16 or 32");
-  STD_TORCH_CHECK(dim % 16 == 0 && dim <= 8 * bytes, "a head dim of ", dim, " does not suit planes of ", bytes);
   STD_TORCH_CHECK(
       group > 0 && group <= 8 && group * heads == query_heads, query_heads, " query heads for ", heads, " kv heads");
+  check(whole, "whole", Dtype::Char, {batch, query_heads, 8, bytes});
+  check_dense_from(whole, "whole", 0);
+  check(unit, "unit", Dtype::Float, {batch, query_heads});
+  check_dense_from(unit, "unit", 0);
+  check(sum, "sum", Dtype::Int, {batch, query_heads});
+  check_dense_from(sum, "sum", 0);
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
   check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
   check_field(scale, "scale", Dtype::Half, {-1, heads, kPage}, 2, 16);
@@ -49,40 +52,21 @@ void select_by_sketch(
   check_dense_from(num_pages, "num_pages", 0);
   check(budget, "budget", Dtype::Long, {batch});
   check_dense_from(budget, "budget", 0);
-  check(rotation, "rotation", Dtype::Float, {dim, dim});
-  check_dense_from(rotation, "rotation", 0);
-  STD_TORCH_CHECK(int64_t(rotation.const_data_ptr()) % 16 == 0, "rotation is not aligned to 16 bytes");
-  check(whole, "whole", Dtype::Byte, {batch, query_heads, 8 * bytes});
-  check_dense_from(whole, "whole", 0);
-  check(queries, "queries", Dtype::Int, {batch, query_heads, 2});
-  check_dense_from(queries, "queries", 0);
   check(selected, "selected", Dtype::Long, {batch, heads, -1});
   check_dense_from(selected, "selected", 0);
-  const int64_t k = selected.size(2), region = Region(columns, int64_t(1) << log, k).bytes();
+  const int64_t k = selected.size(2);
+  const Region region(columns, int64_t(1) << log, k);
   check(workspace, "workspace", Dtype::Byte, {batch * heads, -1});
   if (workspace.size(1) != 0) {
-    check(workspace, "workspace", Dtype::Byte, {batch * heads, region});
+    check(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
     check_dense_from(workspace, "workspace", 0);
   }
   if (batch * heads == 0 || k == 0) return;
 
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  const cudaStream_t stream = current_stream(q);
-  SketchQueries prepare{};
-  prepare.q = q.const_data_ptr(), prepare.rotation = static_cast<const float*>(rotation.const_data_ptr());
-  prepare.whole = static_cast<uint8_t*>(whole.mutable_data_ptr());
-  prepare.made = static_cast<SketchQuery*>(queries.mutable_data_ptr());
-  prepare.queries = int(batch * query_heads), prepare.dim = int(dim), prepare.plane_bytes = int(bytes);
-  switch (q.scalar_type()) {
-    case Dtype::Float: launch_sketch_queries<float>(prepare, stream); break;
-    case Dtype::Half: launch_sketch_queries<__half>(prepare, stream); break;
-    case Dtype::BFloat16: launch_sketch_queries<__nv_bfloat16>(prepare, stream); break;
-    default: STD_TORCH_CHECK(false, "q has dtype ", int(q.scalar_type()), ", not one of 16 or 32 bits");
-  }
-  check_launch("sketch_queries");
-
-  SelectBySketch p{};
-  p.whole = prepare.whole, p.queries = prepare.made;
+  const torch::stable::accelerator::DeviceGuard guard(whole.get_device());
+  SelectBySketch p{.region = region, .row_bytes = region.bytes()};
+  p.whole = static_cast<const uint8_t*>(whole.const_data_ptr());
+  p.unit = static_cast<const float*>(unit.const_data_ptr()), p.sum = static_cast<const int*>(sum.const_data_ptr());
   p.coarse = static_cast<const uint4*>(coarse.const_data_ptr());
   p.signs = static_cast<const uint8_t*>(signs.const_data_ptr());
   p.rest = static_cast<const uint8_t*>(rest.const_data_ptr());
@@ -95,9 +79,8 @@ void select_by_sketch(
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
   p.workspace = workspace.size(1) ? static_cast<uint8_t*>(workspace.mutable_data_ptr()) : nullptr;
   p.selected = static_cast<int64_t*>(selected.mutable_data_ptr());
-  p.region = region;
   p.heads = int(heads), p.group = int(group), p.num_pages_most = int(columns), p.log_chunk = int(log), p.k = int(k);
-  const cudaError_t error = launch_select_by_sketch(p, bytes, batch * heads, stream);
+  const cudaError_t error = launch_select_by_sketch(p, bytes, batch * heads, current_stream(whole));
   STD_TORCH_CHECK(error == cudaSuccess, "select_by_sketch could not be launched: ", cudaGetErrorString(error));
 }
 
@@ -105,9 +88,9 @@ void select_by_sketch(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
-      "select_by_sketch(Tensor q, Tensor coarse, Tensor signs, Tensor rest, Tensor scale, Tensor excluded, "
-      "Tensor pages, Tensor num_pages, Tensor budget, Tensor rotation, Tensor(a!) whole, Tensor(b!) queries, "
-      "Tensor(c!) workspace, Tensor(d!) selected) -> ()");
+      "select_by_sketch(Tensor whole, Tensor unit, Tensor sum, Tensor coarse, Tensor signs, Tensor rest, "
+      "Tensor scale, Tensor excluded, Tensor pages, Tensor num_pages, Tensor budget, Tensor(a!) workspace, "
+      "Tensor(b!) selected) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

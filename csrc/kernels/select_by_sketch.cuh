@@ -5,9 +5,9 @@
 // after the other made it slower.
 #pragma once
 
+#include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
-#include "kernels/sketch_queries.cuh"
 
 namespace shadowkv {
 
@@ -18,10 +18,24 @@ constexpr int kStages = 2;     // batches that a warp copies ahead
 constexpr int kKeptShare = 8;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4; // and so many times the tokens of the budget at least
 
+// Bytes that a row needs: values of runs or chunks, the kept runs, and two bit sets.
+struct Region {
+  int values, kept, bits;
+  Region(int64_t pages, int64_t chunk, int64_t k) {
+    const int64_t runs = kPageRuns * pages, wanted = (k * chunk * kKeptFactor + kRun - 1) / kRun;
+    const int64_t share = (runs + kKeptShare - 1) / kKeptShare;
+    const int64_t keep = wanted > runs ? runs : wanted > share ? wanted : share, chunks = keep * (kRun / chunk);
+    const int64_t most = ((runs > chunks ? runs : chunks) + 31) / 32 * 32;
+    values = int(2 * most), kept = int((8 * keep + 15) / 16 * 16), bits = int(2 * most / 8);
+  }
+  int64_t bytes() const { return (int64_t(values) + kept + bits + 15) / 16 * 16; }
+};
+
 struct SelectBySketch {
-  const uint8_t* whole;       // [B, H, G, 8, S], of sketch_queries
-  const SketchQuery* queries; // [B, H, G]
-  const uint4* coarse;        // [B, H, P], 8 halves each
+  const uint8_t* whole; // [B, H, G, 8, S], of sketch_queries
+  const float* unit;    // [B, H, G]
+  const int* sum;       // [B, H, G]
+  const uint4* coarse;  // [B, H, P], 8 halves each
   const uint8_t *signs, *rest, *scale, *excluded;
   uint32_t signs_stride, rest_stride, scale_stride, excluded_stride; // from one page name to the next, in bytes
   const int64_t* pages;                                              // [B, P]
@@ -30,21 +44,9 @@ struct SelectBySketch {
   const int64_t* budget;                                             // [B]
   uint8_t* workspace; // [B, H, region] where a row's region does not fit in shared memory, otherwise null
   int64_t* selected;  // [B, H, k]
-  int64_t region;     // bytes
+  Region region;      // of a row
+  int64_t row_bytes;
   int heads, group, num_pages_most, log_chunk, k;
-};
-
-// Bytes that a row needs: values of runs or chunks, the kept runs, and two bit sets.
-struct Region {
-  int64_t values, kept, bits;
-  __host__ __device__ Region(int64_t pages, int64_t chunk, int64_t k) {
-    const int64_t runs = kPageRuns * pages, wanted = (k * chunk * kKeptFactor + kRun - 1) / kRun;
-    const int64_t share = (runs + kKeptShare - 1) / kKeptShare;
-    const int64_t keep = wanted > runs ? runs : wanted > share ? wanted : share, chunks = keep * (kRun / chunk);
-    const int64_t most = ((runs > chunks ? runs : chunks) + 31) / 32 * 32;
-    values = 2 * most, kept = (8 * keep + 15) / 16 * 16, bits = 2 * most / 8;
-  }
-  __host__ __device__ int64_t bytes() const { return (values + kept + bits + 15) / 16 * 16; }
 };
 
 // Four runs of one head in a warp's shared memory.
@@ -63,6 +65,15 @@ __device__ __forceinline__ void copy4_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+// As load_streamed16, of what the launch before may have written while this one had begun.
+__device__ __forceinline__ uint4 load_fresh16(const void* p) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // a where the mask has ones, b elsewhere: one instruction.
@@ -79,15 +90,14 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
   return x;
 }
 
-__device__ __forceinline__ __half load_shared_half(uint32_t from) {
-  uint16_t x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from));
-  return __ushort_as_half(x);
-}
-
-__device__ __forceinline__ bool load_shared_bool(uint32_t from) {
+// 16 bits at `low` and below, 8 bits at `high` above: one register, which the compiler would make two of.
+__device__ __forceinline__ uint32_t load_shared_pair(uint32_t low, uint32_t high) {
   uint32_t x;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
+  asm volatile(
+      "{\n.reg .u32 low, high;\nld.shared.u16 low, [%1];\nld.shared.u8 high, [%2];\n"
+      "prmt.b32 %0, low, high, 0x5410;\n}"
+      : "=r"(x)
+      : "r"(low), "r"(high));
   return x;
 }
 
@@ -131,11 +141,11 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
   const unsigned row = blockIdx.x, sequence = row / p.heads, head = row % p.heads;
   const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
 
-  const Region region(p.num_pages_most, 1 << log_chunk, p.k);
-  uint8_t* own = kShared ? memory + warps * kStages * Stage::kSize : p.workspace + row * p.region;
+  wait_for_launch_before();
+  uint8_t* own = kShared ? memory : p.workspace + row * p.row_bytes;
   uint16_t* values = reinterpret_cast<uint16_t*>(own);
-  uint2* kept = reinterpret_cast<uint2*>(own + region.values); // page names and runs
-  uint32_t* bits = reinterpret_cast<uint32_t*>(own + region.values + region.kept);
+  uint2* kept = reinterpret_cast<uint2*>(own + p.region.values); // page names and runs
+  uint32_t* bits = reinterpret_cast<uint32_t*>(own + p.region.values + p.region.kept);
   const uint4* fours_of_values = reinterpret_cast<const uint4*>(values);
 
   const int pages = int(max(int64_t(0), min(p.num_pages[sequence], int64_t(p.num_pages_most))));
@@ -151,7 +161,7 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
       uint4 x[4]; // all under way at once
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (i + j * int(blockDim.x) < pages) x[j] = load_streamed16(coarse + i + j * blockDim.x);
+        if (i + j * int(blockDim.x) < pages) x[j] = load_fresh16(coarse + i + j * blockDim.x);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (i + j * int(blockDim.x) >= pages) break;
@@ -173,14 +183,11 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
     wait_copies();
     __syncthreads();
   }
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 
   if (count > 0) {
     // A batch of runs to a stage: lane 8 r + i copies token i of run r; lanes 8 r and 8 r + 1 its scales, lane 8 r + 2
     // its flags, or the 8 flags that they are among.
-    const uint32_t stages = shared_address(memory) + warp * kStages * Stage::kSize;
+    const uint32_t stages = shared_address(memory) + (kShared ? int(p.row_bytes) : 0) + warp * kStages * Stage::kSize;
     const int token = lane % kRun;
     const bool is_flags = token == 2;
     const uint32_t to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
@@ -191,8 +198,8 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
         is_flags ? p.excluded + (head * kPage >> log_chunk) : p.scale + head * kPage * 2 + token * 8;
     const uint32_t other_stride = is_flags ? p.excluded_stride : p.scale_stride;
     const uint32_t other_step = is_flags ? 1 << log_run : 2 * kRun;
-    const auto copy = [&](int batch, int slot) {
-      const int at = batch * kBatch + lane / kRun;
+    const auto copy = [&](int first, int slot) {
+      const int at = first + lane / kRun;
       if (at < count) {
         const uint2 x = kept[at];
         const uint32_t run = x.y % kPageRuns, codes = from_codes + run * (kRun * kBytes);
@@ -206,7 +213,7 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
       close_copy_group();
     };
 #pragma unroll
-    for (int slot = 0; slot < kStages; ++slot) copy(warp + slot * warps, slot);
+    for (int slot = 0; slot < kStages; ++slot) copy((warp + slot * warps) * kBatch, slot);
 
     // Queries as fragments: lane 4 g + t has those of query g, or of g % 4, of which the first four meet runs 0 and 1
     // and the others runs 2 and 3. Queries that there are none of are copies of the last.
@@ -225,28 +232,27 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
     int start[2]; // 4 times the sum of codes less their mean begins with this
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const SketchQuery x = p.queries[query(2 * t + e)];
-      unit[e] = 0.25f * x.unit, start[e] = kMagicBits - 6 * x.sum;
+      unit[e] = 0.25f * p.unit[query(2 * t + e)], start[e] = kMagicBits - 6 * p.sum[query(2 * t + e)];
     }
 
     const uint32_t codes_here =
         kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes; // ldmatrix takes addresses where the lane copied to
-    const uint32_t scale_here = stages + Stage::kScale + t * 16 + g * 2, flags_here = stages + Stage::kFlags + t * 8;
-    const int batches = (count + kBatch - 1) / kBatch;
-    const auto score_batch = [&](int i, int slot) {
+    const uint32_t scale_here = stages + Stage::kScale + t * 16 + g * 2;
+    const uint32_t flags_here = stages + Stage::kFlags + t * 8 + (g >> log_chunk); // of the first of runs copied along
+    const auto score_batch = [&](int first, int slot) {
       wait_copy_groups<kStages - 1>();
       __syncwarp(); // all lanes' copies are there
       uint32_t sign[kHalves][kBatch], low[kHalves][kBatch];
       load_plane<kBytes>(sign, codes_here + slot * Stage::kSize);
       load_plane<kBytes>(low, codes_here + slot * Stage::kSize + Stage::kRest);
       // In the end, a lane has token g of run t.
-      const int at = i * kBatch + t;
+      const int at = first + t;
       const uint32_t run = !kSingle && at < count ? kept[at].y : 0;
-      const __half scale = load_shared_half(scale_here + slot * Stage::kSize);
-      const bool never = load_shared_bool(
-          flags_here + slot * Stage::kSize + (((run & ((1 << log_chunk) - 1)) * kRun + g) >> log_chunk));
+      const uint32_t scale_and_flag = load_shared_pair(
+          scale_here + slot * Stage::kSize,
+          flags_here + slot * Stage::kSize + ((run & ((1 << log_chunk) - 1)) << log_run));
       __syncwarp(); // all lanes are done with the stage
-      copy(i + kStages * warps, slot);
+      copy(first + kStages * warps * kBatch, slot);
 
       constexpr int kTiles = kWide ? 2 : 1;
       int32_t ones[kTiles][4] = {}, fours[kTiles][4];
@@ -297,21 +303,21 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
       };
       float score = exchange(t & 1, best[0], best[1], 1);
       if constexpr (kWide) score = exchange(t & 2, score, exchange(t & 1, best[2], best[3], 1), 2);
-      score = fmaf(score, __half2float(scale), 0.f); // never -0
-      if (!kSingle)
-        for (int mask = 4; mask < 4 << log_chunk; mask *= 2)
-          score = fmaxf(score, __shfl_xor_sync(~0u, score, mask));
+      score = fmaf(score, __half2float(__ushort_as_half(uint16_t(scale_and_flag))), 0.f); // never -0
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));
       if (at < count && (g & ((1 << log_chunk) - 1)) == 0) {
-        const uint32_t half = never ? kNever : __half_as_ushort(__float2half_rn(fmaxf(score, -65504.f)));
+        const uint32_t half = scale_and_flag >> 16 ? kNever : __half_as_ushort(__float2half_rn(fmaxf(score, -65504.f)));
         values[at * kRun + g >> log_chunk] = half;
         atomicAdd(&shared.first[(half & 0x8000 ? half ^ 0xffff : half ^ 0x8000) >> 5], 1);
       }
     };
 #pragma unroll 1
-    for (int first = warp; first < batches; first += kStages * warps) {
+    for (int first = warp * kBatch; first < count; first += kStages * warps * kBatch) {
 #pragma unroll
       for (int slot = 0; slot < kStages; ++slot)
-        if (first + slot * warps < batches) score_batch(first + slot * warps, slot);
+        if (first + slot * warps * kBatch < count) score_batch(first + slot * warps * kBatch, slot);
     }
 
     const int chunks = count << log_run, groups = (chunks + 7) / 8;
@@ -331,26 +337,14 @@ inline int select_threads(int64_t rows, int processors) {
 
 template <int kBytes, bool kWide, bool kSingle, bool kShared>
 cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t rows, cudaStream_t stream) {
-  int device = 0, processors = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  int device = 0, processors = 0;
+  if (const auto error = cudaGetDevice(&device)) return error;
+  if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   int threads = select_threads(rows, processors);
   if (kBytes == 32 && threads > 512) threads = 512;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(rows));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = threads / 32 * kStages * Stage<kBytes>::kSize + (kShared ? p.region : 0);
-  config.stream = stream;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  const int bytes = int(threads / 32 * kStages * Stage<kBytes>::kSize + (kShared ? p.row_bytes : 0));
   const auto kernel = select_by_sketch_kernel<kBytes, kWide, kSingle, kShared>;
-  const int bytes = int(config.dynamicSmemBytes);
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return launch_early(kernel, dim3(unsigned(rows)), dim3(threads), bytes, stream, p);
 }
 
 template <int kBytes, bool kWide>

@@ -11,166 +11,37 @@
 
 #include <cfloat>
 
+#include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
 
 namespace shadowkv {
 
 constexpr int kMostWarps = 8;     // heads of a block
 constexpr int kMostRunPages = 32; // a lane holds the name of one page
-constexpr int kBlockQueries = 8;  // of a block that packs queries, a warp each
 constexpr int kPlanes = 8;        // bits of a query's whole numbers
 
-enum class QueryType { kFloat, kBFloat16, kHalf };
-
+// Queries as sketch_queries makes them.
 struct SignScores {
-  const void* q;         // [B, H G, d]
-  const float* rotation; // [d, d]
+  const uint32_t* planes; // [B, H G, 8, W]
+  const float* unit;      // [B, H G]
+  const int* sum;         // [B, H G]
   const uint8_t* signs;
   const __half* scale;
   uint32_t signs_stride, scale_stride; // from one page name to the next, in bytes
   const int64_t* pages;                // [B, P]
   int64_t pages_stride;                // of a row, in names
   const int64_t* num_pages;            // [B]
-  void* packed;                        // PackedQuery [B, H G]
   __half* scores;                      // [B, H, 8 P]
-  QueryType type;
-  int batch, heads, group, dim, columns, run_pages;
+  int batch, heads, group, columns, run_pages;
 };
 
-// A rotated query of length 1: bit 8 i + j of word w of plane p is bit p of the whole number that faces bit j of byte
-// 4 w + i of a key's signs. Counts of bits become floats without a conversion: as bits of a float, a small whole number
-// n is n 2**-149. Scores are kept times kFactor, among numbers of full precision.
-template <int kWords>
-struct alignas(8) PackedQuery {
-  uint32_t planes[kPlanes][kWords];
-  float minus_sum, unit; // of the whole numbers, times kFactor; what they are multiples of, divided by it
+// Counts of bits become floats without a conversion: as bits of a float, a small whole number n is n 2**-149. Scores
+// are kept times kFactor, among numbers of full precision.
+constexpr float kFactor = 0x1p-49f;
 
-  static constexpr float kFactor = 0x1p-49f;
-
-  // What makes a count its share in twice the sum over positive dimensions. The last plane is that of the sign.
-  static __device__ constexpr float weight(int plane) {
-    return (plane == kPlanes - 1 ? -1 : 1) * float(2 << plane) * 0x1p100f; // 2**100 2**-149 = kFactor
-  }
-};
-
-// A launch may begin while the one before is running (where the GPU can do so): that one is over after this.
-__device__ __forceinline__ void wait_for_launch_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void add_product(float4& sum, const float4& x, float y) {
-  sum = {fmaf(x.x, y, sum.x), fmaf(x.y, y, sum.y), fmaf(x.z, y, sum.z), fmaf(x.w, y, sum.w)};
-}
-
-// Four floats from `at` on, zeros from `end` on; aligned to 16 bytes where `end` is a multiple of 4.
-__device__ __forceinline__ float4 load_floats(const float* p, int at, int end) {
-  if (end % 4 == 0) return at < end ? __ldg(reinterpret_cast<const float4*>(p + at)) : float4{};
-  const auto load = [&](int i) { return i < end ? __ldg(p + i) : 0.f; };
-  return {load(at), load(at + 1), load(at + 2), load(at + 3)};
-}
-
-// q R for a few queries a block, and then a query a warp. Each warp sums over an eighth of the rows of R. Lane
-// 8 w + j is for the dimensions of bits j of word w of the planes, 4 bytes; with 8 words, of w + 4 too.
-template <typename T, int kWords>
-__global__ void __launch_bounds__(32 * kBlockQueries, kWords == 8 ? 1 : 2) pack_queries_kernel(const SignScores p) {
-  constexpr int kParts = kWords == 8 ? 2 : 1;
-  constexpr int kRows = 16 / kParts; // of R, under way together
-  let_next_launch_begin();
-  const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8;
-  const int queries = p.batch * p.heads * p.group, first = blockIdx.x * kBlockQueries;
-  float4 r[kRows][kParts];
-  const auto load_rows = [&](int row) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const float* from = p.rotation + (warp * bytes + row + i) * p.dim + lane % 8 * bytes;
-        r[i][part] = row + i < bytes ? load_floats(from, lane / 8 * 4 + part * 16, bytes) : float4{};
-      }
-  };
-  load_rows(0);
-
-  extern __shared__ float4 shared[];
-  float* turned = reinterpret_cast<float*>(shared); // [dims][kBlockQueries], so that a lane reads all queries at once
-  float4* sums = shared + p.dim * kBlockQueries / 4; // [warp][query][part][lane]
-  for (int i = warp; i < p.dim * kBlockQueries / 32; i += kBlockQueries) {
-    const int at = 32 * i + lane, query = at / p.dim;
-    const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
-    turned[at % p.dim * kBlockQueries + query] = first + query < queries ? float(q[at]) : 0.f;
-  }
-  __syncthreads();
-  float4 x[kBlockQueries][kParts] = {};
-  for (int row = 0; row < bytes; row += kRows) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      float y[kBlockQueries];
-      const float* column = turned + (warp * bytes + min(row + i, bytes - 1)) * kBlockQueries;
-#pragma unroll
-      for (int n = 0; n < kBlockQueries; n += 4)
-        *reinterpret_cast<float4*>(y + n) = *reinterpret_cast<const float4*>(column + n);
-#pragma unroll
-      for (int n = 0; n < kBlockQueries; ++n)
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) add_product(x[n][part], r[i][part], y[n]);
-    }
-    if (row + kRows < bytes) load_rows(row + kRows);
-  }
-#pragma unroll
-  for (int n = 0; n < kBlockQueries; ++n)
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      sums[((warp * kBlockQueries + n) * kParts + part) * 32 + lane] = x[n][part];
-  __syncthreads();
-  if (first + warp >= queries) return;
-
-  float4 own[kParts] = {};
-  float top = 0, square = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    float4& v = own[part];
-#pragma unroll
-    for (int n = 0; n < kBlockQueries; ++n)
-      add_product(v, sums[((n * kBlockQueries + warp) * kParts + part) * 32 + lane], 1.f);
-    top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-    square += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
-  }
-#pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) {
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-    square += __shfl_xor_sync(~0u, square, mask);
-  }
-  const float unit = fmaxf(top * (1.f / 127.f), 1e-30f), inverse = __frcp_rn(unit);
-  auto& packed = static_cast<PackedQuery<kWords>*>(p.packed)[first + warp];
-  int sum = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float4& v = own[part];
-    const int whole[4] = {__float2int_rn(v.x * inverse), __float2int_rn(v.y * inverse), __float2int_rn(v.z * inverse),
-                          __float2int_rn(v.w * inverse)};
-    sum += whole[0] + whole[1] + whole[2] + whole[3];
-    const uint32_t four = (whole[0] & 255) | (whole[1] & 255) << 8 | (whole[2] & 255) << 16 | uint32_t(whole[3]) << 24;
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      uint32_t word = (four >> plane & 0x01010101u) << lane % 8;
-#pragma unroll
-      for (int mask = 1; mask < 8; mask *= 2) word |= __shfl_xor_sync(~0u, word, mask);
-      if (lane % 8 == plane && lane / 8 < kWords) packed.planes[plane][lane / 8 + 4 * part] = word;
-    }
-  }
-  sum = __reduce_add_sync(~0u, sum);
-  if (lane == 0) {
-    using Packed = PackedQuery<kWords>;
-    packed.minus_sum = float(-sum) * Packed::kFactor;
-    packed.unit = square > 0 ? unit / sqrtf(square) / Packed::kFactor : 0.f;
-  }
+// What makes a count its share in twice the sum over positive dimensions. The last plane is that of the sign.
+__device__ constexpr float plane_weight(int plane) {
+  return (plane == kPlanes - 1 ? -1 : 1) * float(2 << plane) * 0x1p100f; // 2**100 2**-149 = kFactor
 }
 
 // Four pages of one head in a warp's shared memory: their signs, then their scales. Eight pieces of 16 bytes that
@@ -226,7 +97,6 @@ __device__ __forceinline__ __half2 as_halves(uint32_t x) { return reinterpret_ca
 template <int kWords, int kSets>
 __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_scores_kernel(const SignScores p) {
   using Stage = SignStage<kWords>;
-  using Query = PackedQuery<kWords>;
   constexpr int kFaces = kWords == 4 ? 1 : 2; // words of a plane in a lane
 
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
@@ -236,16 +106,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
   const int pages_here = min(p.run_pages, p.columns - first_page);
   const int valid = int(max(int64_t(0), min(p.num_pages[row] - first_page, int64_t(pages_here))));
   const int steps = (valid + Stage::kPages - 1) / Stage::kPages;
-  __half* scores = p.scores + (int64_t(row * p.heads + head) * p.columns + first_page) * 8;
-  if (valid + lane < pages_here)
-    reinterpret_cast<uint4*>(scores)[valid + lane] = {0xfc00fc00, 0xfc00fc00, 0xfc00fc00, 0xfc00fc00}; // -inf
-  if (steps == 0) {
-    wait_for_launch_before(); // which would otherwise outlive this one
-    return;
-  }
 
   // Names are granules of 256 bytes, of which 31 bits make 512 GiB.
-  const uint32_t names = uint32_t(p.pages[row * p.pages_stride + first_page + min(lane, valid - 1)]);
+  const int64_t* own_pages = p.pages + row * p.pages_stride + first_page;
+  const uint32_t names = steps ? uint32_t(own_pages[min(lane, valid - 1)]) : 0;
   extern __shared__ __align__(128) uint8_t stages[];
   const uint8_t* own_stages = stages + threadIdx.y * (Stage::kCount * Stage::kBytes);
   const uint8_t* signs = p.signs + head * Stage::kPageBytes + lane * 16;
@@ -267,21 +131,27 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
   for (int i = 0; i + 1 < Stage::kCount; ++i) copy(i, i);
 
   wait_for_launch_before();
+  let_next_launch_begin();
+  __half* scores = p.scores + (int64_t(row * p.heads + head) * p.columns + first_page) * 8;
+  if (valid + lane < pages_here)
+    reinterpret_cast<uint4*>(scores)[valid + lane] = {0xfc00fc00, 0xfc00fc00, 0xfc00fc00, 0xfc00fc00}; // -inf
+  if (steps == 0) return;
+
   uint32_t b[kSets][kPlanes / 2][kFaces];
   float minus_sum[kSets], unit[kSets];
-  const Query* queries = static_cast<const Query*>(p.packed) + int64_t(row * p.heads + head) * p.group;
+  const int first_query = (row * p.heads + head) * p.group;
 #pragma unroll
   for (int s = 0; s < kSets; ++s) {
-    const Query& column = queries[min(4 * s + g / 2, p.group - 1)];
+    const uint32_t* column = p.planes + int64_t(first_query + min(4 * s + g / 2, p.group - 1)) * (kPlanes * kWords);
 #pragma unroll
     for (int m = 0; m < kPlanes / 2; ++m)
 #pragma unroll
       for (int f = 0; f < kFaces; ++f) {
-        const uint32_t* plane = column.planes[2 * m + g % 2];
+        const uint32_t* plane = column + (2 * m + g % 2) * kWords;
         b[s][m][f] = kWords == 2 ? (t / 2 == f ? plane[t % 2] : 0) : plane[4 * f + t];
       }
-    const Query& own = queries[min(4 * s + t, p.group - 1)];
-    minus_sum[s] = own.minus_sum, unit[s] = own.unit;
+    const int own = first_query + min(4 * s + t, p.group - 1);
+    minus_sum[s] = float(-p.sum[own]) * kFactor, unit[s] = p.unit[own] * (1 / kFactor);
   }
 
   // Where the lane reads the first of the pieces that it names to ldmatrix.
@@ -328,7 +198,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
               count_bits(counts, words[i / 2 * 2], words[i / 2 * 2 + 1], b[s][m][i % 2]);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-              score[e / 2] = fmaf(__int_as_float(counts[e]), Query::weight(2 * m + e % 2), score[e / 2]);
+              score[e / 2] = fmaf(__int_as_float(counts[e]), plane_weight(2 * m + e % 2), score[e / 2]);
           }
           top[s] = fmaxf(top[s], score[0] * __half2float(factor[token]));
           top[s] = fmaxf(top[s], score[1] * __half2float(factor[other]));
@@ -351,46 +221,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
   }
 }
 
-template <typename T, int kWords>
-cudaError_t launch_pack_queries(const SignScores& p, cudaStream_t stream) {
-  const int blocks = (p.batch * p.heads * p.group + kBlockQueries - 1) / kBlockQueries;
-  const int bytes = 4 * kBlockQueries * (p.dim + (kWords == 8 ? 256 : 128) * kBlockQueries);
-  const auto kernel = pack_queries_kernel<T, kWords>;
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-  kernel<<<blocks, dim3(32, kBlockQueries), bytes, stream>>>(p);
-  return cudaGetLastError();
-}
-
-template <int kWords>
-cudaError_t launch_pack_queries(const SignScores& p, cudaStream_t stream) {
-  switch (p.type) {
-    case QueryType::kFloat: return launch_pack_queries<float, kWords>(p, stream);
-    case QueryType::kBFloat16: return launch_pack_queries<__nv_bfloat16, kWords>(p, stream);
-    default: return launch_pack_queries<__half, kWords>(p, stream);
-  }
-}
-
 template <int kWords, int kSets>
 cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
-  if (const auto error = launch_pack_queries<kWords>(p, stream)) return error;
   const int warps = p.heads < kMostWarps ? p.heads : kMostWarps;
   const int bytes = warps * SignStage<kWords>::kCount * SignStage<kWords>::kBytes;
-  const auto kernel = sign_scores_kernel<kWords, kSets>;
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-  int device = 0, major = 0;
-  if (const auto error = cudaGetDevice(&device)) return error;
-  if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3((p.columns + p.run_pages - 1) / p.run_pages, p.batch, (p.heads + warps - 1) / warps);
-  config.blockDim = dim3(32, warps);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const dim3 grid((p.columns + p.run_pages - 1) / p.run_pages, p.batch, (p.heads + warps - 1) / warps);
+  return launch_early(sign_scores_kernel<kWords, kSets>, grid, dim3(32, warps), bytes, stream, p);
 }
 
 // By bytes of a key's signs: 8, 16 or 32.

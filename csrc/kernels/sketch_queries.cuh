@@ -1,108 +1,168 @@
-// Queries as the sketch kernels take them: rotated, of length 1, in 8 bits. A warp makes one query.
+// Queries as the kernels that search a key sketch take them: rotated, of length 1, in whole numbers of 8 bits, once by
+// bytes and once by bits. Half of the time goes to reading the rotation, 64 KiB for every block at head dim 128: a
+// block makes as many queries as registers allow.
 #pragma once
 
-#include "kernels/mma.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/early_launch.cuh"
 
 namespace shadowkv {
 
-constexpr int kQueryWarps = 8;  // queries of a block
-constexpr int kMostDim = 256;
-constexpr int kAhead = 16;      // rows of the rotation under way at once
-
-struct SketchQuery {
-  float unit; // what the whole numbers are multiples of
-  int sum;    // of the whole numbers
-};
+constexpr int kQueryWarps = 8;    // each sums over an eighth of the rotation's rows, for all queries of its block
+constexpr int kBlockQueries = 16; // of a block; 8 above head dim 128
 
 struct SketchQueries {
   const void* q;         // [queries, d]
   const float* rotation; // [d, d]
-  uint8_t* whole;        // [queries, 8, S]: dimension j d/8 + b at row j, byte b; other bytes are 0
-  SketchQuery* made;     // [queries]
-  int queries, dim, plane_bytes;
+  uint32_t* whole;       // [queries, 8, W]: byte b of row j, signed, is dimension j d/8 + b; bytes from d/8 on are 0
+  uint32_t* planes;      // [queries, 8, W]: bit j of byte b of row p is bit p of byte b of row j of `whole`
+  float* unit;           // [queries], what the whole numbers are multiples of
+  int* sum;              // [queries], of the whole numbers
+  int queries, dim;
 };
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// kParts: columns of the rotation that a lane has, in fours.
-template <typename T, int kParts>
-__global__ void __launch_bounds__(32 * kQueryWarps) sketch_queries_kernel(const SketchQueries p) {
-  __shared__ float queries[kQueryWarps][kMostDim];
-  __shared__ __align__(4) int8_t planes[kQueryWarps][8 * kMostDim / 8];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;"); // the next kernel waits for these queries only where it needs them
-#endif
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, query = blockIdx.x * kQueryWarps + warp;
-  if (query >= p.queries) return;
-  const T* q = static_cast<const T*>(p.q) + int64_t(query) * p.dim;
-  for (int i = lane; i < p.dim; i += 32) queries[warp][i] = widen(q[i]);
-  for (int i = lane; i < 2 * p.plane_bytes; i += 32) reinterpret_cast<uint32_t*>(planes[warp])[i] = 0;
-  __syncwarp();
-
-  float x[kParts][4] = {};
-  const float4* rows[kParts]; // lanes past the last column take the first again: no branch between loads
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const int column = 4 * (lane + 32 * part);
-    rows[part] = reinterpret_cast<const float4*>(p.rotation + (column < p.dim ? column : 0));
-  }
-  const int step = p.dim / 4;
-#pragma unroll 1
-  for (int k = 0; k < p.dim; k += kAhead) {
-    float4 row[kAhead][kParts];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) row[i][part] = rows[part][(k + i) * step];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const float own = queries[warp][k + i];
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const float4 y = row[i][part];
-        x[part][0] = fmaf(own, y.x, x[part][0]), x[part][1] = fmaf(own, y.y, x[part][1]);
-        x[part][2] = fmaf(own, y.z, x[part][2]), x[part][3] = fmaf(own, y.w, x[part][3]);
-      }
-    }
-  }
-#pragma unroll
-  for (int part = 0; part < kParts; ++part)
-    if (4 * (lane + 32 * part) >= p.dim) x[part][0] = x[part][1] = x[part][2] = x[part][3] = 0;
-  float most = 0, squares = 0;
-#pragma unroll
-  for (int i = 0; i < 4 * kParts; ++i) {
-    const float y = x[i / 4][i % 4];
-    most = fmaxf(most, fabsf(y)), squares += y * y;
-  }
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) {
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
-    squares += __shfl_xor_sync(~0u, squares, mask);
-  }
-  const float unit = fmaxf(most * (1.f / 127), 1e-30f), inverse = 1 / unit;
-  const int row = p.dim / 8;
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4 * kParts; ++i) {
-    const int column = 4 * (lane + 32 * (i / 4)) + i % 4;
-    if (column >= p.dim) continue;
-    const int whole = __float2int_rn(x[i / 4][i % 4] * inverse);
-    planes[warp][column / row * p.plane_bytes + column % row] = int8_t(whole);
-    sum += whole;
-  }
-  sum = __reduce_add_sync(~0u, sum);
-  __syncwarp();
-  uint32_t* whole = reinterpret_cast<uint32_t*>(p.whole + int64_t(query) * 8 * p.plane_bytes);
-  for (int i = lane; i < 2 * p.plane_bytes; i += 32) whole[i] = reinterpret_cast<uint32_t*>(planes[warp])[i];
-  if (lane == 0) p.made[query] = {squares > 0 ? unit * rsqrtf(squares) : 0.f, sum};
+__device__ __forceinline__ void add_product(float4& sum, const float4& x, float y) {
+  sum = {fmaf(x.x, y, sum.x), fmaf(x.y, y, sum.y), fmaf(x.z, y, sum.z), fmaf(x.w, y, sum.w)};
 }
 
+// Four floats from `at` on, zeros from `end` on; aligned to 16 bytes where `end` is a multiple of 4.
+__device__ __forceinline__ float4 load_floats(const float* p, int at, int end) {
+  if (end % 4 == 0) return at < end ? __ldg(reinterpret_cast<const float4*>(p + at)) : float4{};
+  const auto load = [&](int i) { return i < end ? __ldg(p + i) : 0.f; };
+  return {load(at), load(at + 1), load(at + 2), load(at + 3)};
+}
+
+// Where things are in a block's shared memory, in floats. The queries' columns are 4 apart from each other, so that
+// neighbours in a query are written to different banks.
+template <int kWords, int kQueries>
+struct QueryMemory {
+  static constexpr int kParts = kWords == 8 ? 2 : 1, kColumn = kQueries + 4;
+
+  static __host__ __device__ int sums(int dim) { return dim * kColumn; }
+  static int bytes(int dim) { return 4 * (sums(dim) + kQueryWarps * kQueries * kParts * 32 * 4); }
+};
+
+// q R, first by an eighth of the rows of R a warp, and then a query a warp at a time. Lane 8 w + j is for word w of row
+// j, four dimensions; with 8 words, for word w + 4 too.
+template <typename T, int kWords, int kQueries>
+__global__ void __launch_bounds__(32 * kQueryWarps, kQueries > 8 || kWords == 8 ? 1 : 2)
+    sketch_queries_kernel(const SketchQueries p) {
+  using Memory = QueryMemory<kWords, kQueries>;
+  constexpr int kParts = Memory::kParts, kColumn = Memory::kColumn;
+  constexpr int kRows = 16 / kParts; // of R, under way together
+  let_next_launch_begin();
+  const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8;
+  const int first = blockIdx.x * kQueries;
+  float4 r[kRows][kParts];
+  const auto load_rows = [&](int row) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const float* from = p.rotation + (warp * bytes + row + i) * p.dim + lane % 8 * bytes;
+        r[i][part] = row + i < bytes ? load_floats(from, lane / 8 * 4 + part * 16, bytes) : float4{};
+      }
+  };
+  load_rows(0);
+
+  extern __shared__ float4 shared[];
+  float* turned = reinterpret_cast<float*>(shared); // [dims][kColumn], so that a lane reads all queries at once
+  float4* sums = shared + Memory::sums(p.dim) / 4;  // [warp][query][part][lane]
+  for (int i = warp; i < p.dim * kQueries / 32; i += kQueryWarps) {
+    const int at = 32 * i + lane, query = at / p.dim;
+    const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
+    turned[at % p.dim * kColumn + query] = first + query < p.queries ? float(q[at]) : 0.f;
+  }
+  __syncthreads();
+  float4 x[kQueries][kParts] = {};
+  for (int row = 0; row < bytes; row += kRows) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float y[kQueries];
+      const float* column = turned + (warp * bytes + min(row + i, bytes - 1)) * kColumn;
+#pragma unroll
+      for (int n = 0; n < kQueries; n += 4)
+        *reinterpret_cast<float4*>(y + n) = *reinterpret_cast<const float4*>(column + n);
+#pragma unroll
+      for (int n = 0; n < kQueries; ++n)
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) add_product(x[n][part], r[i][part], y[n]);
+    }
+    if (row + kRows < bytes) load_rows(row + kRows);
+  }
+#pragma unroll
+  for (int n = 0; n < kQueries; ++n)
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) sums[((warp * kQueries + n) * kParts + part) * 32 + lane] = x[n][part];
+  __syncthreads();
+
+#pragma unroll
+  for (int n = warp; n < kQueries; n += kQueryWarps) {
+    if (first + n >= p.queries) return;
+    float4 own[kParts] = {};
+    float top = 0, square = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float4& v = own[part];
+#pragma unroll
+      for (int i = 0; i < kQueryWarps; ++i)
+        add_product(v, sums[((i * kQueries + n) * kParts + part) * 32 + lane], 1.f);
+      top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+      square += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+    }
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+      square += __shfl_xor_sync(~0u, square, mask);
+    }
+    const float unit = fmaxf(top * (1.f / 127.f), 1e-30f), inverse = __frcp_rn(unit);
+    int sum = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float4& v = own[part];
+      const int whole[4] = {__float2int_rn(v.x * inverse), __float2int_rn(v.y * inverse), __float2int_rn(v.z * inverse),
+                            __float2int_rn(v.w * inverse)};
+      sum += whole[0] + whole[1] + whole[2] + whole[3];
+      const uint32_t four =
+          (whole[0] & 255) | (whole[1] & 255) << 8 | (whole[2] & 255) << 16 | uint32_t(whole[3]) << 24;
+      uint32_t bits = 0; // of the four dimensions in all rows: word w of plane j
+#pragma unroll
+      for (int plane = 0; plane < 8; ++plane) {
+        uint32_t word = (four >> plane & 0x01010101u) << lane % 8;
+#pragma unroll
+        for (int mask = 1; mask < 8; mask *= 2) word |= __shfl_xor_sync(~0u, word, mask);
+        if (lane % 8 == plane) bits = word;
+      }
+      if (lane / 8 < kWords) {
+        const int64_t at = (int64_t(first + n) * 8 + lane % 8) * kWords + lane / 8 + 4 * part;
+        p.whole[at] = four, p.planes[at] = bits;
+      }
+    }
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) p.sum[first + n] = sum, p.unit[first + n] = square > 0 ? unit / sqrtf(square) : 0.f;
+  }
+}
+
+template <typename T, int kWords>
+cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
+  constexpr int kQueries = kWords == 8 ? 8 : kBlockQueries;
+  const int blocks = (p.queries + kQueries - 1) / kQueries, bytes = QueryMemory<kWords, kQueries>::bytes(p.dim);
+  const auto kernel = sketch_queries_kernel<T, kWords, kQueries>;
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+  kernel<<<blocks, dim3(32, kQueryWarps), bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// By bytes of a row: 8, 16 or 32.
 template <typename T>
-void launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
-  const auto kernel = p.dim > 128 ? sketch_queries_kernel<T, 2> : sketch_queries_kernel<T, 1>;
-  kernel<<<(p.queries + kQueryWarps - 1) / kQueryWarps, 32 * kQueryWarps, 0, stream>>>(p);
+cudaError_t launch_sketch_queries(const SketchQueries& p, int64_t bytes, cudaStream_t stream) {
+  return bytes == 8    ? launch_sketch_queries<T, 2>(p, stream)
+         : bytes == 16 ? launch_sketch_queries<T, 4>(p, stream)
+                       : launch_sketch_queries<T, 8>(p, stream);
 }
 
 } // namespace shadowkv

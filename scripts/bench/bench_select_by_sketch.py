@@ -3,13 +3,14 @@
 ``python scripts/bench/bench_select_by_sketch.py [--out file.json]``: pages lie shuffled in an arena among other bytes,
 as in the KV cache; kept runs are random ones. Counted bytes: both planes and the scales of the kept runs, and the
 coarse scores; the floor is those at 4.5 TB/s. Excluded bits, page names and the result come besides. Times are medians
-over replays of a CUDA graph of several calls, of the whole op with its two launches; where a call reads less than the
-second-level cache holds, each has rows of its own. Every shape is checked against the reference on its first rows.
+over replays of a CUDA graph of several calls; where a call reads less than the second-level cache holds, each has rows
+of its own. Every shape is checked against the reference on its first rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Callable
@@ -23,10 +24,11 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores.reference import plane_bytes
+from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
 OTHER_BYTES = 16 * 1024
 UNCACHED_BYTES = 200e6
-PER_ROW = (0, 1, 6, 7, 8)  # arguments that have rows
+PER_ROW = (1, 6, 7, 8)  # arguments that have rows, besides the queries
 CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select
     (63, 61440, 8, 4, 128, 1, 960),
     (63, 61440, 8, 4, 128, 8, 120),
@@ -65,7 +67,13 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     budgets = torch.full((rows,), budget, device=device)
     rotation = random_rotation(dim, "sketch").to(device)
     planes = (views["signs"], views["rest"], views["scale"], views["excluded"])
-    return q, coarse, *planes, pages, counts, budgets, budget, rotation
+    return sketch_queries(q, rotation), coarse, *planes, pages, counts, budgets, budget
+
+
+def rows_of(args: tuple, some: slice) -> tuple:
+    """The arguments of a call for some rows."""
+    parts = {field.name: getattr(args[0], field.name)[some] for field in dataclasses.fields(SketchQueries)}
+    return SketchQueries(**parts), *(x[some] if i in PER_ROW else x for i, x in enumerate(args[1:], 1))
 
 
 def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) -> int:
@@ -77,8 +85,7 @@ def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) ->
 
 def check(args: tuple, selected: Tensor) -> None:
     """Ends the program where the first rows differ in more than the chunks that ties and rounding exchange."""
-    some = (args[0][:2], args[1][:2], *args[2:6], *(x[:2] for x in args[6:9]), *args[9:])
-    exact = reference.select_by_sketch(*some)
+    exact = reference.select_by_sketch(*rows_of(args, slice(2)))
     for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
         assert len(own) == len(expected) and (own.diff() > 0).all()
         common = torch.isin(own, expected).sum()
@@ -94,7 +101,7 @@ def measure(case: tuple[int, int, int, int, int, int, int]) -> dict[str, object]
     check(args, cuda.select_by_sketch(*args))
 
     def call(some: slice) -> Callable[[], object]:
-        own = tuple(args[i][some] if i in PER_ROW else x for i, x in enumerate(args))
+        own = rows_of(args, some)
         return lambda: cuda.select_by_sketch(*own)
 
     calls = [call(slice(i * rows, (i + 1) * rows)) for i in range(copies)]

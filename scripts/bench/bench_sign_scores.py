@@ -2,8 +2,9 @@
 
 ``python scripts/bench/bench_sign_scores.py [--out file.json]``: pages lie shuffled in an arena among other bytes, as in
 the KV cache. Counted bytes: signs and scales of all valid pages; the floor is those at 4.5 TB/s. Float16 scores, 1/72
-as many bytes at head dim 128, are written besides. Times are medians over replays of a CUDA graph of several calls, the
-packing of the queries included. Every shape is checked against the reference first, on its first rows.
+as many bytes at head dim 128, are written besides. Times are medians over replays of a CUDA graph of several calls,
+each right after one of ``sketch_queries``, which is included and also timed alone. Every shape is checked against the
+reference first, on its first rows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores import cuda, reference
+from shadowkv.ops.sketch_queries import cuda as queries_cuda
+from shadowkv.ops.sketch_queries import reference as queries_reference
 
 OTHER_BYTES = 32 * 1024
 CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
@@ -35,7 +38,7 @@ CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
 
 
 def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
-    """Arguments of a call; rows are full, or of random lengths."""
+    """Queries, their rotation and the other arguments of a call; rows are full, or of random lengths."""
     columns, device = tokens // 64, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
@@ -53,13 +56,14 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
     rotation = random_rotation(dim, "sketch").to(device)
-    return q, views["signs"], views["scale"], pages, counts.cuda(), rotation
+    return q, rotation, views["signs"], views["scale"], pages, counts.cuda()
 
 
 def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
     """Ends the program where two rows are off by more than rounding."""
-    q, signs, scale, pages, counts, rotation = args
-    exact = reference.sign_scores(q[:2], signs, scale, pages[:2], counts[:2], rotation)
+    q, rotation, signs, scale, pages, counts = args
+    queries = queries_reference.sketch_queries(q[:2], rotation)
+    exact = reference.sign_scores(queries, signs, scale, pages[:2], counts[:2])
     torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
 
 
@@ -67,14 +71,20 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> dict[str, object]:
     """One row of the table."""
     rows, tokens, heads, group, dim, ragged = case
     args = problem(*case)
-    check(args, cuda.sign_scores(*args))
-    time = microseconds([lambda: cuda.sign_scores(*args)] * 10)
-    moved = int(args[4].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
+    q, rotation, *fields = args
+
+    def call() -> Tensor:
+        return cuda.sign_scores(queries_cuda.sketch_queries(q, rotation), *fields)
+
+    check(args, call())
+    time = microseconds([call] * 10)
+    queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, rotation)] * 10)
+    moved = int(args[5].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
     floor = moved / READ_SPEED * 1e6
     return {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,
-        "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
-        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
+        "us": round(time, 1), "queries us": round(queries_time, 1), "MB": round(moved / 1e6, 1),
+        "GB/s": round(moved / time / 1e3), "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
 
 
@@ -84,7 +94,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
     args = parser.parse_args()
-    if not cuda.available():
+    if not (cuda.available() and queries_cuda.available()):
         raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
     torch.manual_seed(0)
     results = []

@@ -31,6 +31,7 @@ NAMES = (
     "sign_scores",
     "silu_mul",
     "sketch_keys",
+    "sketch_queries",
     "write_rows",
 )
 

@@ -1,6 +1,7 @@
 """The 2-bit key sketch and the ops that search it, in PyTorch, against brute force."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from shadowkv.ops.select_by_sketch.reference import kept_runs, select_by_sketch
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, sign_scores
+from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 dims = pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 
@@ -68,31 +70,50 @@ def test_a_key_of_zero_has_scale_zero_and_a_huge_one_a_finite_scale():
     assert scale[1] == torch.finfo(torch.float16).max
 
 
-def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> dict[str, Tensor]:
-    """Arguments of both ops: random pages in random order; past a row's end their scales are NaN."""
+@dims
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_the_rounded_coordinates_at_their_places(seed, dim, dtype):
+    q, matrix = (3 * torch.randn(2, 5, dim)).to(dtype), random_rotation(dim, "sketch")
+    queries, size = sketch_queries(q, matrix), math.ceil(dim / 64) * 8
+    assert (queries.whole.dtype, queries.whole.shape) == (torch.int8, (2, 5, 8, size))
+    assert (queries.planes.dtype, queries.planes.shape) == (torch.uint8, (2, 5, 8, size))
+    assert (queries.unit.dtype, queries.unit.shape) == (torch.float32, (2, 5))
+    assert (queries.sum.dtype, queries.sum.shape) == (torch.int32, (2, 5))
+    assert not queries.whole[..., dim // 8 :].any()
+    assert torch.equal(queries.whole.abs().amax((2, 3)), torch.full((2, 5), 127, dtype=torch.int8))
+    x = (q.float() @ matrix).double()
+    x /= x.norm(dim=-1, keepdim=True)
+    for b, h in [(0, 0), (1, 4)]:
+        for at in range(dim):
+            whole = int(queries.whole[b, h, at // (dim // 8), at % (dim // 8)])
+            assert abs(float(queries.unit[b, h]) * whole - float(x[b, h, at])) <= 0.501 * float(queries.unit[b, h])
+            bits = [int(plane[at % (dim // 8)]) >> at // (dim // 8) & 1 for plane in queries.planes[b, h]]
+            assert sum(bit << i for i, bit in enumerate(bits)) == whole % 256
+        assert int(queries.sum[b, h]) == int(queries.whole[b, h].long().sum())
+
+
+def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of both ops, random pages in random order, whose scales are NaN past a row's end; and the queries
+    rotated, of length 1, rounded to 255 levels, float64 [B, H, G, d]."""
     most, matrix = max(pages), random_rotation(dim, "sketch")
     names = torch.randperm(len(pages) * most + 1)[: len(pages) * most].view(len(pages), most)
     signs, rest, scale = pack_sketch(torch.randn(len(pages) * most + 1, heads, 64, dim), matrix)
     for row, count in enumerate(pages):
         scale[names[row, count:]] = math.nan
-    return {
-        "q": 2 * torch.randn(len(pages), heads * group, dim),
+    q = 2 * torch.randn(len(pages), heads * group, dim)
+    rotated = (q @ matrix).double()
+    step = rotated.abs().amax(-1, keepdim=True) / 127
+    rounded = (rotated / step).round() * step / rotated.norm(dim=-1, keepdim=True)
+    args = {
+        "queries": sketch_queries(q, matrix),
         "signs": signs,
         "rest": rest,
         "scale": scale,
         "excluded": torch.rand(len(names.flatten()) + 1, heads, 64 // chunk) < 0.2,
         "pages": names,
         "num_pages": torch.tensor(pages),
-        "rotation": matrix,
     }
-
-
-def unit_queries(args: dict[str, Tensor]) -> Tensor:
-    """Rotated queries of length 1, rounded to 255 levels, float64 [B, H, G, d]."""
-    rotated = (args["q"] @ args["rotation"]).double()
-    step = rotated.abs().amax(-1, keepdim=True) / 127
-    whole = (rotated / step).round() * step / rotated.norm(dim=-1, keepdim=True)
-    return whole.unflatten(1, (args["signs"].shape[1], -1))
+    return args, rounded.unflatten(1, (heads, -1))
 
 
 sizes = pytest.mark.parametrize(
@@ -103,9 +124,9 @@ sizes = pytest.mark.parametrize(
 @sizes
 def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, monkeypatch, heads, group, dim, chunk):
     monkeypatch.setattr(reference, "PAGES_AT_ONCE", 5)
-    args = problem(heads, group, dim, chunk, [5, 1, 0])
-    rest, excluded = args.pop("rest"), args.pop("excluded")
-    scores, queries = sign_scores(**args), unit_queries(args | {"rest": rest, "excluded": excluded})
+    args, queries = problem(heads, group, dim, chunk, [5, 1, 0])
+    del args["rest"], args["excluded"]
+    scores = sign_scores(**args)
     assert (scores.shape, scores.dtype) == ((3, heads, 40), torch.float16)
     for b in range(3):
         count = int(args["num_pages"][b])
@@ -119,20 +140,21 @@ def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, mo
 
 
 def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(seed):
-    args = problem(1, 2, 64, 8, [2])
+    args, _ = problem(1, 2, 64, 8, [2])
     del args["rest"], args["excluded"]
-    assert not sign_scores(**args | {"q": torch.zeros(1, 2, 64)}).any()
+    zeros = sketch_queries(torch.zeros(1, 2, 64), random_rotation(64, "sketch"))
+    assert not sign_scores(**args | {"queries": zeros}).any()
     assert sign_scores(**args | {"scale": torch.full_like(args["scale"], 65504.0)}).isfinite().all()
 
 
 @pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
 @sizes
 def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, chunk, budgets):
-    args = problem(heads, group, dim, chunk, [9, 1, 0, 30])
+    args, queries = problem(heads, group, dim, chunk, [9, 1, 0, 30])
     coarse = torch.randperm(4 * heads * 240).view(4, heads, 240).half()
     coarse += torch.rand(4, heads, 240).half()
     coarse.masked_fill_(torch.arange(240) >= 8 * args["num_pages"][:, None, None], -math.inf)
-    queries, k = unit_queries(args), max(budgets)
+    k = max(budgets)
     selected = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), k=k, **args)
     assert selected.shape == (4, heads, k)
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)

@@ -63,7 +63,7 @@ class Sketch(IndexPart):
         signs, rest, scale, excluded = (
             store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale", "excluded")
         )
-        rotation, places = store.rotation("sketch"), (batch.pages, batch.num_pages)
-        coarse = store.ops.sign_scores(q, signs, scale, *places, rotation)
-        k = min(batch.max_budget, batch.pages.shape[1] * self.chunks)
-        return store.ops.select_by_sketch(q, coarse, signs, rest, scale, excluded, *places, batch.budget, k, rotation)
+        k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
+        queries = store.ops.sketch_queries(q, store.rotation("sketch"))
+        coarse = store.ops.sign_scores(queries, signs, scale, *places)
+        return store.ops.select_by_sketch(queries, coarse, signs, rest, scale, excluded, *places, batch.budget, k)

@@ -10,6 +10,7 @@ from torch import Tensor
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 OTHER_BYTES = 84 * 1024
 """Shared memory that the kernel uses besides a row's values, at most."""
@@ -39,7 +40,7 @@ def region_bytes(columns: int, chunk: int, k: int) -> int:
 
 
 def select_by_sketch(
-    q: Tensor,
+    queries: SketchQueries,
     coarse: Tensor,
     signs: Tensor,
     rest: Tensor,
@@ -49,28 +50,21 @@ def select_by_sketch(
     num_pages: Tensor,
     budget: Tensor,
     k: int,
-    rotation: Tensor,
 ) -> Tensor:
     """As the reference; scores are compared as float16 numbers.
 
-    In CUDA for a head dim that is a multiple of 16 up to 128, or a multiple of 16 from 208 to 256, and up to 8 query
-    heads a kv head; otherwise by the reference. Rows of more than about 350,000 tokens are selected in global memory:
-    slower, as they no longer fit in a multiprocessor's own.
+    In CUDA for a head dim that is a multiple of 8 up to 128, or from 200 to 256, and up to 8 query heads a kv head;
+    otherwise by the reference. Rows of more than about 350,000 tokens are selected in global memory: slower, as they no
+    longer fit in a multiprocessor's own.
     """
-    batch, query_heads, dim = q.shape
-    heads, plane = signs.shape[1], signs.shape[-1]
-    chunks, columns = excluded.shape[-1], pages.shape[1]
-    if dim % 16 or plane not in (8, 16, 32) or query_heads > 8 * heads or chunks not in (8, 16, 32, 64):
-        return reference.select_by_sketch(
-            q, coarse, signs, rest, scale, excluded, pages, num_pages, budget, k, rotation
-        )
+    batch, query_heads, _, plane = queries.whole.shape
+    heads, chunks, columns, device = signs.shape[1], excluded.shape[-1], pages.shape[1], signs.device
+    fields = (coarse, signs, rest, scale, excluded, pages, num_pages, budget)
+    if plane not in (8, 16, 32) or query_heads > 8 * heads or chunks not in (8, 16, 32, 64):
+        return reference.select_by_sketch(queries, *fields, k)
     region = region_bytes(columns, 64 // chunks, k)
-    outside = region if region > _shared_bytes(q.device) else 0
-    whole = torch.empty(batch, query_heads, 8 * plane, dtype=torch.uint8, device=q.device)
-    queries = torch.empty(batch, query_heads, 2, dtype=torch.int32, device=q.device)
-    workspace = torch.empty(batch * heads, outside, dtype=torch.uint8, device=q.device)
-    selected = torch.empty(batch, heads, k, dtype=torch.int64, device=q.device)
-    torch.ops.shadowkv_cuda.select_by_sketch(
-        q, coarse, signs, rest, scale, excluded, pages, num_pages, budget, rotation, whole, queries, workspace, selected
-    )
+    outside = region if region > _shared_bytes(device) else 0
+    workspace = torch.empty(batch * heads, outside, dtype=torch.uint8, device=device)
+    selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
+    torch.ops.shadowkv_cuda.select_by_sketch(queries.whole, queries.unit, queries.sum, *fields, workspace, selected)
     return selected

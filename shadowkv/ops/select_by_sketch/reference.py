@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.sign_scores.reference import RUN, plane_bits, quantise_queries
+from shadowkv.ops.sign_scores.reference import RUN, plane_bits
+from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 8
 """One of so many runs is looked at closely."""
@@ -22,7 +23,7 @@ def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
 
 
 def select_by_sketch(
-    q: Tensor,
+    queries: SketchQueries,
     coarse: Tensor,
     signs: Tensor,
     rest: Tensor,
@@ -32,14 +33,13 @@ def select_by_sketch(
     num_pages: Tensor,
     budget: Tensor,
     k: int,
-    rotation: Tensor,
 ) -> Tensor:
     """Chunks with the best score of any token with any query of its kv head, queries of length 1.
 
     Only the runs of 8 tokens with the best ``coarse`` scores are looked at: ``kept_runs`` says how many.
 
     Args:
-        q: [B, H_q, d], rotated by RoPE.
+        queries: B rows of H_q heads.
         coarse: float16 [B, H, 8 P], of ``sign_scores``.
         signs, rest: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
         scale: float16 [N, H, 64].
@@ -48,39 +48,38 @@ def select_by_sketch(
         num_pages: int64 [B], valid pages of each row, 0 to P.
         budget: int64 [B], chunks to select, at most ``k``.
         k: columns of the result.
-        rotation: float32 [d, d].
 
     Returns:
         int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
         scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal.
     """
-    _batch, heads, dim = q.shape[0], signs.shape[1], q.shape[-1]
-    chunk = 64 // excluded.shape[-1]
-    whole, unit = (x.unflatten(1, (heads, -1)) for x in quantise_queries(q, rotation))
+    heads, chunk, device = signs.shape[1], 64 // excluded.shape[-1], coarse.device
+    whole, unit = queries.of_heads(heads)
+    bits = whole.shape[-1]
     keep = kept_runs(num_pages, budget, chunk)
     width = min(coarse.shape[-1], max(-(-coarse.shape[-1] // KEPT_SHARE), -(-k * chunk * KEPT_OVER_BUDGET // RUN)))
     runs = coarse.topk(width, dim=-1).indices  # [B, H, width]
-    head = torch.arange(heads, device=q.device)[:, None]
+    head = torch.arange(heads, device=device)[:, None]
     names = pages.gather(1, (runs * RUN // 64).flatten(1)).view_as(runs)
     first = runs * RUN % 64
 
     def of_runs(field: Tensor, count: int) -> Tensor:
         """[B, H, width, count, ...] of [N, H, 64 or C, ...]: ``count`` rows for each run."""
-        rows = (first * count // RUN).unsqueeze(-1) + torch.arange(count, device=q.device)
+        rows = (first * count // RUN).unsqueeze(-1) + torch.arange(count, device=device)
         return field[names.unsqueeze(-1), head.unsqueeze(-1), rows]
 
-    codes = 2 * plane_bits(of_runs(signs, RUN), dim) + plane_bits(of_runs(rest, RUN), dim)
-    levels = (codes.float() - 1.5).flatten(2, 3)  # [B, H, tokens, d]
+    codes = 2 * plane_bits(of_runs(signs, RUN), bits) + plane_bits(of_runs(rest, RUN), bits)
+    levels = (codes.float() - 1.5).flatten(2, 3)  # [B, H, tokens, 8 S]
     scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2) * of_runs(scale, RUN).flatten(2).float()
     scores = scores.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
     per_run = RUN // chunk
-    dropped = torch.arange(width, device=q.device) >= keep[:, None, None]
+    dropped = torch.arange(width, device=device) >= keep[:, None, None]
     scores = scores.masked_fill(of_runs(excluded, per_run).flatten(2), float("-inf"))
     scores = scores.masked_fill(dropped.repeat_interleave(per_run, dim=-1), float("-inf"))
     count = min(k, scores.shape[-1])
     best, at = scores.topk(count, dim=-1)
-    numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=q.device)).flatten(2)
+    numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
     none = torch.iinfo(torch.int64).max
-    beyond = torch.arange(count, device=q.device) >= budget[:, None, None]
+    beyond = torch.arange(count, device=device) >= budget[:, None, None]
     chosen = numbers.gather(-1, at).masked_fill(beyond | (best == float("-inf")), none).sort(dim=-1).values
     return torch.nn.functional.pad(chosen.masked_fill(chosen == none, -1), (0, k - count), value=-1)

@@ -8,9 +8,13 @@ bits lie in two planes: signs alone say where to look, and only there the other 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 STEP = 0.9957
 """Distance of the levels in standard deviations: the uniform 4-level quantiser of a Gaussian with the least error."""
@@ -64,41 +68,30 @@ def plane_bits(plane: Tensor, dim: int) -> Tensor:
     return ((plane[..., None, : dim // 8] >> shifts) & 1).flatten(-2)
 
 
-def quantise_queries(q: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries of length 1 after the rotation, in whole numbers from -127 to 127, float32 [..., d]; and what these are
-    multiples of, float32 [...], 0 for a query that is 0."""
-    x = q.float() @ rotation
-    unit = (x.abs().amax(-1) * (1 / 127)).clamp_min(1e-30)
-    whole = (x * unit.reciprocal().unsqueeze(-1)).round()
-    length = x.norm(dim=-1)
-    return whole, torch.where(length > 0, unit / length, 0)
-
-
-def sign_scores(q: Tensor, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor, rotation: Tensor) -> Tensor:
+def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
     """Largest score of any token of each run of 8 with any query of its kv head; keys of signs, queries of length 1.
 
     Queries of one length make the heads of a group comparable without a softmax: measured on attention of real
     prompts, an eighth of all runs found so holds as much mass as one found by shares of a softmax.
 
     Args:
-        q: [B, H_q, d], rotated by RoPE.
+        queries: B rows of H_q heads.
         signs: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
         scale: float16 [N, H, 64].
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P; all their tokens count.
-        rotation: float32 [d, d].
 
     Returns:
         float16 [B, H, 8 P], -inf for runs of pages that are not valid.
     """
-    batch, dim, heads = q.shape[0], q.shape[-1], signs.shape[1]
-    whole, unit = (x.unflatten(1, (heads, -1)) for x in quantise_queries(q, rotation))
+    whole, unit = queries.of_heads(signs.shape[1])
+    batch, bits = len(whole), whole.shape[-1]
     parts = []
     for names in pages.split(max(1, PAGES_AT_ONCE // batch), dim=1):
-        levels = 2 * plane_bits(signs[names], dim).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, d]
+        levels = 2 * plane_bits(signs[names], bits).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, 8 S]
         scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2)  # products of whole numbers: exact
         scores *= scale[names].transpose(1, 2).flatten(2).float()
         parts.append(scores.unflatten(-1, (-1, RUN)).amax(-1))
     best = torch.cat(parts, dim=-1).clamp(*(sign * torch.finfo(torch.float16).max for sign in (-1, 1))).half()
-    beyond = torch.arange(best.shape[-1], device=q.device) >= 64 // RUN * num_pages[:, None, None]
+    beyond = torch.arange(best.shape[-1], device=best.device) >= 64 // RUN * num_pages[:, None, None]
     return best.masked_fill_(beyond, float("-inf"))

@@ -1,0 +1,44 @@
+// Launches that begin while the one before is running (programmatic dependent launches), where the GPU has them. What
+// keeps them right: such a kernel waits before it writes anything or reads what the launch before wrote, and lets the
+// next begin only after its own wait. So when a kernel begins, all launches but the last one before it are over.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace shadowkv {
+
+__device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Once all blocks of this launch have begun.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Launches a kernel that calls wait_for_launch_before, with `bytes` of dynamic shared memory.
+template <typename Params>
+cudaError_t launch_early(
+    void (*kernel)(const Params), dim3 grid, dim3 block, int bytes, cudaStream_t stream, const Params& p) {
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+  int device = 0, major = 0;
+  if (const auto error = cudaGetDevice(&device)) return error;
+  if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+} // namespace shadowkv

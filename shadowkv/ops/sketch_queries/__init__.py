@@ -1,0 +1,1 @@
+"""Queries in 8 bits, as the ops that search a 2-bit key sketch take them."""
