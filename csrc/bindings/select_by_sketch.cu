@@ -79,8 +79,9 @@ void select_by_sketch(
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
   p.workspace = workspace.size(1) ? static_cast<uint8_t*>(workspace.mutable_data_ptr()) : nullptr;
   p.selected = static_cast<int64_t*>(selected.mutable_data_ptr());
-  p.heads = int(heads), p.group = int(group), p.num_pages_most = int(columns), p.log_chunk = int(log), p.k = int(k);
-  const cudaError_t error = launch_select_by_sketch(p, bytes, batch * heads, current_stream(whole));
+  p.rows = unsigned(batch * heads), p.heads = int(heads), p.group = int(group);
+  p.num_pages_most = int(columns), p.log_chunk = int(log), p.k = int(k);
+  const cudaError_t error = launch_select_by_sketch(p, bytes, current_stream(whole));
   STD_TORCH_CHECK(error == cudaSuccess, "select_by_sketch could not be launched: ", cudaGetErrorString(error));
 }
 

@@ -18,6 +18,12 @@ constexpr int kStages = 2;     // batches that a warp copies ahead
 constexpr int kKeptShare = 8;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4; // and so many times the tokens of the budget at least
 
+// The heads of a sequence share pages, and with them translations of addresses. In turn, its blocks begin one after the
+// other, each on another multiprocessor. Together, a multiprocessor gets neighbouring heads, as far as blocks are dealt
+// out one to each multiprocessor, then one more to each.
+enum class BlockOrder { kInTurn, kTogether };
+constexpr BlockOrder kBlockOrder = BlockOrder::kInTurn;
+
 // Bytes that a row needs: values of runs or chunks, the kept runs, and two bit sets.
 struct Region {
   int values, kept, bits;
@@ -47,6 +53,7 @@ struct SelectBySketch {
   Region region;      // of a row
   int64_t row_bytes;
   int heads, group, num_pages_most, log_chunk, k;
+  unsigned rows; // B H
 };
 
 // Four runs of one head in a warp's shared memory.
@@ -138,7 +145,10 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
   __shared__ RadixShared shared;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warps = blockDim.x / 32;
   const int g = lane / 4, t = lane % 4;
-  const unsigned row = blockIdx.x, sequence = row / p.heads, head = row % p.heads;
+  constexpr bool kInTurn = kBlockOrder == BlockOrder::kInTurn;
+  const unsigned row = kInTurn ? blockIdx.x : blockIdx.x * gridDim.y + blockIdx.y;
+  if (!kInTurn && row >= p.rows) return;
+  const unsigned sequence = row / p.heads, head = row % p.heads;
   const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
 
   wait_for_launch_before();
@@ -330,43 +340,47 @@ __global__ void __launch_bounds__(kBytes == 32 ? 512 : 1024) select_by_sketch_ke
   for (int i = count + thread; i < p.k; i += blockDim.x) p.selected[int64_t(row) * p.k + i] = -1;
 }
 
+inline dim3 select_blocks(unsigned rows, unsigned processors) {
+  return kBlockOrder == BlockOrder::kInTurn ? dim3(rows) : dim3(processors, (rows + processors - 1) / processors);
+}
+
 // Multiprocessors hold 4, 2 or 1 blocks so that all rows run at once where they can.
 inline int select_threads(int64_t rows, int processors) {
   return rows > 2 * processors ? 256 : rows > processors ? 512 : 1024;
 }
 
 template <int kBytes, bool kWide, bool kSingle, bool kShared>
-cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t rows, cudaStream_t stream) {
+cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream) {
   int device = 0, processors = 0;
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
-  int threads = select_threads(rows, processors);
+  int threads = select_threads(p.rows, processors);
   if (kBytes == 32 && threads > 512) threads = 512;
   const int bytes = int(threads / 32 * kStages * Stage<kBytes>::kSize + (kShared ? p.row_bytes : 0));
   const auto kernel = select_by_sketch_kernel<kBytes, kWide, kSingle, kShared>;
-  return launch_early(kernel, dim3(unsigned(rows)), dim3(threads), bytes, stream, p);
+  return launch_early(kernel, select_blocks(p.rows, processors), dim3(threads), bytes, stream, p);
 }
 
 template <int kBytes, bool kWide>
-cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t rows, cudaStream_t stream) {
+cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream) {
   if (p.workspace)
-    return p.log_chunk ? launch_select_by_sketch<kBytes, kWide, false, false>(p, rows, stream)
-                       : launch_select_by_sketch<kBytes, kWide, true, false>(p, rows, stream);
-  return p.log_chunk ? launch_select_by_sketch<kBytes, kWide, false, true>(p, rows, stream)
-                     : launch_select_by_sketch<kBytes, kWide, true, true>(p, rows, stream);
+    return p.log_chunk ? launch_select_by_sketch<kBytes, kWide, false, false>(p, stream)
+                       : launch_select_by_sketch<kBytes, kWide, true, false>(p, stream);
+  return p.log_chunk ? launch_select_by_sketch<kBytes, kWide, false, true>(p, stream)
+                     : launch_select_by_sketch<kBytes, kWide, true, true>(p, stream);
 }
 
 template <int kBytes>
-cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t rows, cudaStream_t stream) {
-  return p.group > 4 ? launch_select_by_sketch<kBytes, true>(p, rows, stream)
-                     : launch_select_by_sketch<kBytes, false>(p, rows, stream);
+cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream) {
+  return p.group > 4 ? launch_select_by_sketch<kBytes, true>(p, stream)
+                     : launch_select_by_sketch<kBytes, false>(p, stream);
 }
 
 // By bytes of a token in a plane: 8, 16 or 32.
-inline cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t bytes, int64_t rows, cudaStream_t stream) {
-  return bytes == 8    ? launch_select_by_sketch<8>(p, rows, stream)
-         : bytes == 16 ? launch_select_by_sketch<16>(p, rows, stream)
-                       : launch_select_by_sketch<32>(p, rows, stream);
+inline cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t bytes, cudaStream_t stream) {
+  return bytes == 8    ? launch_select_by_sketch<8>(p, stream)
+         : bytes == 16 ? launch_select_by_sketch<16>(p, stream)
+                       : launch_select_by_sketch<32>(p, stream);
 }
 
 } // namespace shadowkv
