@@ -141,10 +141,13 @@ class KVCache:
         pages = table.exact[slots, : plan.exact_pages].long()
         sealed_batch = None
         if plan.sealed_pages:
+            sealed_pages = value_pages = table.sealed_pages[slots, : plan.sealed_pages].long()
+            if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
+                value_pages = table.value_pages[slots, : plan.sealed_pages].long()
             sealed_batch = SealedBatch(
                 slots,
-                table.sealed_pages[slots, : plan.sealed_pages].long(),
-                table.value_pages[slots, : plan.sealed_pages].long(),
+                sealed_pages,
+                value_pages,
                 sealed // PAGE,
                 sealed // self.spec.chunk,
                 budget,

@@ -9,7 +9,7 @@ from torch import Tensor
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q . landmark / sqrt(d) of every chunk and query head.
+    """q . landmark / sqrt(d) of every chunk and query head, in float32: scores in bfloat16 would tie and rank by place.
 
     Args:
         q: [B, H_q, d], rotated.
@@ -23,9 +23,9 @@ def chunk_mean_scores(
         of chunks, float32 [B, H, G, T].
     """
     batch, _, dim = q.shape
-    keys = landmarks[pages].transpose(1, 2).flatten(2, 3)  # [B, H, P * C, d]
-    logits = q.view(batch, keys.shape[1], -1, dim) @ keys.transpose(-1, -2)
-    return mask_logits(logits.float() * dim**-0.5, excluded, pages, num_chunks)
+    keys = landmarks[pages].transpose(1, 2).flatten(2, 3).float()  # [B, H, P * C, d]
+    logits = q.view(batch, keys.shape[1], -1, dim).float() @ keys.transpose(-1, -2)
+    return mask_logits(logits * dim**-0.5, excluded, pages, num_chunks)
 
 
 def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:

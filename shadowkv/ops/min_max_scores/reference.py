@@ -10,7 +10,7 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head.
+    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head, in float32.
 
     Args:
         q: [B, H_q, d], rotated.
@@ -23,7 +23,7 @@ def min_max_scores(
         As ``chunk_mean_scores``.
     """
     batch, _, dim = q.shape
-    low, high = bounds[pages].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [B, H, P * C, d] each
-    grouped = q.view(batch, low.shape[1], -1, dim)
+    low, high = bounds[pages].permute(3, 0, 2, 1, 4, 5).flatten(3, 4).float()  # [B, H, P * C, d] each
+    grouped = q.view(batch, low.shape[1], -1, dim).float()
     logits = grouped.clamp(min=0) @ high.transpose(-1, -2) + grouped.clamp(max=0) @ low.transpose(-1, -2)
-    return mask_logits(logits.float() * dim**-0.5, excluded, pages, num_chunks)
+    return mask_logits(logits * dim**-0.5, excluded, pages, num_chunks)
