@@ -33,7 +33,7 @@ class AsyncEngine:
         self.engine = Engine(config)
         self.tokenizer = self.engine.tokenizer
         self.model_name, self.max_model_len = self.engine.model_name, self.engine.max_model_len
-        self.max_queued_seqs = config.max_queued_seqs
+        self.max_queued_seqs, self.kv = config.max_queued_seqs, config.policy
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
         self._compiling = ThreadPoolExecutor(2, "shadowkv-grammar")

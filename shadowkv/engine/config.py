@@ -78,6 +78,11 @@ class EngineConfig:
         """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
         return preset(self.kv, rank=self.kv_rank, budget=self.kv_budget, chunk=self.kv_chunk, outliers=self.kv_outliers)
 
+    @property
+    def policy(self) -> str:
+        """The policy's name; one that was given as a KVSpec has none."""
+        return self.kv if isinstance(self.kv, str) else "custom"
+
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
         """The config that parsed flags ask for."""

@@ -80,11 +80,10 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     unit, total, limit = cache.layout.bytes_per_block(), cache.pool.total, cache.pool.max_model_len
-    policy = config.kv if isinstance(config.kv, str) else "custom"
     dtype = str(cache.dtype).removeprefix("torch.")
     lines = [
         f"model   {loaded.name}: {loaded.config.num_layers} layers, {dtype} on {cache.device}",
-        f"policy  {policy}: {cache.spec.in_words(cache.shape)}",
+        f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
         f"memory  device {total.device * unit.device / GIB:.2f} GiB, host {total.host * unit.host / GIB:.2f} GiB "
         f"for up to {config.max_num_seqs} sequences at once",
     ]

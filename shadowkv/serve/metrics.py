@@ -108,6 +108,9 @@ class _EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
+        info = GaugeMetricFamily("shadowkv:cache_config_info", "The KV policy.", labels=["model_name", "kv"])
+        info.add_metric([self._model, self._engine.kv], 1)
+        yield info
         for name, text, value in (
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),

@@ -46,6 +46,7 @@ class FakeEngine:
     model_name = "fake"
     max_model_len = 200
     max_queued_seqs = 200
+    kv = "fake"
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
