@@ -7,7 +7,7 @@ CSRC := $(wildcard csrc/*/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu lint format clean
+.PHONY: help serve test test-gpu sanitize lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -20,7 +20,15 @@ test: .venv/.installed-test ## Run all tests (some of them: make test ARGS="test
 
 test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
 	$(PYTHON) csrc/build_cuda.py
-	$(PYTHON) -m pytest tests/ops tests/kvcache tests/engine/test_cuda_graphs.py $(ARGS)
+	$(PYTHON) -m pytest tests/ops tests/kvcache $(wildcard tests/engine/test_cuda_*.py) $(ARGS)
+
+# Without PyTorch's cache of memory every tensor is an allocation of its own, whose bounds are then checked.
+sanitize: ## Run a small case of every CUDA op under compute-sanitizer: bounds, then races in shared memory
+	$(PYTHON) csrc/build_cuda.py
+	for tool in memcheck racecheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --kernel-regex kns=shadowkv \
+	    --error-exitcode 3 $(PYTHON) -m pytest -p no:cacheprovider @tests/ops/sanitized.txt || exit 1; \
+	done
 
 lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m ruff check .

@@ -1,12 +1,14 @@
 """Decode steps as CUDA graphs: one launch a step instead of a thousand, one graph per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up, so that few graphs serve many steps. Rows that fill a batch up belong to the slot that nobody owns.
+rounded up, so that few graphs serve many steps. Rows that fill a batch up belong to the slot that nobody owns. Shapes
+whose graph the memory has no room for run without one.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ from torch import Tensor
 from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.spec import PAGE
+
+logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 48
 """Graphs kept; the one not used for longest goes first."""
@@ -45,6 +49,7 @@ class CudaGraphs:
     def __init__(self, cache: KVCache, step: Callable[[DecodePlan, Tensor, Tensor], Tensor], max_batch: int) -> None:
         self.cache, self._step, self.max_batch = cache, step, max_batch
         self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
+        self._without: set[tuple[int, ...]] = set()
         self._pool = torch.cuda.graph_pool_handle()
         cache.sealing.launch = self._seal
 
@@ -79,14 +84,40 @@ class CudaGraphs:
 
     def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Callable[[Tensor], Any]) -> Any:
         captured = self._graphs.get(key)
-        if captured is None:
-            captured = self._graphs[key] = _Captured(numbers, function, self._pool, self.cache.device)
-            if len(self._graphs) > MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        else:
+        if captured is not None:
             captured.replay(numbers)
+        elif key not in self._without:
+            captured = self._capture(key, numbers, function)
+        if captured is None:
+            return function(torch.from_numpy(numbers).to(self.cache.device))
         self._graphs.move_to_end(key)
         return captured.result
+
+    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Callable[[Tensor], Any]) -> _Captured | None:
+        """The new graph, which has run; None where it does not fit in memory."""
+        try:
+            captured = self._graphs[key] = _Captured(numbers, self._joining(function), self._pool, self.cache.device)
+        except torch.OutOfMemoryError as error:
+            if not self._without:
+                logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
+            self._without.add(key)
+            return None
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        return captured
+
+    def _joining(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """``function``; where it fails, captured fetches are joined, without which a capture cannot end."""
+
+        def run(numbers: Tensor) -> Any:
+            try:
+                return function(numbers)
+            except torch.OutOfMemoryError:
+                if self.cache.fetching is not None:
+                    self.cache.fetching.join_capture()
+                raise
+
+        return run
 
 
 @contextmanager

@@ -231,7 +231,11 @@ class Engine:
 
     def _decode(self) -> list[RequestOutput]:
         start = time.monotonic()
-        rows, chosen = self._steps.next()
+        try:
+            rows, chosen = self._steps.next()
+        except torch.OutOfMemoryError as error:  # those that wait may do with less
+            message = _explain(error)
+            return [self._fail(running, message) for running in list(self.scheduler.running)]
         outputs = self._take_tokens(rows, chosen)
         self._decode_seconds = time.monotonic() - start
         return outputs

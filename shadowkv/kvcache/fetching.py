@@ -76,6 +76,15 @@ class Fetching:
         done = None if self._stream is None else self._stream.record_event()
         return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
 
+    def join_capture(self) -> None:
+        """Brings the fetches' stream back to the current one, if it is being captured with it."""
+        if self._stream is None:
+            return
+        with torch.cuda.stream(self._stream):
+            captured = torch.cuda.is_current_stream_capturing()
+        if captured:
+            torch.cuda.current_stream(self.store.compute).wait_stream(self._stream)
+
     def publish(self) -> None:
         """Sends the counters to the host, which need not wait for them."""
         self._published.copy_(self._counters, non_blocking=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 
 from shadowkv import SamplingParams
+from shadowkv.engine import cuda_graphs
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.request import RequestError
 
@@ -172,3 +174,78 @@ def test_extreme_parameters_do_not_end_the_engine(make: Any) -> None:
     assert_empty(engine)
     with pytest.raises(ValueError, match="top_k"):
         SamplingParams(top_k=10**400)
+
+
+class Graph:
+    """What ``cuda_graphs._Captured`` is, on a machine without CUDA: it computes anew."""
+
+    def __init__(self, numbers: np.ndarray, function: Any, pool: Any, device: torch.device) -> None:
+        self.function = function
+        self.replay(numbers)
+
+    def replay(self, numbers: np.ndarray) -> None:
+        self.result = self.function(torch.from_numpy(numbers))
+
+
+def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Graph]) -> Engine:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "_Captured", graph)
+    engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner._step, engine.config.max_num_seqs)
+    engine._steps.run_ahead = True
+    return engine
+
+
+LENGTHS = {"a": 500, "b": 90, "c": 5}
+
+
+def answers(engine: Engine) -> dict[str, list[int]]:
+    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)  # enough to seal
+    for seed, (name, length) in enumerate(LENGTHS.items()):
+        engine.add_request(name, prompt(seed, length), params)
+    return {name: tokens(outputs) for name, outputs in drain(engine).items()}
+
+
+def test_shapes_whose_graph_does_not_fit_run_without_one(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Graph):
+        """Every second capture fails, after it has computed once, and no shape is tried twice."""
+
+        tried: ClassVar[list[Any]] = []
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.tried.append(args[0].shape)
+            if len(self.tried) % 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    wanted = answers(make(kv="shadowkv", kv_budget=128))
+    engine = with_graphs(make(kv="shadowkv", kv_budget=128), monkeypatch, Failing)
+    assert answers(engine) == wanted
+    assert engine.runner.graphs._without and engine.runner.graphs._graphs
+    assert len(Failing.tried) == len(engine.runner.graphs._without) + len(engine.runner.graphs._graphs)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "CUDA graph" in caplog.text
+    assert_empty(engine)
+
+
+def test_a_step_without_memory_ends_its_requests_and_not_the_engine(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_graphs(make(kv="shadowkv", kv_budget=128), monkeypatch, Graph)
+    wanted = answers(make(kv="shadowkv", kv_budget=128))
+    decode, count = engine.runner.graphs.decode, 0
+
+    def failing(*args: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 70:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(*args)
+
+    engine.runner.graphs.decode = failing
+    for seed, (name, length) in enumerate(LENGTHS.items()):
+        engine.add_request(name, prompt(seed, length), SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True))
+    outputs = drain(engine)
+    for name in LENGTHS:
+        assert outputs[name][-1].finish_reason == "error" and "OutOfMemoryError" in outputs[name][-1].error
+        assert wanted[name][: len(tokens(outputs[name]))] == tokens(outputs[name]) != wanted[name]
+    assert_empty(engine)
+    assert answers(engine) == wanted

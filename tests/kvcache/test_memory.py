@@ -195,3 +195,25 @@ def test_a_tier_may_have_blocks_of_no_bytes_if_it_has_none_of_them():
 def test_a_tier_that_cannot_be_allocated_says_how_much_it_wanted():
     with pytest.raises(MemoryError, match=r"1073741824\.0 GiB for the device tier"):
         Tier("device", 1, 2**20, 2**40, CPU)
+
+
+def test_pinned_memory_that_is_refused_is_given_back_and_named(monkeypatch):
+    pinned: list[int] = []
+
+    class Runtime:
+        """Refuses the third slab."""
+
+        def cudaHostRegister(self, start, size, flags):
+            if len(pinned) == 2:
+                return 2  # cudaErrorMemoryAllocation
+            pinned.append(start)
+            return 0
+
+        def cudaHostUnregister(self, start):
+            pinned.remove(start)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr("shadowkv.kvcache.memory.SLAB", 2**20)
+    with pytest.raises(MemoryError, match=r"for the host tier of the KV cache: CUDA error 2 after pinning 2 of 5 "):
+        Tier("host", 1, 2**20, 4, torch.device("cuda"), pinned=True)
+    assert not pinned
