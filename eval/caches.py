@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -18,11 +18,18 @@ from shadowkv.kvcache.sequence import Sequence as CachedSequence
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
+Cache = TypeVar("Cache", bound=KVCache)
+
 
 def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
     """A cache with room for ``slots`` sequences of ``capacity`` tokens each; ``spec`` is resolved here."""
+    return open_cache_as(KVCache, loaded, spec, capacity, slots)
+
+
+def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
+    """The same of a class of its own."""
     parameter, need = next(loaded.model.parameters()), _blocks(_layout(loaded, spec, capacity))
-    return KVCache(
+    return kind(
         spec,
         loaded.config.shape,
         loaded.config.rope,

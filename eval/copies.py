@@ -5,14 +5,35 @@ A copy takes a thousandth of the time of finding the low-rank form again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from shadowkv.engine.runner import Runner
+from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import GRANULE, Tier
 from shadowkv.kvcache.sequence import Sequence
+
+
+def prefill_all(runner: Runner, opened: Items[tuple[KVCache, Sequence]], prompt: list[int]) -> Tensor:
+    """A prompt in new sequences of several caches, the runner's first: logits [V] of its last token.
+
+    It is computed once, and stored once for those that store it alike.
+    """
+    (_, first), forks, copies = opened[0], list(opened[:1]), []
+    for cache, sequence in opened[1:]:
+        source = next((fork for fork in forks if stored_alike(fork[0], cache, len(prompt))), None)
+        if source is None:
+            forks.append((cache, sequence))
+        else:
+            copies.append((*source, cache, sequence))
+    logits = prefill(runner, [(first, prompt)], [(cache, [sequence]) for cache, sequence in forks[1:]])
+    for copy in copies:
+        copy_sequence(*copy)
+    return logits[0]
 
 
 def stored_alike(cache: KVCache, other: KVCache, tokens: int) -> bool:
@@ -20,6 +41,7 @@ def stored_alike(cache: KVCache, other: KVCache, tokens: int) -> bool:
     return (
         replace(cache.spec, budget=None) == replace(other.spec, budget=None)
         and cache.layout.state_fields == other.layout.state_fields
+        and cache.spec.seals
         and tokens > max(cache.spec.dense_limit, other.spec.dense_limit)
     )
 

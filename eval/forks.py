@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from shadowkv.eval.answering import Answering
-from shadowkv.eval.caches import prefill, sequences_that_fit
-from shadowkv.eval.copies import copy_sequence, stored_alike
+from shadowkv.eval.caches import sequences_that_fit
+from shadowkv.eval.copies import prefill_all
 from shadowkv.eval.files import Prediction
 from shadowkv.eval.metrics import score
 from shadowkv.eval.policies import Policy
@@ -117,17 +117,7 @@ class Forks:
         """The prompt in every cache; returns the token after it."""
         prompt = one.turns[0]
         opened = [(cache.cache, cache.open(len(prompt), one.need)) for cache in caches]
-        forks, copies = [opened[0]], []
-        for cache, sequence in opened[1:]:
-            source = next((fork for fork in forks if stored_alike(fork[0], cache, len(prompt))), None)
-            if source is None:
-                forks.append((cache, sequence))
-            else:
-                copies.append((*source, cache, sequence))
-        work = [(opened[0][1], prompt)]
-        logits = prefill(caches[0].runner, work, [(cache, [sequence]) for cache, sequence in forks[1:]])
-        for copy in copies:
-            copy_sequence(*copy)
+        logits = prefill_all(caches[0].runner, opened, prompt)
         return int(logits.argmax())  # waits for the device
 
 

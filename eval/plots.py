@@ -19,7 +19,7 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
     columns = min(PANELS_PER_ROW, len(tasks))
-    figure, axes = _figure(-(-len(tasks) // columns), columns, (4.2, 3.2))
+    figure, axes = new_figure(-(-len(tasks) // columns), columns, (4.2, 3.2))
     for axis, task in zip(axes, tasks):
         for number, label in enumerate(labels(predictions)):
             points = [
@@ -29,7 +29,7 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
             ]
             if points:
                 lengths, means, errors = zip(*points)
-                bars = [0.0 if math.isnan(error) else 100 * error for error in errors]
+                bars = [100 * bar_length(error) for error in errors]
                 style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": label}
                 axis.errorbar(lengths, [100 * mean for mean in means], bars, **style)
         lengths = tuple(sorted({length for length, name in cells if name == task}))
@@ -42,14 +42,14 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     axes[0].set_ylabel("score, per cent")
     axes[0].legend(fontsize=8)
     figure.suptitle(model)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> None:
     """Mean score over all tasks by attended tokens, a panel per length: a line per policy through all its budgets."""
     lengths = sorted({p.length for p in predictions})
     presets = list(dict.fromkeys(p.kv for p in sorted(predictions, key=lambda p: p.kv != BASELINE)))
-    figure, axes = _figure(1, len(lengths), (5.6, 4.2))
+    figure, axes = new_figure(1, len(lengths), (5.6, 4.2))
     for axis, length in zip(axes, lengths):
         for number, kv in enumerate(presets):
             points = _points([p for p in predictions if (p.length, p.kv) == (length, kv)])
@@ -67,7 +67,7 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
     axes[0].set_ylabel("score over all tasks, per cent")
     axes[0].legend(fontsize=8)
     figure.suptitle(model)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_needles(
@@ -79,7 +79,7 @@ def plot_needles(
     for p in predictions:
         cells.setdefault((depth(p), p.length), []).append(p.score)
     means = [[_mean(cells.get((row, length), [])) for length in lengths] for row in depths]
-    figure, (axis,) = _figure(1, 1, (3.5 + 0.7 * len(lengths), 2.5 + 0.3 * len(depths)))
+    figure, (axis,) = new_figure(1, 1, (3.5 + 0.7 * len(lengths), 2.5 + 0.3 * len(depths)))
     image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     for y, row in enumerate(means):
         for x, mean in enumerate(row):
@@ -90,7 +90,7 @@ def plot_needles(
     axis.set_ylabel("depth of the needle, per cent")
     axis.set_title(title, fontsize=9)
     figure.colorbar(image, label="score, per cent")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
@@ -101,15 +101,21 @@ def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float
         if chosen:
             mean, error = mean_and_error([p.score for p in chosen])
             attended = sum(p.attended_tokens or 0 for p in chosen) / len(chosen)
-            points.append((attended, 100 * mean, 0.0 if math.isnan(error) else 100 * error))
+            points.append((attended, 100 * mean, 100 * bar_length(error)))
     return sorted(points)
+
+
+def bar_length(error: float) -> float:
+    """That of an error bar; none where a single sample has no error."""
+    return 0.0 if math.isnan(error) else error
 
 
 def _mean(scores: list[float]) -> float:
     return 100 * sum(scores) / len(scores) if scores else math.nan
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    """A figure, and its panels row by row, each ``size`` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -119,7 +125,8 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, li
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes it as PNG; panels without data are left blank."""
     for axis in figure.axes:
         if not axis.has_data():
             axis.set_axis_off()

@@ -40,7 +40,7 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
     """
     policies: dict[str, Policy] = {}
     for name in names:
-        spec, kv = preset(name), _without_budget(name)
+        spec, kv = preset(name), without_field(name, "budget")[0]
         own = spec.budget is not None or spec.index == "none" or not budgets
         for budget in (spec.budget,) if own else budgets:
             label = kv if budget is None else f"{kv}@{budget}"
@@ -48,10 +48,15 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
     return list(policies.values())
 
 
-def _without_budget(name: str) -> str:
-    preset_name, _, changes = name.partition(":")
-    others = [change for change in changes.split(",") if change and not change.startswith("budget=")]
-    return f"{preset_name}:{','.join(others)}" if others else preset_name
+def without_field(name: str, field: str) -> tuple[str, str | None]:
+    """A policy's name or label without one of its fields, and the value that it had there."""
+    kv, at, budget = name.partition("@")
+    preset_name, _, changes = kv.partition(":")
+    fields = dict(change.split("=", 1) for change in changes.split(",") if change)
+    value = budget if at and field == "budget" else fields.get(field)
+    others = [f"{name}={text}" for name, text in fields.items() if name != field]
+    kv = f"{preset_name}:{','.join(others)}" if others else preset_name
+    return kv if field == "budget" else kv + at + budget, value
 
 
 def served_policy(name: str) -> Policy:

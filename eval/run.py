@@ -31,8 +31,13 @@ class Answerer(Protocol):
         """Predictions of the policies asked for, as they come."""
 
 
-def run(answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str) -> None:
-    """Answers what ``folder`` has no answers to yet; on any end, an interrupt too, the summaries are up to date."""
+def run(
+    answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str
+) -> list[Prediction]:
+    """Answers what ``folder`` has no answers to yet; on any end, an interrupt too, the summaries are up to date.
+
+    Returns all answers that the folder has.
+    """
     file = PredictionFile(folder / "predictions.jsonl")
     answered = file.answered()
     work: list[tuple[Sample, list[Policy]]] = []
@@ -53,6 +58,7 @@ def run(answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy
         bar.close()
         if file.predictions:
             write_outputs(file.predictions, model, folder)
+    return file.predictions
 
 
 def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Policy], command: Sequence[str]) -> None:
@@ -65,6 +71,7 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
 
     Raises ValueError where ``folder`` has answers of other settings, or of a policy that meant something else.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     config: dict[str, Any] = {"settings": settings, "policies": {}, "runs": []}
     if path.exists():

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+from session import Session
 from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.eval.fidelity import Session, compare
+from shadowkv.eval.fidelity.follower import kl_divergence
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.catalogue import fetch
 from shadowkv.models.loader import LoadedModel
@@ -101,7 +102,7 @@ def test_second_turn_extends_the_cached_sequence(llm: LLM, loaded: LoadedModel, 
     forced = llm.tokenizer.encode(" Robins live in gardens, gulls by the sea and owls in old trees and barns.")
     extended = session.force(second, forced)
     fresh = Session(loaded, preset(kv), 2000).force(first + answer[:-1] + second, forced)
-    assert compare(fresh, extended).mean_kl <= limit
+    assert kl_divergence(fresh, extended).mean() <= limit
 
 
 def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:
@@ -128,6 +129,6 @@ def test_long_output_seals_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel
     # Exact pages stay as few as they were, whatever was generated.
     assert (len(sequence.static), len(sequence.ring), sequence.dense) == (spec.static_pages, spec.ring_pages, [])
     reference = all_logits(loaded, prompt + list(tokens))[len(prompt) - 1 : -1]
-    found = compare(reference, torch.stack(logits))
-    print(f"KL of shadowkv to full over {count} generated tokens: {found}")
-    assert found.mean_kl < 0.05
+    divergence = float(kl_divergence(reference, torch.stack(logits)).mean())
+    print(f"KL of shadowkv to full over {count} generated tokens: {divergence:.2g}")
+    assert divergence < 0.05

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from session import Session
 
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import open_cache, prefill
@@ -14,7 +15,6 @@ from shadowkv.eval.copies import copy_sequence, stored_alike
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.eval.sample import Sample
-from shadowkv.eval.session import Session
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 

@@ -1,0 +1,36 @@
+"""The outputs of ``--vary``, from what a run has answered or measured."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from shadowkv.eval.fidelity.measured import Measured
+from shadowkv.eval.files import Prediction
+from shadowkv.eval.vary_outputs import plot_variation, points, write_variation
+
+
+def of_scores(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
+    """Mean score over all tasks against the values of ``field``."""
+    samples: dict[tuple[int, str], list[float]] = {}
+    for p in predictions:
+        samples.setdefault((p.length, p.policy), []).append(p.score)
+    _write(field, "score", "score over all tasks", samples, model, folder)
+
+
+def of_divergence(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
+    """Mean KL over prompts of so many ``tokens`` against the values of ``field``."""
+    samples: dict[tuple[int, str], list[float]] = {}
+    for one in measured:
+        samples.setdefault((tokens, one.policy), []).append(one.mean_kl)
+    _write(field, "mean_kl", "mean KL to full attention, nats per token", samples, model, folder)
+
+
+def _write(
+    field: str, measure: str, words: str, samples: dict[tuple[int, str], list[float]], model: str, folder: Path
+) -> None:
+    found = points(field, samples)
+    write_variation(field, measure, found, model, folder)
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot_variation(field, words, found, measure == "mean_kl", model, folder / f"vary_{field}.png")

@@ -1,0 +1,1 @@
+"""How close policies come to full attention along its own text: distributions, attention of each layer, selection."""

@@ -1,0 +1,56 @@
+"""The suite ``fidelity``: prompts from text files, every policy along full attention's own continuation of them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from shadowkv.eval.fidelity.follow import follow, prompts_at_once
+from shadowkv.eval.fidelity.measured import Measured, read_measured, write_measured
+from shadowkv.eval.fidelity.plots import plot_fidelity
+from shadowkv.eval.fidelity.report import write_tables
+from shadowkv.eval.fidelity.texts import Prompt, cut_prompts
+from shadowkv.eval.policies import Policy
+from shadowkv.models.loader import LoadedModel
+
+
+def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
+    """The prompts that the command asks for; raises ValueError where they are too long or too many."""
+    need, most = args.prompt_tokens + args.new_tokens, loaded.config.max_position
+    if need > most:
+        raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {most}")
+    return cut_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
+
+
+def measure(
+    args: argparse.Namespace, loaded: LoadedModel, policies: Sequence[Policy], prompts: Sequence[Prompt], model: str
+) -> list[Measured]:
+    """Measures what fidelity.json in ``--out`` has not yet, a few prompts at a time, and writes all files anew."""
+    path = args.out / "fidelity.json"
+    measured = read_measured(path)
+    done = {(one.prompt, one.policy) for one in measured}
+    missing = [policy for policy in policies if any((one.name, policy.label) not in done for one in prompts)]
+    left = [one for one in prompts if any((one.name, policy.label) not in done for policy in missing)]
+    size = args.batch or (prompts_at_once(loaded, missing, args.prompt_tokens + args.new_tokens) if left else 1)
+    groups = [left[start : start + size] for start in range(0, len(left), size)]
+    with tqdm(total=len(groups) * args.new_tokens, unit="step", smoothing=0) as bar:
+        for group in groups:
+            bar.set_postfix_str(group[0].name)
+            found = follow(loaded, missing, group, args.new_tokens, args.measure_every, bar.update)
+            replaced = {(one.prompt, one.policy) for one in found}
+            measured = [one for one in measured if (one.prompt, one.policy) not in replaced] + found
+            write_measured(path, measured)
+            _write_outputs(measured, model, args.prompt_tokens, args.out)
+    if not left:
+        _write_outputs(measured, model, args.prompt_tokens, args.out)
+    return measured
+
+
+def _write_outputs(measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
+    write_tables(measured, model, tokens, folder)
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot_fidelity(measured, f"{model}, {tokens} tokens of context", folder)

@@ -1,0 +1,77 @@
+"""What was measured of one policy on one prompt: an entry of fidelity.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shadowkv.eval.files import write_json
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures along the tokens that full attention generates after a prompt.
+
+    Attributes:
+        prompt: file and place that it was cut from.
+        policy: label of the policy: ``kv``, and the budget asked for.
+        kv: the preset, with its fields that were changed.
+        budget: share of the prompt that a step may select.
+        steps: tokens, for each of which the next one's distributions are compared.
+        mean_kl, max_kl: KL(full || policy) in nats per token.
+        top1_agreement: share of steps at which both rank the same token first.
+        perplexity, full_perplexity: the policy's and full attention's own, of those tokens.
+        attended_tokens: per kv head, of the last step.
+        least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
+        mass_recall: per layer, share of the exact softmax on what was read.
+        output_error: per layer, relative error of attention's output.
+        hit_rates: per size of the buffer, then per layer; None where nothing is selected, or all.
+    """
+
+    prompt: str
+    policy: str
+    kv: str
+    budget: float
+    steps: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    perplexity: float
+    full_perplexity: float
+    attended_tokens: int
+    least_kept_energy: float | None
+    mass_recall: list[float]
+    output_error: list[float]
+    hit_rates: list[list[float]] | None
+
+    @property
+    def perplexity_difference(self) -> float:
+        """What the policy adds to full attention's perplexity."""
+        return self.perplexity - self.full_perplexity
+
+
+def read_measured(path: Path) -> list[Measured]:
+    """What a run before has measured; raises ValueError for a file that is something else."""
+    if not path.exists():
+        return []
+    try:
+        return [Measured(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} holds no measures of this version: {error}") from error
+
+
+def write_measured(path: Path, measured: Iterable[Measured]) -> None:
+    """Replaces the file."""
+    write_json(path, [asdict(one) for one in measured])
+
+
+def of_policy(measured: Iterable[Measured], label: str) -> list[Measured]:
+    """Those of one policy."""
+    return [one for one in measured if one.policy == label]
+
+
+def labels(measured: Sequence[Measured]) -> list[str]:
+    """Labels of the policies in order of appearance."""
+    return list(dict.fromkeys(one.policy for one in measured))

@@ -1,0 +1,61 @@
+"""A cache that shows what its attention is asked, what it selects and what it answers, and computes as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import DecodeBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.cache import KVCache
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One layer of a decode step.
+
+    Attributes:
+        layer: its number.
+        q: [B, H_q, d], before the rotation.
+        batch: whose queries they are.
+        selected: chunks int64 [B, H, k], -1 for none; None where all rows are dense.
+        out: [B, H_q, d].
+    """
+
+    layer: int
+    q: Tensor
+    batch: DecodeBatch
+    selected: Tensor | None
+    out: Tensor
+
+
+class ObservedCache(KVCache):
+    """Its decode steps must not be captured in a graph: replays would show nothing.
+
+    Attributes:
+        batch: that of the last decode step.
+        observe: called after each layer's attention in decode.
+    """
+
+    batch: DecodeBatch | None = None
+    observe: Callable[[Attended], None] | None = None
+    _selected: list[Tensor]
+
+    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        """As ever; it may be called for some of the rows at a time."""
+        selected = super().select(layer, q, batch)
+        self._selected.append(selected)
+        return selected
+
+    def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
+        """As ever."""
+        if isinstance(batch, PrefillBlock):
+            return super().attend(layer, q, batch)
+        self.batch, self._selected = batch, []
+        out = super().attend(layer, q, batch)
+        if self.observe is not None:
+            selected = torch.cat(self._selected) if self._selected else None
+            self.observe(Attended(layer, q, batch, selected, out))
+        return out

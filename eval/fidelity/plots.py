@@ -1,0 +1,80 @@
+"""Plots of fidelity: KL by policy, attention's losses by layer, hit rates by the size of the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shadowkv.eval.fidelity.measured import Measured, labels, of_policy
+from shadowkv.eval.fidelity.report import FIGURES, LAYER_FIGURES, layer_means, over_prompts
+from shadowkv.eval.fidelity.reuse import SIZES
+from shadowkv.eval.plots import bar_length, new_figure, save_figure
+
+
+def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> None:
+    """Writes all of them."""
+    plot_kl(measured, title, folder / "kl.png")
+    words = {
+        "mass_recall": "share of the exact softmax that is read",
+        "output_error": "relative error of attention's output",
+    }
+    for name, label in words.items():
+        plot_layers(measured, name, label, title, folder / f"{name}.png")
+    if any(one.hit_rates is not None for one in measured):
+        plot_hit_rates(measured, title, folder / "hit_rate.png")
+
+
+def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
+    """A bar per policy with its standard error, on a logarithmic scale; what has no KL at all has no bar."""
+    policies = labels(measured)
+    figure, (axis,) = new_figure(1, 1, (6.5, 1.2 + 0.35 * len(policies)))
+    for number, label in enumerate(policies):
+        found = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
+        if found and found[0] > 0:
+            axis.barh(number, found[0], xerr=bar_length(found[1]), color=f"C{number}", capsize=3)
+    axis.set_yticks(range(len(policies)), policies)
+    axis.set_ylim(len(policies) - 0.5, -0.5)
+    axis.set_xscale("log")
+    axis.set_xlabel("mean KL to full attention, nats per token")
+    axis.set_title(title, fontsize=9)
+    axis.grid(alpha=0.3, axis="x", which="both")
+    save_figure(figure, path)
+
+
+def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str, path: Path) -> None:
+    """One of ``LAYER_FIGURES`` by layer, a line per policy with a band of its standard error."""
+    figure, (axis,) = new_figure(1, 1, (7.5, 4.5))
+    for number, label in enumerate(labels(measured)):
+        found = layer_means(of_policy(measured, label), LAYER_FIGURES[name])
+        means, errors = [mean for mean, _ in found], [bar_length(error) for _, error in found]
+        axis.plot(means, marker=".", color=f"C{number}", label=label)
+        low, high = ([m + sign * e for m, e in zip(means, errors)] for sign in (-1, 1))
+        axis.fill_between(range(len(means)), low, high, color=f"C{number}", alpha=0.2, linewidth=0)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("layer")
+    axis.set_ylabel(words)
+    axis.set_title(title, fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    save_figure(figure, path)
+
+
+def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None:
+    """Mean over layers by the size of the buffer, a line per policy that selects."""
+    figure, (axis,) = new_figure(1, 1, (6, 4.2))
+    for number, label in enumerate(labels(measured)):
+        ones = of_policy(measured, label)
+        found = [over_prompts(ones, FIGURES[f"hit_rate_{size}x"]) for size in SIZES]
+        points = [(mean, bar_length(error)) for mean, error in filter(None, found)]
+        if points:
+            means, errors = zip(*points)
+            axis.errorbar(SIZES, means, errors, marker="o", capsize=3, color=f"C{number}", label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(SIZES, [f"{size}x" for size in SIZES])
+    axis.set_ylim(0, 1.02)
+    axis.set_xlabel("chunks that the buffer keeps, in those that a step selects")
+    axis.set_ylabel("selected chunks found there")
+    axis.set_title(title, fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    save_figure(figure, path)

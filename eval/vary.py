@@ -1,0 +1,62 @@
+"""``--vary FIELD=V1,V2``: an ablation. Every policy that the field means something to, with each of the values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shadowkv.eval.policies import without_field
+from shadowkv.eval.report import BASELINE
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A field of KVSpec and the values it is to have, as the user wrote them."""
+
+    field: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Variation:
+        """Reads ``FIELD=V1,V2``; raises ValueError for a field that does not exist and for values that it cannot have.
+
+        Whether a value fits a policy and a model is another question.
+        """
+        field, equals, values = text.partition("=")
+        if not equals or not all(values.split(",")):
+            raise ValueError(f"{text!r} is not FIELD=V1,V2,...")
+        variation = cls(field, tuple(dict.fromkeys(values.split(","))))
+        for value in variation.values:
+            preset(f"{BASELINE}:{field}={value}")
+        return variation
+
+    def expand(self, names: Sequence[str], shape: ModelShape) -> tuple[list[str], list[str]]:
+        """Policies for the ``names`` of others, and what there is to be told: values that were left out.
+
+        ``full``, policies that set the field themselves, and those to which no value means anything stay as they are.
+        Raises ValueError where that is all of them.
+        """
+        found: list[str] = []
+        notes: list[str] = []
+        for name in names:
+            if name == BASELINE or without_field(name, self.field)[1] is not None:
+                found.append(name)
+                continue
+            variants = [f"{name}{',' if ':' in name else ':'}{self.field}={value}" for value in self.values]
+            refused = {}
+            for variant in variants:
+                try:
+                    preset(variant).resolve(shape)
+                except ValueError as error:
+                    refused[variant] = "; ".join(line.removeprefix("  - ") for line in str(error).splitlines()[1:])
+            left = [variant for variant in variants if variant not in refused]
+            found += left or [name]
+            if left:
+                notes += [f"{variant} is left out: {reason}" for variant, reason in refused.items()]
+            else:
+                notes.append(f"{name} stays as it is: {refused[variants[0]]}")
+        if not any(without_field(name, self.field)[1] is not None for name in found):
+            raise ValueError("; ".join([f"--vary {self.field} means nothing to {', '.join(names)}", *notes]))
+        return found, notes

@@ -1,0 +1,20 @@
+"""What the command says of flags that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from shadowkv.eval import __main__ as command
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr, without its ``error:``, of a command that ends with status 2."""
+    try:
+        status: object = command.main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    error = capsys.readouterr().err.strip()
+    assert status == 2
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    return error.removeprefix("error: ")

@@ -1,0 +1,137 @@
+"""Fidelity: what is lost nowhere is measured as nothing, scripted losses are measured exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shadowkv.engine.runner import Runner
+from shadowkv.eval.caches import open_cache_as, prefill
+from shadowkv.eval.fidelity.attention import attended_positions, exact_weights
+from shadowkv.eval.fidelity.follow import follow
+from shadowkv.eval.fidelity.follower import kl_divergence
+from shadowkv.eval.fidelity.measured import Measured
+from shadowkv.eval.fidelity.observed import Attended, ObservedCache
+from shadowkv.eval.fidelity.reuse import Reuse
+from shadowkv.eval.fidelity.texts import Prompt, cut_prompts
+from shadowkv.eval.policies import local_policies
+from shadowkv.kvcache.presets import preset
+from shadowkv.models.loader import LoadedModel
+
+LENGTHS = 400
+
+
+def prompts(count: int = 1, tokens: int = LENGTHS) -> list[Prompt]:
+    return [Prompt(str(n), torch.randint(300, (tokens,)).tolist()) for n in range(count)]
+
+
+def test_divergence_follows_the_formula() -> None:
+    reference, logits = torch.randn(5, 11).double(), torch.randn(5, 11).double()
+    p, q = reference.softmax(-1), logits.softmax(-1)
+    assert torch.allclose(kl_divergence(reference, logits), (p * (p / q).log()).sum(-1))
+
+
+def test_full_against_itself_loses_nothing_and_parts_what_is_theirs(loaded: LoadedModel, seed: int) -> None:
+    names = ["full", "full:values=rotated-4bit", "quest:chunk=8,budget=64", "quest:chunk=8,budget=400"]
+    policies = local_policies(names, [], loaded.config.shape)
+    found = {one.policy: one for one in follow(loaded, policies, prompts(), 12, 3)}
+    full, values, quest, everything = found.values()
+    assert (full.mean_kl, full.max_kl, full.top1_agreement, full.perplexity_difference) == (0, 0, 1, 0)
+    assert full.output_error == [0, 0]
+    for one in (full, values, everything):
+        assert one.mass_recall == pytest.approx([1, 1])
+    assert full.hit_rates is values.hit_rates is None
+    assert min(values.output_error) > 1e-3
+    assert max(everything.output_error) < 1e-4
+    assert everything.hit_rates == [[1, 1]] * 3
+    assert values.mean_kl > everything.mean_kl
+    # 64 selected, 8 of the sink and up to 96 newest of about 400 tokens, whose weights are much alike.
+    assert all(0.2 < recall < 0.8 for recall in quest.mass_recall)
+    assert quest.mean_kl > everything.mean_kl
+    assert [one.steps for one in found.values()] == [12] * 4
+
+
+def test_prompts_together_measure_as_each_alone(loaded: LoadedModel, seed: int) -> None:
+    """Host values go through the fetch buffer, whose rows are selected in portions."""
+    policies = local_policies(["turbo:budget=32", "shadowkv:budget=32,outliers=2"], [], loaded.config.shape)
+    several = prompts(3)
+    together = follow(loaded, policies, several, 8, 2)
+    alone = [one for prompt in several for one in follow(loaded, policies, [prompt], 8, 2)]
+    by_name = {(one.prompt, one.policy): one for one in alone}
+    assert len(together) == len(by_name) == 6
+    for one in together:
+        other = by_name[one.prompt, one.policy]
+        for name in ("mean_kl", "top1_agreement", "perplexity"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-3, abs=1e-4)
+        for name in ("mass_recall", "output_error"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-3)
+        assert torch.allclose(torch.tensor(one.hit_rates), torch.tensor(other.hit_rates), atol=0.03)
+
+
+def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed: int) -> None:
+    """Sink, outliers, tail and a scripted selection against a mask that is made token by token."""
+    spec = preset("quest:chunk=16,outliers=2,budget=32")
+    cache = open_cache_as(ObservedCache, loaded, spec, 500, 1)
+    (prompt,) = prompts()
+    sequence = cache.pool.allocate(len(prompt.tokens), 500)
+    seen: list[Attended] = []
+    cache.observe = seen.append
+    runner = Runner(loaded.model, cache)
+    prefill(runner, [(sequence, prompt.tokens)])
+    runner.decode([sequence], [7])
+    assert [one.layer for one in seen] == [0, 1]
+    scripted = replace(seen[0], selected=torch.tensor([[[3, 9], [5, -1]]]))
+    read = attended_positions(cache, scripted, 448)[0]
+    sealed = cache.spec.sealed_pages(400) * 64
+    excluded = cache.store.page["excluded"][0][scripted.batch.sealed.pages[0]].transpose(0, 1).flatten(1)
+    assert excluded.sum(1).tolist() == [3, 3]  # one of the sink, two outliers
+    for head, chosen in enumerate(((3, 9), (5,))):
+        chunks = set(chosen) | set(excluded[head].nonzero().flatten().tolist())
+        expected = [position >= sealed or position // 16 in chunks for position in range(448)]
+        assert read[head].tolist() == expected
+
+
+def test_exact_weights_are_the_softmax_of_all_keys(loaded: LoadedModel, seed: int) -> None:
+    cache = open_cache_as(ObservedCache, loaded, preset("full"), 300, 1)
+    sequence = cache.pool.allocate(200, 300)
+    runner = Runner(loaded.model, cache)
+    prefill(runner, [(sequence, prompts(tokens=200)[0].tokens)])
+    runner.decode([sequence], [7])
+    q = torch.randn(1, 6, 16)
+    assert cache.batch is not None
+    weights = exact_weights(cache, 1, q, cache.batch)
+    values = cache.store.v[1][cache.batch.pages[0]].transpose(0, 1).flatten(1, 2)[:, None, :201]
+    out = (weights[0, ..., None, :201] @ values).flatten(0, 2)
+    assert torch.allclose(out, cache.attend(1, q, cache.batch)[0], atol=1e-5)
+    assert not weights[..., 201:].any()
+
+
+def test_hits_of_a_script() -> None:
+    """Two chunks a step: buffers of 2, 4 and 8."""
+    reuse = Reuse(1, 1, 1, 10, torch.device("cpu"))
+    assert reuse.hit_rates() is None
+    script = [[0, 1], [1, 2], [3, -1], [4, 5], [1, 3], [0, 2]]
+    # Found in 2: 1 of the step before. In 4: that, 3 and 1, used last before 4 and 5. In 8: all that were ever there.
+    for chunks in script:
+        reuse.take(0, torch.tensor([[chunks]]))
+    rates = reuse.hit_rates()
+    assert rates is not None
+    assert (9 * rates.flatten()).tolist() == pytest.approx([1, 3, 5])
+
+
+def test_prompts_do_not_overlap(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = [tmp_path_factory.mktemp("texts") / name for name in ("a.txt", "b.txt")]
+    files[0].write_text("abcdefghij" * 10)
+    files[1].write_text("x" * 45)
+    cut = cut_prompts(files, loaded.tokenizer, 4, 20)
+    assert [one.name for one in cut] == ["a.txt:0", "a.txt:20", "a.txt:60", "b.txt:0"]
+    assert all(len(one.tokens) == 20 for one in cut)
+    with pytest.raises(ValueError, match="145 tokens, enough for 7 prompts of --prompt-tokens 20, not for 8"):
+        cut_prompts(files, loaded.tokenizer, 8, 20)
+
+
+def test_perplexity_difference_is_added() -> None:
+    one = Measured("p", "q", "q", 1.0, 2, 0.1, 0.2, 0.5, 3.5, 3.0, 10, None, [1.0], [0.0], None)
+    assert one.perplexity_difference == 0.5

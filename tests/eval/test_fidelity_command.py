@@ -1,0 +1,88 @@
+"""The fidelity suite from end to end: files, going on, and what is said of wrong flags."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from refusals import refusal
+
+from shadowkv.eval import __main__ as command
+from shadowkv.eval.fidelity import command as fidelity
+from shadowkv.models.loader import LoadedModel
+
+
+@pytest.fixture
+def arguments(tiny: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two prompts; ``tmp_path / "out"`` has the results."""
+    monkeypatch.setattr(command, "load_from_config", lambda config: loaded)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + i * i % 23) for i in range(900)))
+    model = ["--model", str(tiny), "--load-format", "dummy", "--text", str(text), "--out", str(tmp_path / "out")]
+    what = ["--prompts", "2", "--prompt-tokens", "400", "--new-tokens", "4", "--measure-every", "2"]
+    return ["fidelity", *model, *what, "--kv", "full", "turbo", "--budget", "64"]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_files_and_going_on(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.main(arguments) == 0
+    out = tmp_path / "out"
+    assert (out / "summary.md").read_text() in capsys.readouterr().out
+    full, turbo = rows(out / "fidelity.csv")
+    assert (full["kv"], full["prompts"], full["mean_kl"], full["hit_rate_1x"]) == ("full", "2", "0.0", "")
+    assert float(turbo["mean_kl"]) > 0
+    assert 0 <= float(turbo["hit_rate_1x"]) <= float(turbo["hit_rate_4x"]) <= 1
+    assert [row["layer"] for row in rows(out / "layers.csv")] == ["0", "1"] * 2
+    config = json.loads((out / "config.json").read_text())
+    assert config["policies"]["turbo@64"]["rank"] == 32
+    assert (config["settings"]["prompts"], config["runs"][0]["command"][3:]) == (2, arguments)
+    for plot in ("kl", "mass_recall", "output_error", "hit_rate"):
+        assert (out / f"{plot}.png").stat().st_size > 1000
+    asked: list[str] = []
+    follow = fidelity.follow
+    monkeypatch.setattr(fidelity, "follow", lambda *all: asked.extend(one.label for one in all[1]) or follow(*all))
+    assert command.main([*arguments, "--kv", "turbo", "quest"]) == 0
+    assert asked == ["quest@64"] * 2
+    assert [row["kv"] for row in rows(out / "fidelity.csv")] == ["full", "turbo", "quest"]
+    assert command.main([*arguments, "--new-tokens", "5"]) == 2
+    assert "new_tokens=4, not 5; use another folder" in capsys.readouterr().err
+
+
+def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vary = ["--kv", "full", "quest", "full:keys=low-rank", "--vary", "budget=16,300,1.5"]
+    assert command.main([*arguments, *vary]) == 0
+    error = capsys.readouterr().err
+    assert "note: quest:budget=1.5 is left out: budget=1.5 as a fraction must be in (0, 1]" in error
+    assert "note: full:keys=low-rank stays as it is: index='none' attends to every token" in error
+    found = rows(tmp_path / "out" / "vary_budget.csv")
+    named = [(row["kv"], row["budget"]) for row in found]
+    assert named == [("full", ""), ("quest", "16"), ("quest", "300"), ("full:keys=low-rank", "")]
+    assert float(found[1]["mean_kl"]) > float(found[2]["mean_kl"]) > float(found[0]["mean_kl"]) == 0
+    assert (tmp_path / "out" / "vary_budget.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--text", "absent.txt"], "No such file or directory: 'absent.txt'"),
+        (["--prompts", "3"], "holds 900 tokens, enough for 2 prompts of --prompt-tokens 400, not for 3"),
+        (["--new-tokens", "0"], "--new-tokens 0 must be at least 1"),
+        (["--measure-every", "0"], "--measure-every 0 must be at least 1"),
+        (["--new-tokens", "9000"], "--prompt-tokens and --new-tokens make 9400 tokens"),
+        (["--vary", "rank"], "argument --vary: 'rank' is not FIELD=V1,V2,..."),
+        (["--vary", "ranks=1"], "'ranks' is not a field"),
+        (["--vary", "rank=x"], "rank='x' is not an integer"),
+        (["--vary", "rank=8", "--kv", "quest"], "--vary rank means nothing to quest"),
+        (["--length", "9"], "unrecognized arguments: --length 9"),
+    ],
+)
+def test_bad_input(arguments: list[str], wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal([*arguments, *wrong], capsys)
