@@ -12,6 +12,7 @@ from shadowkv.engine.loading import load_from_config
 from shadowkv.eval import ablations
 from shadowkv.eval.arguments import check, parser
 from shadowkv.eval.fidelity import command as fidelity
+from shadowkv.eval.fidelity.exact_tails import with_exact_tails
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.haystack import haystack
 from shadowkv.eval.policies import Policy, local_policies, served_policy
@@ -55,6 +56,8 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
 
 def _compare(args: argparse.Namespace, command: list[str]) -> None:
     loaded, policies, model = _load(args, args.prompt_tokens + args.new_tokens)
+    if args.exact_tails:
+        policies = with_exact_tails(policies, args.new_tokens)
     prompts = fidelity.cut(args, loaded)
     same = ("suite", "adapter", "rope_theta", "dtype", "load_format", "text")
     settings = _settings(args, model, (*same, "prompts", "prompt_tokens", "new_tokens", "measure_every"))

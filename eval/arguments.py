@@ -154,6 +154,9 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="attention is compared at one of N tokens, everything else at all (default: %(default)s)",
     )
+    what.add_argument(
+        "--exact-tails", action="store_true", help="each policy also with all generated tokens kept exact"
+    )
     what.add_argument("--batch", type=int, metavar="N", help="prompts at once (default: what fits; on a CPU 1)")
     what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")
 

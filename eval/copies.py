@@ -38,8 +38,9 @@ def prefill_all(runner: Runner, opened: Items[tuple[KVCache, Sequence]], prompt:
 
 def stored_alike(cache: KVCache, other: KVCache, tokens: int) -> bool:
     """Whether a prompt of ``tokens`` has the same form in both, and is compressed there."""
+    specs, others = (cache.spec, cache.prefill.spec), (other.spec, other.prefill.spec)
     return (
-        replace(cache.spec, budget=None) == replace(other.spec, budget=None)
+        all(replace(one, budget=None) == replace(two, budget=None) for one, two in zip(specs, others, strict=True))
         and cache.layout.state_fields == other.layout.state_fields
         and cache.spec.seals
         and tokens > max(cache.spec.dense_limit, other.spec.dense_limit)

@@ -34,9 +34,8 @@ def follow(
     """
     gc.collect()  # caches of a call before and their followers name each other
     capacity = len(prompts[0].tokens) + steps
-    full = Follower(loaded, KVSpec(), prompts, capacity, None)
-    specs = [policy.spec for policy in policies if policy.spec is not None]
-    followers = [Follower(loaded, spec, prompts, capacity, full.cache) for spec in specs]
+    full = Follower(loaded, Policy("full", "full", KVSpec()), prompts, capacity, None)
+    followers = [Follower(loaded, policy, prompts, capacity, full.cache) for policy in policies]
     logits = []
     for row, prompt in enumerate(prompts):
         opened = [(one.cache, one.sequences[row]) for one in (full, *followers)]
@@ -50,8 +49,7 @@ def follow(
         surprise.append(-best.values)
         tokens = best.indices.tolist()
         progress()
-    together = zip(policies, followers, strict=True)
-    return [one for policy, other in together for one in other.measured(policy, prompts, torch.stack(surprise))]
+    return [one for follower in followers for one in follower.measured(prompts, torch.stack(surprise))]
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:

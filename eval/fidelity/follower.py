@@ -10,13 +10,14 @@ from torch import Tensor
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import figures, open_cache_as
 from shadowkv.eval.fidelity.attention import AttentionLoss
+from shadowkv.eval.fidelity.exact_tails import ExactTails
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.reuse import Reuse
 from shadowkv.eval.fidelity.texts import Prompt
 from shadowkv.eval.policies import Policy
 from shadowkv.kvcache.sequence import Sequence as CachedSequence
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.loader import LoadedModel
 
 
@@ -36,10 +37,15 @@ class Follower:
     """
 
     def __init__(
-        self, loaded: LoadedModel, spec: KVSpec, prompts: Sequence[Prompt], capacity: int, exact: ObservedCache | None
+        self, loaded: LoadedModel, policy: Policy, prompts: Sequence[Prompt], capacity: int, exact: ObservedCache | None
     ) -> None:
-        rows = len(prompts)
-        self.cache = open_cache_as(ObservedCache, loaded, spec, capacity, rows)
+        assert policy.spec is not None, "the policy is local"
+        self.policy, rows = policy, len(prompts)
+        if isinstance(policy, ExactTails):
+            capacity += policy.tokens  # for as many sealed pages as its twin has
+        self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
+        if isinstance(policy, ExactTails):
+            policy.store_prompts_as_its_twin(self.cache)
         self.runner = Runner(loaded.model, self.cache)
         pool = self.cache.pool
         self.sequences: list[CachedSequence] = [pool.allocate(len(one.tokens), capacity) for one in prompts]
@@ -77,7 +83,7 @@ class Follower:
         if seen.selected is not None and self.cache.spec.index != "none":
             self.reuse.take(seen.layer, seen.selected)
 
-    def measured(self, policy: Policy, prompts: Sequence[Prompt], surprise: Tensor) -> Iterator[Measured]:
+    def measured(self, prompts: Sequence[Prompt], surprise: Tensor) -> Iterator[Measured]:
         """Its figures on every prompt.
 
         Args:
@@ -87,12 +93,12 @@ class Follower:
         recall, error, hits = self.loss.mass_recall(), self.loss.output_error(), self.reuse.hit_rates()
         for row, (prompt, sequence) in enumerate(zip(prompts, self.sequences, strict=True)):
             found = figures(self.cache, sequence)
-            budget = policy.budget(len(prompt.tokens))
+            budget = self.policy.budget(len(prompt.tokens))
             assert budget is not None, "the policy is local"
             yield Measured(
                 prompt=prompt.name,
-                policy=policy.label,
-                kv=policy.kv,
+                policy=self.policy.label,
+                kv=self.policy.kv,
                 budget=budget,
                 steps=len(kl),
                 mean_kl=float(kl[:, row].mean()),

@@ -9,15 +9,18 @@ import torch
 
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import open_cache_as, prefill
+from shadowkv.eval.copies import prefill_all
 from shadowkv.eval.fidelity.attention import attended_positions, exact_weights
+from shadowkv.eval.fidelity.exact_tails import with_exact_tails
 from shadowkv.eval.fidelity.follow import follow
-from shadowkv.eval.fidelity.follower import kl_divergence
+from shadowkv.eval.fidelity.follower import Follower, kl_divergence
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.reuse import Reuse
 from shadowkv.eval.fidelity.texts import Prompt, cut_prompts
-from shadowkv.eval.policies import local_policies
+from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
 LENGTHS = 400
@@ -68,6 +71,30 @@ def test_prompts_together_measure_as_each_alone(loaded: LoadedModel, seed: int) 
         for name in ("mass_recall", "output_error"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-3)
         assert torch.allclose(torch.tensor(one.hit_rates), torch.tensor(other.hit_rates), atol=0.03)
+
+
+def test_exact_tails_differ_by_what_is_generated_alone(loaded: LoadedModel, seed: int) -> None:
+    """Until something generated is sealed twins are equal; the prompt's sealed pages stay alike, the tail grows."""
+    policies = local_policies(["full:keys=low-rank-int8,rank=8", "full"], [], loaded.config.shape)
+    several, steps = prompts(), 130
+    twins = with_exact_tails(policies, steps)
+    assert [one.label for one in twins] == [
+        *(f"full{tails}:keys=low-rank-int8,rank=8" for tails in ("", "+exact-tails")),
+        "full",
+    ]
+    full = Follower(loaded, Policy("full", "full", KVSpec()), several, LENGTHS + steps, None)
+    sealing, exact = (Follower(loaded, policy, several, LENGTHS + steps, full.cache) for policy in twins[:2])
+    prefill_all(full.runner, [(one.cache, one.sequences[0]) for one in (full, sealing, exact)], several[0].tokens)
+    for token in range(steps):
+        reference = full.decode([token])
+        for one in (sealing, exact):
+            one.follow([token], reference, True)
+    sealed = [int(one.cache.pool.table.sealed[one.sequences[0].slot]) for one in (sealing, exact)]
+    assert sealed == [448, 320]
+    kl = torch.stack([torch.cat(one.kl) for one in (sealing, exact)])
+    before = 320 + 32 + 64 - LENGTHS  # tokens until the first page is sealed
+    assert torch.allclose(kl[0, :before], kl[1, :before], atol=1e-9)
+    assert not torch.allclose(kl[0, before:], kl[1, before:], atol=1e-9)
 
 
 def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed: int) -> None:

@@ -1,0 +1,38 @@
+"""Twins of policies that keep all generated tokens exact, beside the same compressed prompt.
+
+What sealing costs: projecting generated tokens on the basis of their prompt (ShadowKV+), coding them, and leaving it to
+the index to find them. No longer window says that: ``local=1024`` keeps the last 1,024 tokens of the prompt exact too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shadowkv.eval.policies import Policy
+from shadowkv.kvcache.cache import KVCache
+
+
+@dataclass(frozen=True)
+class ExactTails(Policy):
+    """Attributes:
+    tokens: generated ones that stay exact; ``spec.local`` counts them.
+    """
+
+    tokens: int = 0
+
+    def store_prompts_as_its_twin(self, cache: KVCache) -> None:
+        """Makes the cache, of ``spec``, seal as much of a prompt as the policy would without its exact tails."""
+        cache.prefill.spec = replace(cache.spec, local=cache.spec.local - self.tokens)
+
+
+def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
+    """All ``policies``, and after each that ever seals its twin for ``tokens`` generated tokens."""
+    found: list[Policy] = []
+    for policy in policies:
+        found.append(policy)
+        if policy.spec is not None and policy.spec.seals:
+            label, kv = (re.sub("^[^:@]*", r"\g<0>+exact-tails", text) for text in (policy.label, policy.kv))
+            found.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
+    return found
