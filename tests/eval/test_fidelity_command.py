@@ -73,7 +73,7 @@ def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.Captur
     ("wrong", "message"),
     [
         (["--text", "absent.txt"], "No such file or directory: 'absent.txt'"),
-        (["--prompts", "3"], "holds 900 tokens, enough for 2 prompts of --prompt-tokens 400, not for 3"),
+        (["--prompts", "3"], "text.txt has 900 tokens, enough for 2 prompts of --prompt-tokens 400, not for 3"),
         (["--new-tokens", "0"], "--new-tokens 0 must be at least 1"),
         (["--measure-every", "0"], "--measure-every 0 must be at least 1"),
         (["--new-tokens", "9000"], "--prompt-tokens and --new-tokens make 9400 tokens"),

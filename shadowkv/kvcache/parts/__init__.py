@@ -21,12 +21,14 @@ KEY_PARTS = {
     "dense": "keys_dense:DenseKeys",
     "low-rank": "keys_low_rank:LowRankKeys",
     "low-rank-int8": "keys_low_rank:LowRankInt8Keys",
+    "low-rank-int4": "keys_low_rank:LowRankInt4Keys",
 }
 INDEX_PARTS = {
     "none": "index_none:AttendAll",
     "chunk-mean": "index_chunk_mean:ChunkMean",
     "min-max": "index_min_max:MinMax",
     "sketch": "index_sketch:Sketch",
+    "sketch-1bit": "index_sketch:SignSketch",
     "exact": "index_exact:Exact",
     "recent": "index_recent:Recent",
     "pca": "index_pca:PCA",

@@ -16,6 +16,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.select_by_sketch.reference import KEPT_SHARE
 from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
 
@@ -67,3 +68,30 @@ class Sketch(IndexPart):
         queries = store.ops.sketch_queries(q, store.rotation("sketch"))
         coarse = store.ops.sign_scores(queries, signs, scale, *places)
         return store.ops.select_by_sketch(queries, coarse, signs, rest, scale, excluded, *places, batch.budget, k)
+
+
+class SignSketch(Sketch):
+    """The first level alone, to measure what the other bits bring: runs of 8 tokens by their best signs.
+
+    It keeps those bits without reading them.
+    """
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        reasons = super().unsupported(spec, shape)
+        if spec.chunk != RUN:
+            reasons.append(f"signs alone find runs of {RUN} tokens: chunk={spec.chunk} is none")
+        return reasons
+
+    def scored_bytes_per_token(self) -> float:
+        signs, _, scale = self.page_fields()
+        return (signs.nbytes + scale.nbytes) / PAGE
+
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+        signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", "excluded"))
+        queries = store.ops.sketch_queries(q, store.rotation("sketch"))
+        scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)
+        scores = mask_logits(scores, excluded, batch.pages, batch.num_chunks)[0].squeeze(2)
+        best, chosen = scores.topk(min(batch.max_budget, scores.shape[-1]), dim=-1)
+        beyond = torch.arange(best.shape[-1], device=best.device) >= batch.budget[:, None, None]
+        return chosen.masked_fill(beyond | (best == float("-inf")), -1)

@@ -57,6 +57,8 @@ class LowRankInt8Keys(LowRankKeys):
     into the basis, so that a key is latents x basis + mean.
     """
 
+    largest_code = 127
+
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("latents", (self.chunks, self.spec.chunk, self.rank), torch.int8),)
 
@@ -69,7 +71,7 @@ class LowRankInt8Keys(LowRankKeys):
         mean = keys.mean(0, dtype=torch.float32).to(self.dtype)
         basis, kept, largest = store.ops.low_rank_basis(keys.flatten(1), self.rank, mean.flatten())
         # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
-        step = HEADROOM * largest.clamp(min=1e-12) / 127
+        step = HEADROOM * largest.clamp(min=1e-12) / self.largest_code
         scaled = (basis * step[:, None]).to(self.dtype)
         store.state["basis"][layer, slot] = scaled.view(self.rank, *mean.shape)
         store.state["key_mean"][layer, slot] = mean
@@ -87,3 +89,9 @@ class LowRankInt8Keys(LowRankKeys):
         return LatentKeys(
             latents, state["basis"][layer], state["key_mean"][layer], batch.slots, batch.pages, store.rotary
         )
+
+
+class LowRankInt4Keys(LowRankInt8Keys):
+    """The same in steps of 4 bits, to measure what those would cost: a latent still takes a byte."""
+
+    largest_code = 7

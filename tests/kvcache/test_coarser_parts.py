@@ -1,0 +1,60 @@
+"""Parts that only measure what fewer bits cost: latents in 4 bits, a sketch of signs alone."""
+
+import torch
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
+
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.attend_selected.reference import gather_selected
+
+
+def keys_error(kind: str) -> tuple[float, int]:
+    """Relative error of all sealed keys of a prompt against those of unquantised latents, and the largest code."""
+    rebuilt, largest = [], 0
+    for name in ("low-rank", kind):
+        cache = make_cache(preset(f"full:keys={name},rank=16"))
+        stream = Stream(1, cache.pool.allocate(700, 800))
+        prefill(cache, [(stream, 700)])
+        row = cache.prefill.sealed_row(stream.sequence)
+        everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
+        rebuilt.append(gather_selected(cache.parts.keys.source(cache.store, 0, row), everything))
+        largest = int(cache.store.page["latents"][0][row.pages[0]].abs().max())
+    return float((rebuilt[1] - rebuilt[0]).norm() / rebuilt[0].norm()), largest
+
+
+def test_four_bits_have_eighteen_times_the_step_of_eight() -> None:
+    (fine, _), (coarse, largest) = keys_error("low-rank-int8"), keys_error("low-rank-int4")
+    assert largest == 6  # 7 are for what is larger than all of the prompt
+    # Centred keys differ from plain ones in what the subspace leaves out, too.
+    assert 3 * fine < coarse < 0.5
+
+
+def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
+    spec = preset("turbo-host:index=sketch-1bit,place=device,budget=80,outliers=3")
+    cache = make_cache(spec)
+    streams = [Stream(seed, cache.pool.allocate(n, 1000)) for seed, n in enumerate((900, 70, 500))]
+    prefill(cache, list(zip(streams, (900, 70, 500))))
+    decode(cache, streams)
+    batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
+    assert batch is not None
+    q = torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
+    selected, store = cache.select(1, q, batch), cache.store
+    assert (selected[1] == -1).all()  # dense
+    fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
+    queries = store.ops.sketch_queries(q, store.rotation("sketch"))
+    scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
+    for row in (0, 2):
+        barred = store.page["excluded"][1][batch.pages[row]].transpose(0, 1).flatten(1)
+        for head in range(SHAPE.num_kv_heads):
+            chosen = selected[row, head]
+            assert len(set(chosen.tolist())) == 10
+            assert not barred[head][chosen].any()
+            allowed = scores[row, head].masked_fill(barred[head], -torch.inf)
+            assert allowed[chosen].sort().values.tolist() == allowed.topk(10).values.sort().values.tolist()
+
+
+def test_signs_alone_find_runs_of_eight_and_read_less() -> None:
+    model = ModelShape(2, 6, 2, 64)
+    parts = [make_cache(preset(f"turbo-host:index={index}")).parts.index for index in ("sketch", "sketch-1bit")]
+    assert parts[1].scored_bytes_per_token() < parts[0].scored_bytes_per_token()
+    assert parts[1].unsupported(preset("turbo"), model) == ["signs alone find runs of 8 tokens: chunk=1 is none"]
