@@ -28,11 +28,16 @@ class ExactTails(Policy):
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """All ``policies``, and after each that ever seals its twin for ``tokens`` generated tokens."""
+    """All ``policies``, and after each that ever seals its twin for ``tokens`` generated tokens.
+
+    Raises ValueError where none does.
+    """
     found: list[Policy] = []
     for policy in policies:
         found.append(policy)
         if policy.spec is not None and policy.spec.seals:
             label, kv = (re.sub("^[^:@]*", r"\g<0>+exact-tails", text) for text in (policy.label, policy.kv))
             found.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
+    if len(found) == len(policies):
+        raise ValueError(f"--exact-tails means nothing to {', '.join(policy.label for policy in policies)}")
     return found

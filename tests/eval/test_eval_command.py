@@ -88,6 +88,13 @@ def test_other_settings_need_another_folder(niah: list[str], capsys: pytest.Capt
     assert "seed=0, not 1; use another folder" in capsys.readouterr().err
 
 
+def test_an_ablation_of_scores(niah: list[str], tmp_path: Path) -> None:
+    assert command.main([*niah[:-3], "--vary", "chunk=8,16"]) == 0
+    rows = (tmp_path / "out" / "vary_chunk.csv").read_text().splitlines()
+    assert [row.split(",")[2:4] for row in rows] == [["kv", "chunk"], ["full", ""], ["quest", "8"], ["quest", "16"]]
+    assert (tmp_path / "out" / "vary_chunk.png").exists()
+
+
 def test_a_server(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["niah", "--tasks", "niah_multiturn", "--turns", "2", "--depths", "50", "--length", "600", "--samples"]
