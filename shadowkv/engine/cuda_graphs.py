@@ -93,10 +93,10 @@ class CudaGraphs:
         self._graphs.move_to_end(key)
         return captured.result
 
-    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Callable[[Tensor], Any]) -> _Captured | None:
+    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, step: Callable[[Tensor], Any]) -> _Captured | None:
         """The new graph, which has run; None where it does not fit in memory."""
         try:
-            captured = self._graphs[key] = _Captured(numbers, self._joining(function), self._pool, self.cache.device)
+            captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self.cache.device)
         except torch.OutOfMemoryError as error:
             if not self._without:
                 logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
