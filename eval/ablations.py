@@ -16,7 +16,7 @@ def of_scores(field: str, predictions: Sequence[Prediction], model: str, folder:
     samples: dict[tuple[int, str], list[float]] = {}
     for p in predictions:
         samples.setdefault((p.length, p.policy), []).append(p.score)
-    _write(field, "score", "score over all tasks", samples, model, folder)
+    _write(field, "score", "score over all tasks, per cent", samples, model, folder)
 
 
 def of_divergence(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
@@ -33,4 +33,4 @@ def _write(
     found = points(field, samples)
     write_variation(field, measure, found, model, folder)
     if importlib.util.find_spec("matplotlib") is not None:
-        plot_variation(field, words, found, measure == "mean_kl", model, folder / f"vary_{field}.png")
+        plot_variation(field, words, found, measure == "score", model, folder / f"vary_{field}.png")

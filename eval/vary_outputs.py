@@ -55,32 +55,37 @@ def write_variation(field: str, measure: str, found: Sequence[Point], model: str
             writer.writerow([model, one.length, one.kv, one.value or "", f"{one.mean:.6g}", error, one.samples])
 
 
-def plot_variation(field: str, words: str, found: Sequence[Point], logarithmic: bool, title: str, path: Path) -> None:
+def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, title: str, path: Path) -> None:
     """A panel per length, a line per policy; those that do not set the field are dotted lines across.
 
     Args:
         words: what the figure is.
-        logarithmic: for figures above 0; what is 0 is not drawn.
+        share: whether it is one, to be shown in per cent; else it is shown on a logarithmic scale, without what is 0.
     """
     values = sorted({one.value for one in found if one.value is not None}, key=_order(found))
     lengths, policies = sorted({one.length for one in found}), list(dict.fromkeys(one.kv for one in found))
+    unit = 100 if share else 1
     figure, axes = new_figure(1, len(lengths), (6, 4.2))
     for axis, length in zip(axes, lengths):
         for number, kv in enumerate(policies):
-            ones = [one for one in found if (one.length, one.kv) == (length, kv) and (one.mean > 0 or not logarithmic)]
+            ones = [one for one in found if (one.length, one.kv) == (length, kv) and (share or one.mean > 0)]
             for one in ones:
                 if one.value is None:
-                    axis.axhline(one.mean, color=f"C{number}", linestyle=":", label=kv)
-            ones = sorted((one for one in ones if one.value is not None), key=lambda one: values.index(str(one.value)))
-            if ones:
-                places, means = [values.index(str(one.value)) for one in ones], [one.mean for one in ones]
-                bars = [bar_length(one.error) for one in ones]
-                axis.errorbar(places, means, bars, marker="o", capsize=3, color=f"C{number}", label=kv)
+                    axis.axhline(unit * one.mean, color=f"C{number}", linestyle=":", label=kv)
+            points = sorted((values.index(one.value), one.mean, one.error) for one in ones if one.value is not None)
+            if points:
+                places, means, errors = zip(*points)
+                beside = 0.03 * (number - len(policies) / 2)  # equal figures must not hide one another
+                style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": kv}
+                bars = [unit * bar_length(error) for error in errors]
+                axis.errorbar([place + beside for place in places], [unit * mean for mean in means], bars, **style)
         axis.set_xticks(range(len(values)), values)
         axis.set_xlabel(field)
         axis.set_title(f"{length} tokens of context", fontsize=10)
         axis.grid(alpha=0.3)
-        if logarithmic:
+        if share:
+            axis.set_ylim(-3, 103)
+        else:
             axis.set_yscale("log")
     axes[0].set_ylabel(words)
     axes[0].legend(fontsize=8)
