@@ -6,6 +6,8 @@ given one can still be measured.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,16 @@ from shadowkv.kvcache.cache import KVCache
 
 STEPS = 16
 """Steps of the script; after the last comes the first again, of which the buffer has forgotten most."""
+
+
+def repeating(shape: tuple[int, int, int], k: int, share: float, steps: int) -> Iterator[Tensor]:
+    """Chunks int64 [rows, heads, k] on the GPU of each step, for ``shape`` [rows, heads, chunks]."""
+    last = torch.rand(shape, device="cuda").topk(k).indices
+    for _ in range(steps):
+        weights = torch.rand(shape, device="cuda")
+        kept = torch.rand(last.shape, device="cuda").argsort(-1) < round(share * k)
+        last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
+        yield last
 
 
 class ScriptedSelection:
@@ -30,13 +42,7 @@ class ScriptedSelection:
         slots, chunks = cache.pool.table.padding_slot + 1, spec.sealed_pages(tokens) * 64 // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
         self._step = torch.zeros(1, dtype=torch.int64, device=cache.device)
-        self._script = torch.empty(STEPS, slots, heads, k, dtype=torch.int64, device=cache.device)
-        last = torch.rand(slots, heads, chunks, device=cache.device).topk(k).indices
-        for step in self._script:
-            weights = torch.rand(slots, heads, chunks, device=cache.device)
-            kept = torch.rand(last.shape, device=cache.device).argsort(-1) < round(share * k)
-            last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices.sort().values
-            step[:] = last
+        self._script = torch.stack(list(repeating((slots, heads, chunks), k, share, STEPS))).sort().values
         cache.select = self  # type: ignore[method-assign]
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:

@@ -30,6 +30,10 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.rotate.tables import RopeConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripted_selection import repeating
+
 SHAPE = ModelShape(num_layers=1, num_query_heads=32, num_kv_heads=8, head_dim=128)
 ROPE = RopeConfig(SHAPE.head_dim, theta=500000.0)
 DTYPE = torch.bfloat16
@@ -72,20 +76,16 @@ def fill(cache: KVCache, context: int, batch: int) -> list[Any]:
     return sequences
 
 
-class ScriptedSelection:
-    """Stands in for a cache's selection: computes it and gives other chunks, of which ``share`` repeat."""
+class UnrolledSelection:
+    """Stands in for a cache's selection as ``ScriptedSelection`` does, where all steps are in one graph.
+
+    Each call gives what it was captured with: nothing on the device looks a step up, so that no time is added.
+    """
 
     def __init__(self, cache: KVCache, batch: SealedBatch, share: float) -> None:
         self._select, self._row = cache.select, 0
-        rows, heads, chunks = len(batch.slots), SHAPE.num_kv_heads, int(batch.num_chunks.min())
-        k, device = int(batch.budget.min()), cache.device
-        last = torch.rand(rows, heads, chunks, device=device).topk(k).indices
-        self.steps: list[Tensor] = []
-        for _ in range(STEPS):
-            weights = torch.rand(rows, heads, chunks, device=device)
-            kept = torch.rand(last.shape, device=device).argsort(-1) < round(share * k)
-            last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
-            self.steps.append(last)
+        shape = len(batch.slots), SHAPE.num_kv_heads, int(batch.num_chunks.min())
+        self.steps = list(repeating(shape, int(batch.budget.min()), share, STEPS))
         cache.select = self  # type: ignore[method-assign]
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
@@ -105,7 +105,7 @@ def measure(cache: KVCache, sequences: list[Any], share: float | None) -> tuple[
     select = cache.select
     if share is not None:
         assert batch.sealed is not None
-        ScriptedSelection(cache, batch.sealed, share)
+        UnrolledSelection(cache, batch.sealed, share)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(STEPS):

@@ -9,20 +9,25 @@ fetched bytes are checked first.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
-from timing import report
+from timing import Row, run
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripted_selection import repeating
 
 from shadowkv.kvcache.memory import GRANULE, Field, Tier
 from shadowkv.ops.fetch_chunks import cuda
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 
 BUS_SPEED = 50.7e9
+PINNED_GIB = 3
 HEADS = 8
 CASES = [  # rows, tokens, selected chunks, tokens and elements of a chunk row, dtype
     (48, 61440, 128, 8, 128, torch.bfloat16),
@@ -37,16 +42,12 @@ STEPS = 32
 ROUNDS = 3
 
 
-def stream(rows: int, chunks: int, k: int, share: float) -> list[Tensor]:
-    """Selections of STEPS steps."""
-    last = torch.rand(rows, HEADS, chunks, device="cuda").topk(k).indices
-    steps = []
-    for _ in range(STEPS):
-        weights = torch.rand(rows, HEADS, chunks, device="cuda")
-        kept = torch.rand(last.shape, device="cuda").argsort(-1) < round(share * k)
-        last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
-        steps.append(last)
-    return steps
+@cache
+def arena() -> Tier:
+    """Random bytes in pinned memory."""
+    tier = Tier("host", 1, 2**20, 1024 * PINNED_GIB, torch.device("cuda"), pinned=True)
+    tier.arena.view(torch.int64).random_()
+    return tier
 
 
 def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer, entries: Tensor) -> None:
@@ -59,11 +60,11 @@ def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: 
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
-def measure(arena: Tier, case: tuple[int, int, int, int, int, torch.dtype]) -> list[dict[str, object]]:
+def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
     """Rows of the table: every share, every grid."""
     rows, tokens, k, chunk, width, dtype = case
     field = Field("values", (HEADS, 64 // chunk, chunk, width), dtype)
-    host = arena.views([field])[field.name][0]
+    host = arena().views([field])[field.name][0]
     # Sequences share pages of the arena at random: together they would have more than it holds.
     pages = torch.randint(0, host.shape[0] * GRANULE // field.nbytes - 1, (rows, tokens // 64), device="cuda")
     pages *= field.nbytes // GRANULE
@@ -71,7 +72,7 @@ def measure(arena: Tier, case: tuple[int, int, int, int, int, torch.dtype]) -> l
     chunks, row_bytes = tokens // chunk, chunk * width * dtype.itemsize
     results = []
     for share in SHARES:
-        selections = stream(rows, chunks, k, share)
+        selections = list(repeating((rows, HEADS, chunks), k, share, STEPS))
         for blocks in GRIDS:
             buffer = ChunkBuffer.empty(rows, 2 * k, chunks, host)
             for selected in selections:
@@ -102,20 +103,5 @@ def measure(arena: Tier, case: tuple[int, int, int, int, int, torch.dtype]) -> l
     return results
 
 
-def main() -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--gib", type=int, default=3, help="pinned memory to read from")
-    args = parser.parse_args()
-    if not cuda.available():
-        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
-    torch.manual_seed(0)
-    arena = Tier("host", 1, 2**20, args.gib * 1024, torch.device("cuda"), pinned=True)
-    arena.arena.view(torch.int64).random_()
-    report([row for case in CASES for row in measure(arena, case)], args.out)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, cuda.available(), CASES, measure))

@@ -9,15 +9,13 @@ of its own. Every shape is checked against the reference on its first rows.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import READ_SPEED, microseconds, report
+from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
@@ -92,7 +90,7 @@ def check(args: tuple, selected: Tensor) -> None:
         assert common >= 0.97 * len(own), f"{common} of {len(own)} chunks are right"
 
 
-def measure(case: tuple[int, int, int, int, int, int, int]) -> dict[str, object]:
+def measure(case: tuple[int, int, int, int, int, int, int]) -> list[Row]:
     """One row of the table."""
     rows, tokens, heads, group, dim, chunk, budget = case
     moved = rows * counted_bytes(heads, tokens, dim, chunk, budget)
@@ -107,29 +105,13 @@ def measure(case: tuple[int, int, int, int, int, int, int]) -> dict[str, object]
     calls = [call(slice(i * rows, (i + 1) * rows)) for i in range(copies)]
     time = microseconds(calls * math.ceil(10 / copies))
     floor = moved / READ_SPEED * 1e6
-    return {
+    row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "chunk": chunk,
         "budget": budget, "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
         "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
-
-
-def main() -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
-    args = parser.parse_args()
-    if not cuda.available():
-        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
-    torch.manual_seed(0)
-    results = []
-    for case in CASES[: args.cases]:
-        results.append(measure(case))
-        torch.cuda.empty_cache()
-    report(results, args.out)
-    return 0
+    return [row]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, cuda.available(), CASES, measure))

@@ -7,13 +7,11 @@ replays of a CUDA graph. Every shape is checked against the reference first.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from itertools import cycle, islice
-from pathlib import Path
 
 import torch
-from timing import READ_SPEED, microseconds, report
+from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.ops.select_top_chunks import cuda, reference
@@ -36,8 +34,9 @@ def check(logits: Tensor, lse: Tensor, selected: Tensor, budget: Tensor, k: int)
     torch.testing.assert_close(best, exact, atol=2e-5, rtol=0)
 
 
-def measure(rows: int, tokens: int, chunk: int, k: int) -> dict[str, object]:
+def measure(case: tuple[int, int, int, int]) -> list[Row]:
     """One row of the table."""
+    rows, tokens, chunk, k = case
     logits = 3 * torch.randn(rows, 8, 4, tokens // chunk, device="cuda")
     lse = logits.logsumexp(-1, keepdim=True)
     budget = torch.full((rows,), k, device=logits.device)
@@ -47,27 +46,12 @@ def measure(rows: int, tokens: int, chunk: int, k: int) -> dict[str, object]:
     calls = [lambda one=one: cuda.select_top_chunks(one, lse, budget, k) for one in islice(cycle(copies), 16)]
     time = microseconds(calls)
     floor = moved / READ_SPEED * 1e6
-    return {
+    row: Row = {
         "rows": rows, "tokens": tokens, "chunk": chunk, "chunks": tokens // chunk, "k": k, "us": round(time, 1),
         "GB/s": round(moved / time / 1e3), "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
-
-
-def main() -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    if not cuda.available():
-        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
-    torch.manual_seed(0)
-    results = []
-    for case in CASES:
-        results.append(measure(*case))
-        torch.cuda.empty_cache()
-    report(results, args.out)
-    return 0
+    return [row]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, cuda.available(), CASES, measure))

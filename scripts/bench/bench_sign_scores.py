@@ -9,12 +9,10 @@ reference first, on its first rows.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import torch
-from timing import READ_SPEED, microseconds, report
+from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
@@ -67,7 +65,7 @@ def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
     torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
 
 
-def measure(case: tuple[int, int, int, int, int, bool]) -> dict[str, object]:
+def measure(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     """One row of the table."""
     rows, tokens, heads, group, dim, ragged = case
     args = problem(*case)
@@ -81,29 +79,13 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> dict[str, object]:
     queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, rotation)] * 10)
     moved = int(args[5].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
     floor = moved / READ_SPEED * 1e6
-    return {
+    row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,
         "us": round(time, 1), "queries us": round(queries_time, 1), "MB": round(moved / 1e6, 1),
         "GB/s": round(moved / time / 1e3), "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
     }  # fmt: skip
-
-
-def main() -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
-    args = parser.parse_args()
-    if not (cuda.available() and queries_cuda.available()):
-        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
-    torch.manual_seed(0)
-    results = []
-    for case in CASES[: args.cases]:
-        results.append(measure(case))
-        torch.cuda.empty_cache()
-    report(results, args.out)
-    return 0
+    return [row]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, cuda.available() and queries_cuda.available(), CASES, measure))

@@ -1,13 +1,18 @@
-"""What the benchmarks of single ops share: times of calls from CUDA graphs, and their table."""
+"""What the benchmarks of single ops share: a command line, times of calls from CUDA graphs, and their table."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+Case = TypeVar("Case")
+Row = dict[str, object]
 
 READ_SPEED = 4.5e12
 """Bytes a second that an H200 reads at the most, measured."""
@@ -32,10 +37,25 @@ def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> flo
     return statistics.median(times[2:])
 
 
-def report(results: list[dict[str, object]], out: Path | None) -> None:
-    """Prints a table and writes the file."""
-    for result in results:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
-    if out:
+def run(text: str, available: bool, cases: Sequence[Case], measure: Callable[[Case], list[Row]]) -> int:
+    """A benchmark's command line: prints the rows of every case and returns the exit status.
+
+    ``text`` is the program's docstring, whose first line is its help; ``available`` says whether its ops are there.
+    """
+    parser = argparse.ArgumentParser(description=text.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--cases", type=int, default=len(cases), help="measure only so many of the shapes")
+    args = parser.parse_args()
+    if not available:
+        raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+    torch.manual_seed(0)
+    results: list[Row] = []
+    for case in cases[: args.cases]:
+        for row in measure(case):
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            results.append(row)
+        torch.cuda.empty_cache()
+    if args.out:
         content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
