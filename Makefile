@@ -1,5 +1,6 @@
 PYTHON ?= python3
 ARGS ?=
+TOOL ?= memcheck
 
 PY := .venv/bin/python
 PIP_INSTALL := $(PY) -m pip install -c constraints.txt
@@ -23,12 +24,10 @@ test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this mac
 	$(PYTHON) -m pytest tests/ops tests/kvcache $(wildcard tests/engine/test_cuda_*.py) $(ARGS)
 
 # Without PyTorch's cache of memory every tensor is an allocation of its own, whose bounds are then checked.
-sanitize: ## Run a small case of every CUDA op under compute-sanitizer: bounds, then races in shared memory
+sanitize: ## Run a small case of every CUDA op under compute-sanitizer (another of its tools: make sanitize TOOL=synccheck)
 	$(PYTHON) csrc/build_cuda.py
-	for tool in memcheck racecheck; do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --kernel-regex kns=shadowkv \
-	    --error-exitcode 3 $(PYTHON) -m pytest -p no:cacheprovider @tests/ops/sanitized.txt || exit 1; \
-	done
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --kernel-name kns=shadowkv --error-exitcode 3 \
+	  $(PYTHON) -m pytest -p no:cacheprovider @tests/ops/sanitized.txt
 
 lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m ruff check .
