@@ -125,6 +125,17 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
     return figure, axes
 
 
+def set_logarithmic(axis: Any, which: str) -> None:
+    """Makes an axis, ``x`` or ``y``, logarithmic with labels at 1, 2 and 5, so that a single decade has some too."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    getattr(axis, f"set_{which}scale")("log")
+    ticks = getattr(axis, f"{which}axis")
+    ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ticks.set_major_formatter("{x:g}")
+    ticks.set_minor_formatter(NullFormatter())
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Writes it as PNG; panels without data are left blank."""
     for axis in figure.axes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.eval.files import replacing
-from shadowkv.eval.plots import bar_length, new_figure, save_figure
+from shadowkv.eval.plots import bar_length, new_figure, save_figure, set_logarithmic
 from shadowkv.eval.policies import without_field
 from shadowkv.eval.statistics import mean_and_error
 
@@ -86,7 +86,7 @@ def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, 
         if share:
             axis.set_ylim(-3, 103)
         else:
-            axis.set_yscale("log")
+            set_logarithmic(axis, "y")
     axes[0].set_ylabel(words)
     axes[0].legend(fontsize=8)
     figure.suptitle(title)

@@ -8,7 +8,7 @@ from pathlib import Path
 from shadowkv.eval.fidelity.measured import Measured, labels, of_policy
 from shadowkv.eval.fidelity.report import FIGURES, LAYER_FIGURES, layer_means, over_prompts
 from shadowkv.eval.fidelity.reuse import SIZES
-from shadowkv.eval.plots import bar_length, new_figure, save_figure
+from shadowkv.eval.plots import bar_length, new_figure, save_figure, set_logarithmic
 
 
 def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> None:
@@ -25,16 +25,16 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 
 
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """A bar per policy with its standard error, on a logarithmic scale; what has no KL at all has no bar."""
+    """A point per policy with its standard error, on a logarithmic scale; what has no KL at all has no point."""
     policies = labels(measured)
     figure, (axis,) = new_figure(1, 1, (6.5, 1.2 + 0.35 * len(policies)))
     for number, label in enumerate(policies):
         found = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
         if found and found[0] > 0:
-            axis.barh(number, found[0], xerr=bar_length(found[1]), color=f"C{number}", capsize=3)
+            axis.errorbar(found[0], number, xerr=bar_length(found[1]), marker="o", color=f"C{number}", capsize=3)
     axis.set_yticks(range(len(policies)), policies)
     axis.set_ylim(len(policies) - 0.5, -0.5)
-    axis.set_xscale("log")
+    set_logarithmic(axis, "x")
     axis.set_xlabel("mean KL to full attention, nats per token")
     axis.set_title(title, fontsize=9)
     axis.grid(alpha=0.3, axis="x", which="both")
