@@ -1,0 +1,67 @@
+// Shared memory by its addresses, copies into it, and the barriers that say who may read or write it.
+#pragma once
+
+#include "../mma.cuh"
+
+namespace shadowkv {
+
+// The thread's number, which the compiler does not keep, nor what follows from it: where registers are scarce.
+__device__ __forceinline__ int this_thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+__device__ __forceinline__ uint4 load_shared16(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+  return x;
+}
+
+__device__ __forceinline__ void store_shared16(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint2 load_shared8(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+  return x;
+}
+
+__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
+}
+
+__device__ __forceinline__ void init_barrier(uint32_t at, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t at) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at) : "memory");
+}
+
+// Arrives when this thread's copies of 16 or fewer bytes have.
+__device__ __forceinline__ void arrive_with_copies(uint32_t at) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
+}
+
+__device__ __forceinline__ void wait_phase(uint32_t at, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::
+          "r"(at), "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void sync_threads(int id, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+
+} // namespace shadowkv

@@ -1,0 +1,82 @@
+// The consumers: warpgroups that attend, each its own tiles.
+#pragma once
+
+#include "../early_launch.cuh"
+#include "fill.cuh"
+#include "keys.cuh"
+#include "values.cuh"
+
+namespace shadowkv {
+
+template <class Shape>
+__device__ __forceinline__ void consume_latents(
+    const LatentInputs& in, const LatentOutputs& to, const Runs& runs, const Run& run,
+    const LatentMemory<Shape>& memory, int consumer) {
+  constexpr int kHalves = Shape::kHalves;
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4;
+
+  // The first unit, while those who fill the others are too few.
+  if (thread < Shape::kDim / 8 && consumer == Shape::kConsumers - 1)
+    copy16_async(memory.frequencies() + thread * 16, in.frequencies + thread * 4);
+  wait_for_launch_before();
+  if (consumer < 2) fill_unit<Shape, 256>(in, run, memory, 0, threadIdx.x, 6, memory.merge(0));
+  close_copy_group();
+  wait_copy_groups<0>();
+  asm volatile("bar.sync 7, %0;" ::"n"(Shape::kConsumers * 128) : "memory");
+
+  int next = consumer;  // tile of the run
+  int stage = consumer; // of it
+  int passed = 0;       // tiles of units before
+  for (int unit = 0; run.has(unit); ++unit) {
+    wait_phase(memory.unit_full(unit), unit / 2 % 2);
+    const int until = passed + __shfl_sync(~0u, memory.counts()[unit % 2], 0);
+    passed = until;
+    const bool any = next < until;
+    Attended<Shape> attended(shared_address(memory.merge(consumer)));
+
+    for (; next < until; next += Shape::kConsumers) {
+      const uint32_t queries = shared_address(memory.queries(unit)) + lane * 16;
+      const uint32_t places = memory.places(next % Shape::kRing) + (warp * 16 + g) * 16;
+      wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
+      uint32_t a[Shape::kSteps][4];
+      load_latents<Shape>(a, memory.stage(stage) + warp * 16 * Shape::kRank);
+      float s[4] = {}; // scores: (tokens g, g + 8; queries 2t, 2t + 1)
+      // One after the other: turns made while the product is under way, or this tile's values while the next one's is,
+      // took longer (87 and 90 against 82 us at 63 rows of 960 tokens on an H200).
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        float k[32];
+        Turns turns;
+        HalfKeys keys;
+        begin_keys<Shape>(k, a, memory.basis(unit), h);
+        wait_products(k);
+        keys.take(k);
+        turns.make(memory.frequencies(), places, h);
+        keys.rotate(turns);
+        keys.score(s, queries + h * 1024);
+      }
+      TileValues<Shape> values;
+      values.load(memory.stage(stage) + kLatentTile * Shape::kRank + warp * 16 * Shape::kCodeRow, places);
+      __syncwarp();
+      if (lane == 0) arrive(memory.stage_empty(stage));
+      stage += Shape::kConsumers;
+      if (stage >= Shape::kStages) stage -= Shape::kStages;
+      if (!__any_sync(~0u, values.scale[0] >= 0)) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[j] = values.scale[j / 2] >= 0 ? s[j] * in.score_scale : -INFINITY;
+      attended.add(s, values);
+    }
+    __syncwarp();
+    if (lane == 0) arrive(memory.unit_empty(unit));
+    const int segment = int(blockIdx.x) - runs.block_of((run.first_unit + unit) * runs.tiles);
+    const int part = segment * Shape::kConsumers + consumer;
+    float* const partial =
+        to.partial + (int64_t(run.first_unit + unit) * to.parts + part) * in.group * Shape::kMergeRow;
+    if (any)
+      attended.write(partial, in.group, memory.merge(consumer), 2 + consumer);
+    else if (thread < in.group)
+      *reinterpret_cast<float2*>(partial + thread * Shape::kMergeRow + Shape::kDim) = make_float2(-INFINITY, 0);
+  }
+}
+
+} // namespace shadowkv

@@ -1,0 +1,110 @@
+// Keys of a consumer's tile: from latents to scores.
+#pragma once
+
+#include "../attend_selected.cuh"
+#include "products.cuh"
+#include "shape.cuh"
+
+namespace shadowkv {
+
+// A warp's 16 rows of latents as the products' first factors: bytes plus 128 in the mantissas of 1024.
+template <class Shape>
+__device__ __forceinline__ void load_latents(uint32_t (&a)[Shape::kSteps][4], uint32_t rows) {
+  constexpr int kSteps = Shape::kSteps;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t row = rows + (half * 8 + g) * Shape::kRank;
+    uint32_t raw[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps / 4; ++i) {
+      const uint4 x = load_shared16(row + i * 64 + t * 16 + g % 2 * Shape::kOddShift * 16);
+      raw[4 * i] = x.x, raw[4 * i + 1] = x.y, raw[4 * i + 2] = x.z, raw[4 * i + 3] = x.w;
+    }
+    if constexpr (kSteps % 4 == 2) {
+      const uint2 x = load_shared8(row + t * 8 + (Shape::kOddShift && g % 2 ? 0 : kSteps / 4 * 64));
+      raw[kSteps - 2] = x.x, raw[kSteps - 1] = x.y;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t x = raw[step] ^ 0x80808080u;
+      a[step][half] = __byte_perm(x, 0x64646464u, 0x4140);
+      a[step][2 + half] = __byte_perm(x, 0x64646464u, 0x4342);
+    }
+  }
+}
+
+// Begins the product of a warpgroup's latents and half h of the basis:
+// k is (tokens g, g + 8; dimensions 32 h + 8 i + 2t, + 1, from i = 4 on those they rotate with).
+template <class Shape>
+__device__ __forceinline__ void begin_keys(
+    float (&k)[32], const uint32_t (&a)[Shape::kSteps][4], const char* basis, int h) {
+  const uint32_t ones = threadIdx.x % 4 == 0 ? 0x54005400u : 0; // 64 twice
+  const uint32_t mean_factor[4] = {ones, ones, 0, 0};
+  // The same in all lanes, as the compiler is told by this: it may stay out of their registers.
+  const uint32_t b = __shfl_sync(~0u, swizzled_rows(shared_address(basis)), 0) + h * Shape::kRows * 8;
+  begin_products();
+  first_product(k, mean_factor, b + Shape::kSteps * 128);
+#pragma unroll
+  for (int step = 0; step < Shape::kSteps; ++step) add_product(k, a[step], b + step * 128);
+  close_products();
+}
+
+// cos and sin of the turns of tokens g and g + 8: of 32 dimensions, eight after eight, and of two of them each token's.
+struct Turns {
+  __half2 cosine[8], sine[8];
+
+  // Half h of the dimensions. An angle is a product of integers, of which whole turns overflow: exact to 2^-33 of a
+  // turn a position. (Tables in shared memory take three rows a token: that was a third of all that was read there.)
+  __device__ __forceinline__ void make(uint32_t frequencies, uint32_t places, int h) {
+    const uint32_t from = frequencies + threadIdx.x % 4 * 16;
+    const int position[2] = {int(load_shared4(places + 12)), int(load_shared4(places + 128 + 12))};
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const uint4 all = load_shared16(from + (2 * h + pair) * 64);
+      const uint32_t frequency[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) { // of two eights and tokens
+        float angle[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          angle[e] = float(int(position[i % 2] * frequency[i / 2 * 2 + e])) * 0x1.921fb6p-30f; // 2 pi / 2^32
+        cosine[4 * pair + i] = __floats2half2_rn(__cosf(angle[0]), __cosf(angle[1]));
+        sine[4 * pair + i] = __floats2half2_rn(__sinf(angle[0]), __sinf(angle[1]));
+      }
+    }
+  }
+};
+
+// Keys as half: its 11 bits lose less in the rotation than rounding them to bf16 does. Axes as those of Turns.
+struct HalfKeys {
+  __half2 x[8], y[8]; // dimensions that rotate with each other
+
+  __device__ __forceinline__ void take(const float (&k)[32]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* const from = k + 4 * (i / 2) + 2 * (i % 2);
+      x[i] = __floats2half2_rn(from[0], from[1]), y[i] = __floats2half2_rn(from[16], from[17]);
+    }
+  }
+
+  __device__ __forceinline__ void rotate(const Turns& turns) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) turn(x[i], y[i], turns.cosine[i], turns.sine[i]);
+  }
+
+  // Adds the keys' products with the queries: (tokens g, g + 8; queries 2t, 2t + 1).
+  __device__ __forceinline__ void score(float (&s)[4], uint32_t queries) const {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const uint4 q = load_shared16(queries + pair * 512);
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        const int i = 4 * pair + 2 * eight;
+        mma_f16(s, {bits(x[i]), bits(x[i + 1]), bits(y[i]), bits(y[i + 1])}, {eight ? q.z : q.x, eight ? q.w : q.y});
+      }
+    }
+  }
+};
+
+} // namespace shadowkv

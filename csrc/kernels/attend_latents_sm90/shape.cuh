@@ -1,0 +1,175 @@
+// What attention from latents on Hopper reads and writes, how its tiles are dealt out, and what shared memory holds.
+#pragma once
+
+#include "async.cuh"
+
+#include <cuda_bf16.h>
+
+namespace shadowkv {
+
+constexpr int kLatentTile = 64;  // tokens of a tile, 16 a warp
+constexpr int kLastTile = -2;    // as a position: there are no more tiles
+
+// Page strides of latents, codes and scale count 32 bytes each, the others elements.
+struct LatentInputs {
+  const __nv_bfloat16* q;    // [batch, heads * group, dim]
+  const int64_t* selected;   // [batch, heads, chunks], -1s last
+  const char* latents;       // pages of [64, rank] int8
+  const char* codes;         // pages of [heads, 64, dim / 2]
+  const char* scale;         // pages of [heads, 64] half
+  const int64_t* key_pages;  // [batch, entries]
+  const int64_t* value_pages;
+  const __nv_bfloat16* basis; // [slots, rank, heads, dim]
+  const void* mean;           // [slots, heads, dim] float or bf16, or null
+  const int64_t* slots;       // [batch]
+  const float* rotation;      // [dim, dim], of values
+  // [dim / 32, 4, 2, 2], of a turn per position, times 2^32: of dimensions 16 i + 8 j + 2 t + e at [i, t, j, e].
+  const uint32_t* frequencies;
+  uint32_t latent_page, code_page, scale_page;
+  int64_t key_pages_row, value_pages_row, basis_slot, mean_slot;
+  float score_scale; // of q k in the exponent to base 2
+  int batch, heads, group, chunks, log_chunk;
+  bool mean_is_float;
+};
+
+struct LatentOutputs {
+  __nv_bfloat16* out; // [batch, heads * group, dim]
+  float* lse;         // [batch, heads * group]
+  // [batch, heads, parts, group, dim + 4]: weighed sum, largest score, sum of weights, of each segment and consumer.
+  float* partial;
+  int parts;
+};
+
+// The line of tiles and where it is cut.
+struct Runs {
+  int tiles, blocks, total; // of a unit; of the grid; of all units
+
+  __host__ __device__ Runs(const LatentInputs& in, int blocks_)
+      : tiles((in.chunks << in.log_chunk) + kLatentTile - 1 >> 6),
+        blocks(blocks_),
+        total(in.batch * in.heads * tiles) {}
+  __host__ __device__ int begin(int block) const { return int(int64_t(block) * total / blocks); }
+  // The block whose run has this tile.
+  __host__ __device__ int block_of(int tile) const { return int((int64_t(tile + 1) * blocks - 1) / total); }
+  __host__ __device__ int segments(int unit) const {
+    return block_of(unit * tiles + tiles - 1) - block_of(unit * tiles) + 1;
+  }
+};
+
+// Of the attending kernel and of the merging one after it.
+struct LatentCall {
+  LatentInputs in;
+  LatentOutputs to;
+  Runs runs;
+};
+
+// What part of the line a block has. Units are counted from the first one.
+struct Run {
+  int first_unit, begin, end, tiles; // of a unit
+
+  __device__ bool has(int unit) const { return (first_unit + unit) * tiles < end; }
+  __device__ int unit_begin(int unit) const { return max(begin - (first_unit + unit) * tiles, 0); }
+  __device__ int unit_end(int unit) const { return min(end - (first_unit + unit) * tiles, tiles); }
+};
+
+// kFew: at most four queries. The columns of the values' product are then those queries twice, over dimensions 16 j on
+// and 16 j + dim / 2 on of eight tokens, not eight queries over 16 tokens: half the sums, in as many products.
+template <int kDim_, int kRank_, bool kFew_>
+struct LatentShape {
+  static constexpr int kDim = kDim_, kRank = kRank_;
+  static constexpr bool kFew = kFew_;
+  static constexpr int kQueries = kFew ? 4 : 8;
+  static constexpr int kSums = kDim / 16 / (kFew ? 2 : 1); // fragments of them
+  static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those they rotate with
+  static constexpr int kSteps = kRank / 16;   // of the product
+  static constexpr int kRows = kRank + 8;     // of the basis, then the mean
+  static constexpr int kCodeRow = kDim / 2;   // bytes
+  static constexpr int kMergeRow = kDim + 4;  // floats
+  // The 16-byte units of odd tokens' latents are rotated by so many, where that keeps two tokens' halves of a line in
+  // different banks.
+  static constexpr int kOddShift = kRank % 128 == 32 && kRank > 32 ? 2 : 0;
+
+  // Registers: a multiprocessor's are 512 for four warpgroups, or 504 for three.
+  static constexpr int kConsumers = kFew ? 3 : 2;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 88, kConsumerRegisters = kConsumers == 3 ? 152 : 208;
+
+  // Shared memory: two units; per consumer, sums of two warps and all warps' states; the rest; as many stages as fit.
+  static constexpr int kBasisBytes = kHalves * kRows * 128;
+  static constexpr int kUnitBytes = kBasisBytes + kDim / 16 * 256;
+  static constexpr int kStateBytes = 4 * kQueries * 16;
+  static constexpr int kMergeBytes = 2 * kQueries * kMergeRow * 4 + kStateBytes;
+  static constexpr int kSumBytes = 2 * kDim * 4;
+  // Tiles whose tokens' places are known; a multiple of the consumers, see LatentMemory.
+  static constexpr int kRing = 12, kRingBytes = kRing * kLatentTile * 16;
+  static constexpr int kFixedBytes =
+      2 * kUnitBytes + kConsumers * kMergeBytes + kSumBytes + kRingBytes + kDim * 2 + 512;
+  static constexpr int kStageBytes = kLatentTile * (kRank + kCodeRow);
+  static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes;
+  static constexpr int kStages = kRoom < 8 ? kRoom : 8;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+  static_assert(kMergeBytes >= 128 * 16 + kStateBytes && kFixedBytes % 128 == 0);
+  static_assert(kStages >= kConsumers && kRing > kStages && kRing % kConsumers == 0);
+};
+
+// The parts of a block's shared memory. Tile n of a run (those with tokens count) has slot n % kRing of the ring, stage
+// n % kStages and consumer n % kConsumers. What is waited for, and who arrives:
+//   ring_full     the copier, for the finder
+//   ring_empty    the finder before tile n + kRing, for the copier at tile n + kStages
+//   stage_full    the consumer, for the copier and its copies; one a slot of the ring: as kRing is a multiple of the
+//                 consumers, they then meet only barriers whose last phase they waited for themselves. With one a stage
+//                 a consumer may come before the phase of another one's tile is over, and take its parity for its own.
+//   stage_empty   the copier before tile n + kStages, for the consumer's four warps
+//   unit_full     the consumers, for those who fill units; unit_empty the other way round
+// A slot is written again when its tile was consumed, as the copier waited for that before its own arrival; the finder
+// waits for copies of earlier tiles only, so all go on.
+template <class Shape>
+struct LatentMemory {
+  char* const first;
+
+  __device__ char* basis(int unit) const { return first + unit % 2 * Shape::kUnitBytes; }
+  __device__ uint2* queries(int unit) const { return reinterpret_cast<uint2*>(basis(unit) + Shape::kBasisBytes); }
+  __device__ float* merge(int consumer) const {
+    return reinterpret_cast<float*>(first + 2 * Shape::kUnitBytes + consumer * Shape::kMergeBytes);
+  }
+  __device__ float* sums() const { return merge(Shape::kConsumers); }
+  // Of each token of a tile: where its latents, codes and scale begin, in 32 bytes each, and its position, or -1. The
+  // scale, with its neighbour, then replaces where it begins.
+  __device__ uint32_t places(int slot) const {
+    return shared_address(sums()) + Shape::kSumBytes + slot * kLatentTile * 16;
+  }
+  __device__ int* counts() const { // tiles, of two units
+    return reinterpret_cast<int*>(reinterpret_cast<char*>(sums()) + Shape::kSumBytes + Shape::kRingBytes);
+  }
+  __device__ Run& run() const { return *reinterpret_cast<Run*>(counts() + 4); }
+  __device__ uint32_t barriers() const { return shared_address(counts() + 8); }
+  // Tiles are copied into stages; that they are there is said by barriers of the ring.
+  __device__ uint32_t stage_full(int slot) const { return barriers() + slot * 8; }
+  __device__ uint32_t ring_full(int slot) const { return barriers() + (Shape::kRing + slot) * 8; }
+  __device__ uint32_t ring_empty(int slot) const { return barriers() + (2 * Shape::kRing + slot) * 8; }
+  __device__ uint32_t stage_empty(int i) const { return barriers() + (3 * Shape::kRing + i) * 8; }
+  __device__ uint32_t unit_full(int unit) const {
+    return barriers() + (3 * Shape::kRing + Shape::kStages + unit % 2) * 8;
+  }
+  __device__ uint32_t unit_empty(int unit) const { return unit_full(unit) + 16; }
+  __device__ uint32_t stage(int i) const { return shared_address(first + Shape::kFixedBytes) + i * Shape::kStageBytes; }
+  __device__ uint32_t frequencies() const { return stage(0) - Shape::kDim * 2; }
+};
+
+// The rank in a row of the product's second factor, of 64 or, in the tail, 32: lanes read 16 bytes each of 64 ranks, or
+// 8 each of the last 32, and each four bytes are a lane's share of one product of 16 ranks. Bits only change places.
+__device__ constexpr int rank_of(int row, bool tail) {
+  const int low = (row >> 3 & 1) << 1 | (row & 1);
+  if (tail) return (row & ~31) | (row >> 1 & 3) << 3 | (row >> 4 & 1) << 2 | low;
+  return (row & ~63) | (row >> 1 & 3) << 4 | (row >> 4 & 3) << 2 | low;
+}
+
+// Where 16 bytes of a token's codes are among those of 16 tokens; lanes of four tokens read different banks.
+template <class Shape>
+__device__ __forceinline__ int code_row(int token, int unit) {
+  if constexpr (Shape::kDim == 128)
+    return ((token & ~1) | (token ^ token >> 2) & 1) * 64 + (unit ^ (token >> 1 & 1) << 1) * 16;
+  return token * Shape::kCodeRow + unit * 16;
+}
+
+} // namespace shadowkv

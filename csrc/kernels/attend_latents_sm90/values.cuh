@@ -1,0 +1,169 @@
+// Values of a consumer's tile, and what comes of them.
+#pragma once
+
+#include "../attend_selected.cuh"
+#include "shape.cuh"
+
+namespace shadowkv {
+
+// A warp's share of a tile's values: codes of tokens 2t, 2t + 1 and those 8 further on, steps of tokens g, g + 8.
+template <class Shape>
+struct TileValues {
+  LaneCodes<Shape::kDim> codes[4];
+  float scale[2]; // negative of no token
+
+  __device__ __forceinline__ void load(uint32_t rows, uint32_t places) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    // Of token 2t; the next token's are in the line's other half, if swizzled.
+    const uint32_t from = rows + code_row<Shape>(2 * t, g * Shape::kDim / 256) + g * (Shape::kDim / 16) % 16;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t token = Shape::kDim == 128 ? from ^ j % 2 * 64 : from + j % 2 * Shape::kCodeRow;
+      const uint32_t at = token + j / 2 * 8 * Shape::kCodeRow;
+      if constexpr (Shape::kDim == 128) {
+        const uint2 x = load_shared8(at);
+        codes[j].word[0] = x.x, codes[j].word[1] = x.y;
+      } else {
+        codes[j].word[0] = load_shared4(at);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 place = load_shared8(places + half * 128 + 8); // two steps, position
+      scale[half] = place.y & 1 ? __high2float(half2_of(place.x)) : __low2float(half2_of(place.x));
+      if (int(place.y) < 0) scale[half] = -1;
+    }
+  }
+
+  // Codes i of 16 dimensions and the tokens 2t, 2t + 1 of a half, as the first factor: dimensions g and g + 8.
+  __device__ __forceinline__ void decode(int i, int half, uint32_t& low, uint32_t& high) const {
+    const uint32_t both =
+        __byte_perm(codes[2 * half].word[i / 4], codes[2 * half + 1].word[i / 4], i % 4 | (4 + i % 4) << 8);
+    // 0x4300 | code is 128 + code; the 135.5 by which that is above the code's centre leave at the end.
+    low = mask_and_set<0x000f000fu, 0x43004300u>(both);
+    high = mask_and_set<0x000f000fu, 0x43004300u>(both >> 4);
+  }
+};
+
+// What a warp has attended to of a unit.
+template <class Shape>
+struct Attended {
+  // (dimensions 16 i + g, + 8; queries 2t, 2t + 1); of few queries from t = 2 on dimensions half of all further on.
+  float o[Shape::kSums][4] = {};
+  // Of queries 2t, 2t + 1: the score that weights refer to.
+  float top[2] = {-INFINITY, -INFINITY};
+  // Where a warpgroup's threads have, in shared memory as registers are scarce, the sums of weights and of weights x
+  // scale of these queries.
+  const uint32_t totals;
+
+  __device__ __forceinline__ explicit Attended(uint32_t totals_) : totals(totals_) { store_shared16(my_totals(), {}); }
+  __device__ __forceinline__ uint32_t my_totals() const { return totals + this_thread() % 128 * 16; }
+
+  // Scores s (tokens g, g + 8; queries 2t, 2t + 1), -inf of none.
+  __device__ __forceinline__ void add(const float (&s)[4], const TileValues<Shape>& values) {
+    constexpr int kSums = Shape::kSums;
+    const int g = threadIdx.x % 32 / 4;
+    // Weights may exceed one, up to 2^8, before their reference moves: it seldom does.
+    const float highest[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+    float4 total = __builtin_bit_cast(float4, load_shared16(my_totals()));
+    if (__any_sync(~0u, highest[0] > top[0] + 8 || highest[1] > top[1] + 8)) {
+      float shrink[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float next_top = fmaxf(top[j], rows_max(highest[j]));
+        shrink[j] = exp2_fast(top[j] - next_top), top[j] = next_top;
+      }
+      total.x *= shrink[0], total.y *= shrink[1], total.z *= shrink[0], total.w *= shrink[1];
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+#pragma unroll
+        for (int l = 0; l < 4; ++l) o[j][l] *= shrink[l % 2];
+      }
+    }
+    uint32_t p[2]; // weights as the second factor: (tokens 2t, 2t + 1; query g)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float x = exp2_fast(s[2 * half] - top[0]), y = exp2_fast(s[2 * half + 1] - top[1]);
+      total.x += x, total.y += y;
+      const uint32_t both = pack_bf16(x * values.scale[half], y * values.scale[half]);
+      total.z += unpack_bf16(both).x, total.w += unpack_bf16(both).y;
+      p[half] = transpose_matrix(both);
+    }
+    store_shared16(my_totals(), __builtin_bit_cast(uint4, total));
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) {
+      uint32_t v[4];
+      if constexpr (Shape::kFew) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          values.decode(j, half, v[0], v[1]);
+          values.decode(j + kSums, half, v[2], v[3]);
+          mma_bf16(o[j], v, {g < 4 ? p[half] : 0, g < 4 ? 0 : p[half]});
+        }
+      } else {
+        values.decode(j, 0, v[0], v[1]);
+        values.decode(j, 1, v[2], v[3]);
+        mma_bf16(o[j], v, p);
+      }
+    }
+  }
+
+  // Makes one partial result of the sums of a consumer's four warps, in `sums` of shared memory (where the totals may
+  // be, at the beginning); with a barrier of its own.
+  __device__ __forceinline__ void write(float* partial, int group, float* sums, int barrier) {
+    constexpr int kDim = Shape::kDim, kQueries = Shape::kQueries, kMergeRow = Shape::kMergeRow;
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const float4 total = __builtin_bit_cast(float4, load_shared16(my_totals()));
+    const float sum[2] = {rows_sum(total.x), rows_sum(total.y)};
+    const float coded[2] = {rows_sum(total.z) * -135.5f, rows_sum(total.w) * -135.5f};
+    float2* const states = reinterpret_cast<float2*>(sums + 2 * kQueries * kMergeRow);
+    const int query = 2 * t % kQueries;
+    if (g < 2 && 2 * t < kQueries)
+      states[warp * kQueries + query + g] = g == 0 ? make_float2(top[0], sum[0]) : make_float2(top[1], sum[1]);
+    sync_threads(barrier, 128);
+    float share[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float highest = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) highest = fmaxf(highest, states[w * kQueries + query + j].x);
+      share[j] = highest > -INFINITY ? exp2_fast(top[j] - highest) : 0.f;
+    }
+    float* const mine = sums + (warp % 2 * kQueries + query) * kMergeRow + 2 * t / kQueries * kDim / 2 + g;
+#pragma unroll
+    for (int turn_of = 0; turn_of < 2; ++turn_of) {
+      if (warp / 2 == turn_of) {
+#pragma unroll
+        for (int i = 0; i < Shape::kSums; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            float& x = mine[j % 2 * kMergeRow + 16 * i + j / 2 * 8];
+            x = (o[i][j] + coded[j % 2]) * share[j % 2] + (turn_of ? x : 0.f);
+          }
+        }
+      }
+      sync_threads(barrier, 128);
+    }
+    for (int i = thread; i < group * (kDim / 4); i += 128) {
+      const int query = i / (kDim / 4), at = i % (kDim / 4) * 4;
+      const float4 x = *reinterpret_cast<const float4*>(sums + query * kMergeRow + at);
+      const float4 y = *reinterpret_cast<const float4*>(sums + (kQueries + query) * kMergeRow + at);
+      *reinterpret_cast<float4*>(partial + query * kMergeRow + at) =
+          make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+      if (at == 0) {
+        float highest = -INFINITY, total = 0;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) highest = fmaxf(highest, states[w * kQueries + query].x);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 state = states[w * kQueries + query];
+          if (state.x > -INFINITY) total += state.y * exp2_fast(state.x - highest);
+        }
+        *reinterpret_cast<float2*>(partial + query * kMergeRow + kDim) = make_float2(highest, total);
+      }
+    }
+    sync_threads(barrier, 128);
+  }
+};
+
+} // namespace shadowkv

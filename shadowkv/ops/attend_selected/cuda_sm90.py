@@ -1,0 +1,93 @@
+"""Attention over selected tokens from int8 latents and 4-bit values on Hopper: ``attend_latents_sm90.cuh``."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.sources import LatentKeys, QuantisedRows
+from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.rotate.tables import RotaryTables
+
+TILE = 64
+"""Tokens that a warpgroup takes at a time."""
+CONSUMERS = 3
+"""Warpgroups of a thread block that do, at most; each leaves a partial result per unit."""
+
+
+@cache
+def available() -> bool:
+    """Whether the kernel was built and the CUDA device is a Hopper."""
+    if not load_cuda("attend_latents_sm90") or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    torch.library.register_fake("shadowkv_cuda::attend_latents_sm90", lambda *args: None)
+    return True
+
+
+def takes(q: Tensor, keys: LatentKeys, values: QuantisedRows) -> bool:
+    """Whether this kernel is made for these arguments, which ``cuda.attend_selected`` takes."""
+    return (
+        available()
+        and keys.latents.dtype == torch.int8
+        and (values.scale_pages is None or values.scale_pages.data_ptr() == values.pages.data_ptr())
+        and q.shape[2] in (64, 128)
+        and keys.latents.shape[3] <= 160
+        and keys.latents.stride(0) % 32 == values.codes.stride(0) % 32 == values.scale.stride(0) % 16 == 0
+    )
+
+
+def attend_selected(q: Tensor, keys: LatentKeys, values: QuantisedRows, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
+    batch, heads, dim = q.shape
+    kv_heads = selected.shape[1]
+    tiles = -(-selected.shape[2] * keys.latents.shape[2] // TILE)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    blocks, segments = runs(batch * kv_heads, tiles, processors)
+    parts = segments * CONSUMERS
+    out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
+    torch.ops.shadowkv_cuda.attend_latents_sm90(
+        q,
+        selected,
+        keys.latents,
+        keys.basis,
+        keys.mean,
+        keys.slots,
+        keys.pages,
+        _frequencies(keys.rotary),
+        values.codes,
+        values.scale,
+        values.rotation.contiguous(),
+        values.pages,
+        math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
+        blocks,
+        out,
+        lse,
+        lse.new_empty(batch, kv_heads, parts, heads // kv_heads, dim + 4),
+    )
+    return out, lse
+
+
+def runs(units: int, tiles: int, most: int) -> tuple[int, int]:
+    """Thread blocks, and partial results per unit at most, where each block takes an equal run of all units' tiles."""
+    blocks = min(max(1, units * tiles // CONSUMERS), most)
+    least = units * tiles // blocks
+    return blocks, min(tiles, (tiles - 2 + least) // least + 1)
+
+
+_frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
+"""Captured graphs read them by address: they live as long as the tables that they were made from."""
+
+
+def _frequencies(rotary: RotaryTables) -> Tensor:
+    """Turns per position as the kernel reads them, times 2^32: int32 [d / 32, 4, 2, 2], of dimensions 16 i + 8 j + 2 t
+    + e at [i, t, j, e].
+    """
+    if rotary not in _frequencies_of:
+        turns = rotary.config.inverse_frequencies() / (2 * math.pi) * 2**32
+        ordered = turns.round().to(torch.int32).unflatten(0, (-1, 2, 4, 2)).transpose(1, 2)
+        _frequencies_of[rotary] = ordered.contiguous().to(rotary.cos.device)
+    return _frequencies_of[rotary]
