@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.engine.pacing import Mark
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import choose, sample
@@ -20,10 +21,15 @@ Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
 
 
 class DecodeSteps:
-    """Steps of a scheduler's running sequences, one ahead if ``run_ahead``: on a CPU there is nothing to overlap."""
+    """Steps of a scheduler's running sequences, one ahead if ``run_ahead``: on a CPU there is nothing to overlap.
+
+    Attributes:
+        seconds: of the device's work, what the step took that ``next`` returned last.
+    """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, run_ahead: bool) -> None:
         self.runner, self.scheduler, self.run_ahead = runner, scheduler, run_ahead
+        self.seconds = 0.0
         self._ahead: _Step | None = None
 
     def next(self) -> tuple[list[Running], Chosen]:
@@ -33,7 +39,9 @@ class DecodeSteps:
             step = self._launch(None)
         assert step is not None, "nothing runs"
         self._ahead = self._launch(step) if self.run_ahead and step.on_device else None
-        return step.rows, step.chosen()
+        chosen = step.chosen()
+        self.seconds = step.ended.since(step.started)
+        return step.rows, chosen
 
     def forget(self, running: Running) -> None:
         """Takes back the token that a sequence which ends now has computed ahead."""
@@ -53,15 +61,18 @@ class DecodeSteps:
             sources.append(source)
         if not rows:
             return None
+        started = Mark(self.runner.cache.device)
         logits = self.runner.decode([one.sequence for one in rows], tokens, sources)
-        return _Step(rows, [source >= 0 for source in sources], logits, self.runner)
+        return _Step(rows, [source >= 0 for source in sources], logits, self.runner, started)
 
 
 class _Step:
     """A step that is on its way."""
 
-    def __init__(self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner) -> None:
-        self.rows, self.logits = rows, logits
+    def __init__(
+        self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark
+    ) -> None:
+        self.rows, self.logits, self.started = rows, logits, started
         requests = [one.request for one in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
@@ -69,18 +80,16 @@ class _Step:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
             chosen = choose(logits, requests, steps)
             runner.chosen[: len(rows)] = chosen[0]
-            self._landing, self._landed = chosen, None
+            self._landing = chosen
             if chosen.is_cuda:
                 self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
                 self._landing.copy_(chosen, non_blocking=True)
-                self._landed = torch.cuda.Event()
-                self._landed.record()
+        self.ended = Mark(logits.device)
 
     def chosen(self) -> Chosen:
         """Waits for the step."""
         if not self.on_device:
             return sample(self.logits, [one.request for one in self.rows])
-        if self._landed is not None:
-            self._landed.synchronize()
+        self.ended.wait()
         tokens, finite = self._landing.tolist()
         return tokens, [None] * len(tokens), [bool(row) for row in finite]

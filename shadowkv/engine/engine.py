@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
+from shadowkv.engine.pacing import Stopwatch
 from shadowkv.engine.detokenizer import Detokenizer
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
@@ -82,6 +83,7 @@ class Engine:
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
         self._decode_seconds = 0.0
+        self._stopwatch = Stopwatch(self.cache.device)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -190,12 +192,12 @@ class Engine:
     def _advance_prefill(self) -> list[RequestOutput]:
         assert self._prefill is not None
         pause = PREFILL_PER_DECODE * self._decode_seconds if self.scheduler.running else IDLE_PREFILL_SECONDS
-        deadline = time.monotonic() + pause
+        self._stopwatch.start()
         try:
             with torch.inference_mode():
                 while True:
                     next(self._prefill)
-                    if time.monotonic() >= deadline:
+                    if self._stopwatch.passed() >= pause:
                         return []
         except StopIteration as end:
             return self._end_prefill(*end.value)
@@ -230,15 +232,13 @@ class Engine:
         return wanted
 
     def _decode(self) -> list[RequestOutput]:
-        start = time.monotonic()
         try:
             rows, chosen = self._steps.next()
         except torch.OutOfMemoryError as error:  # those that wait may do with less
             message = _explain(error)
             return [self._fail(running, message) for running in list(self.scheduler.running)]
-        outputs = self._take_tokens(rows, chosen)
-        self._decode_seconds = time.monotonic() - start
-        return outputs
+        self._decode_seconds = self._steps.seconds
+        return self._take_tokens(rows, chosen)
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,53 @@
+"""How long the device has worked at a prefill: on a GPU launches return long before, and could pile up seconds of work
+between two decode steps."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Stopwatch:
+    """Seconds of the device's work since it was started; on a CPU the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start()
+
+    def start(self) -> None:
+        """Begins with the work that is launched from now on."""
+        self._start: Mark = Mark(self.device)
+        self._last: Mark | None = None
+
+    def passed(self) -> float:
+        """Seconds from the start to the call before this one, 0 at the first; waits until the device is there.
+
+        So it has what was launched between the two calls to go on with. On a CPU, seconds to this call.
+        """
+        now = Mark(self.device)
+        before, self._last = self._last if self.device.type == "cuda" else now, now
+        return 0.0 if before is None else before.since(self._start)
+
+
+class Mark:
+    """A moment in the work launched on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.monotonic()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, other: Mark) -> float:
+        """Seconds of work between two marks, this one the later; waits for it."""
+        if self._event is None or other._event is None:
+            return self._time - other._time
+        self.wait()
+        return float(other._event.elapsed_time(self._event)) / 1e3
