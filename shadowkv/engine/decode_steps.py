@@ -69,9 +69,7 @@ class DecodeSteps:
 class _Step:
     """A step that is on its way."""
 
-    def __init__(
-        self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark
-    ) -> None:
+    def __init__(self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark) -> None:
         self.rows, self.logits, self.started = rows, logits, started
         requests = [one.request for one in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)

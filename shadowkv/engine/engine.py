@@ -17,10 +17,10 @@ from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
-from shadowkv.engine.pacing import Stopwatch
 from shadowkv.engine.detokenizer import Detokenizer
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
+from shadowkv.engine.pacing import Stopwatch
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import sample
