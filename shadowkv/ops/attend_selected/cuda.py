@@ -13,7 +13,6 @@ from shadowkv.ops.attend_selected import cuda_sm90, reference
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     DenseRows,
-    DrawnWeights,
     KeySource,
     LatentKeys,
     QuantisedRows,
@@ -44,9 +43,7 @@ def available() -> bool:
     return True
 
 
-def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, drawn: DrawnWeights | None = None
-) -> tuple[Tensor, Tensor]:
+def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     The kernel takes bfloat16 queries of head dim 64, 96, 128 or 256, at most 8 query heads per kv head, and chunks of
@@ -67,10 +64,10 @@ def attend_selected(
     and are not checked.
     """
     if not _supported(q, keys, values, selected):
-        return reference.attend_selected(q, keys, values, selected, drawn)
+        return reference.attend_selected(q, keys, values, selected)
     match keys, values:
         case LatentKeys(), QuantisedRows() if cuda_sm90.takes(q, keys, values):
-            return cuda_sm90.attend_selected(q, keys, values, selected, drawn)
+            return cuda_sm90.attend_selected(q, keys, values, selected)
     batch, heads, dim = q.shape
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     kv_heads = selected.shape[1]
@@ -79,7 +76,7 @@ def attend_selected(
     split = splits(batch * kv_heads, tokens, processors)
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    stored, weights = _stored(values), (None, None) if drawn is None else (drawn.first, drawn.log_weight)
+    stored = _stored(values)
     match keys:
         case LatentKeys():
             torch.ops.shadowkv_cuda.attend_selected_latents(
@@ -92,7 +89,6 @@ def attend_selected(
                 keys.pages,
                 *_turns(keys.rotary),
                 *stored,
-                *weights,
                 _score_scale(dim) * keys.rotary.config.magnitude,
                 out,
                 lse,
@@ -101,7 +97,7 @@ def attend_selected(
         case DenseRows():
             rows, _, _, *where = stored
             torch.ops.shadowkv_cuda.attend_selected_rows(
-                q, selected, keys.rows, keys.pages, rows, *where, *weights, _score_scale(dim), out, lse, partial
+                q, selected, keys.rows, keys.pages, rows, *where, _score_scale(dim), out, lse, partial
             )
     return out, lse
 
