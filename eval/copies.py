@@ -16,6 +16,7 @@ from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import GRANULE, Tier
 from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.spec import KVSpec
 
 
 def prefill_all(runner: Runner, opened: Items[tuple[KVCache, Sequence]], prompt: list[int]) -> Tensor:
@@ -40,11 +41,16 @@ def stored_alike(cache: KVCache, other: KVCache, tokens: int) -> bool:
     """Whether a prompt of ``tokens`` has the same form in both, and is compressed there."""
     specs, others = (cache.spec, cache.prefill.spec), (other.spec, other.prefill.spec)
     return (
-        all(replace(one, budget=None) == replace(two, budget=None) for one, two in zip(specs, others, strict=True))
+        all(_form(one) == _form(two) for one, two in zip(specs, others, strict=True))
         and cache.layout.state_fields == other.layout.state_fields
         and cache.spec.seals
         and tokens > max(cache.spec.dense_limit, other.spec.dense_limit)
     )
+
+
+def _form(spec: KVSpec) -> KVSpec:
+    """Without what says how much is selected."""
+    return replace(spec, budget=None, mass=None, drawn=0.0)
 
 
 def copy_sequence(cache: KVCache, sequence: Sequence, other: KVCache, copy: Sequence) -> None:

@@ -36,6 +36,8 @@ struct AttendInputs {
   const uint2* far_turns;     // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
   const uint2* near_turns;    // [8, dim / 4], of positions 0 to 7
   const float* rotation;      // [dim, dim], for codes
+  const int64_t* drawn_first; // [batch], chunks from which on they were drawn, whole tiles of 64 tokens; or null
+  const float* log_weight;    // [batch], of the drawn ones
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_slot, mean_slot;
   float score_scale; // of q k in the exponent to base 2
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
@@ -492,11 +494,15 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
       }
     }
 
+    // Drawn chunks stand for others too. By now `tile` is three ahead.
+    const bool drawn = in.drawn_first && ((tile - 3 * stride) * kTokens >> in.log_chunk) >= in.drawn_first[batch];
+    const float more = drawn ? in.log_weight[batch] * 1.4426950408889634f / in.score_scale : 0.f;
     float next_top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        s[m][i] += more;
         if (!(valid_now >> (16 * m + i / 2 * 8 + g) & 1)) s[m][i] = -INFINITY;
         next_top[i % 2] = fmaxf(next_top[i % 2], s[m][i]);
       }

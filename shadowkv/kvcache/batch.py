@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.attend_selected.sources import DrawnWeights
 
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""
@@ -23,10 +24,10 @@ class DecodePlan:
 
     Attributes:
         slots: int64 [B].
-        numbers: int64 [7, B]: slots, tokens cached, tokens sealed, pages of the ring, static pages, static tokens and
-            chunks to select per kv head.
+        numbers: int64 [8, B]: slots, tokens cached, tokens sealed, pages of the ring, static pages, static tokens,
+            chunks to find and chunks to draw per kv head.
         exact_pages, sealed_pages: pages of the longest row, at least 1 and 0; the widths of the page tables.
-        max_budget: chunks that any row may select.
+        max_budget: chunks that any row may select, found and drawn.
     """
 
     slots: np.ndarray
@@ -34,6 +35,25 @@ class DecodePlan:
     exact_pages: int
     sealed_pages: int
     max_budget: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Chunks to draw from those that are not found.
+
+    Attributes:
+        seeds: int64 [B], positions of the new tokens: another draw at every step.
+        counts: int64 [B], chunks of each row and kv head.
+        weights: of the drawn ones in attention.
+    """
+
+    seeds: Tensor
+    counts: Tensor
+    weights: DrawnWeights
+
+    def rows(self, rows: slice) -> Draw:
+        """Some of the rows."""
+        return Draw(self.seeds[rows], self.counts[rows], self.weights.rows(rows))
 
 
 @dataclass(frozen=True)
@@ -46,8 +66,9 @@ class SealedBatch:
         value_pages: int64 [B, P], granules of the pages that hold ``values``.
         num_pages: int64 [B], sealed pages of each row; ragged.
         num_chunks: int64 [B], their chunks.
-        budget: int64 [B], chunks to select per kv head.
-        max_budget: no row selects more.
+        budget: int64 [B], chunks to find per kv head.
+        max_budget: no row selects more, found and drawn.
+        draw: chunks to draw besides; None where the policy draws none.
     """
 
     slots: Tensor
@@ -57,6 +78,7 @@ class SealedBatch:
     num_chunks: Tensor
     budget: Tensor
     max_budget: int
+    draw: Draw | None = None
 
     def rows(self, rows: slice) -> SealedBatch:
         """Some of the rows."""
@@ -68,6 +90,7 @@ class SealedBatch:
             self.num_chunks[rows],
             self.budget[rows],
             self.max_budget,
+            self.draw and self.draw.rows(rows),
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, Draw, PrefillBatch, PrefillBlock, SealedBatch
 from shadowkv.kvcache.fetching import Fetching
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
@@ -24,7 +24,13 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 from shadowkv.kvcache.store import Store
 from shadowkv.ops import Ops
+from shadowkv.ops.attend_selected.sources import DrawnWeights
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+DRAWN_IN_VAIN = 64
+"""Tokens counted as drawn, and as if they had held nothing, beside those that are: few draws say little of the mass
+that they stand for, and less of it errs less. On real prompts 64 draws do best at half their weight, 256 at most of it.
+"""
 
 
 class KVCache:
@@ -118,10 +124,11 @@ class KVCache:
             numbers[slots] for numbers in (table.length, table.sealed, table.ring_pages, table.static_pages)
         )
         budget = np.where(sealed > 0, self.spec.budget_chunks(length), 0)
+        drawn = self.spec.drawn_chunks(budget, sealed)
         exact = static + np.where(sealed > 0, ring, length // PAGE + 1)
         return DecodePlan(
             slots,
-            np.stack((slots, length, sealed, ring, static, table.static_tokens[slots], budget)),
+            np.stack((slots, length, sealed, ring, static, table.static_tokens[slots], budget - drawn, drawn)),
             int(exact.max()),
             int(sealed.max()) // PAGE,
             int(budget.max()),
@@ -136,7 +143,7 @@ class KVCache:
         """
         if numbers is None:
             numbers = torch.from_numpy(plan.numbers).to(self.device)
-        slots, length, sealed, ring, static_pages, static_tokens, budget = numbers
+        slots, length, sealed, ring, static_pages, static_tokens, found, drawn = numbers
         table = self.pool.table
         pages = table.exact[slots, : plan.exact_pages].long()
         sealed_batch = None
@@ -150,8 +157,9 @@ class KVCache:
                 value_pages,
                 sealed // PAGE,
                 sealed // self.spec.chunk,
-                budget,
+                found,
                 plan.max_budget,
+                self._draw(length, sealed // self.spec.chunk, found, drawn) if self.spec.drawn else None,
             )
         return DecodeBatch(
             length,
@@ -161,6 +169,10 @@ class KVCache:
             length % PAGE,
             sealed_batch,
         )
+
+    def _draw(self, length: Tensor, chunks: Tensor, found: Tensor, drawn: Tensor) -> Draw:
+        log_weight = (chunks / (drawn + DRAWN_IN_VAIN // self.spec.chunk)).clamp(min=1).log()
+        return Draw(length, drawn, DrawnWeights(found, log_weight))
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
@@ -195,14 +207,21 @@ class KVCache:
         return out
 
     def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to; -1 is none, after the others."""
-        return self.parts.index.select(self.store, layer, q, batch)
+        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to; -1 is none, after the others.
+
+        Those that the index finds, then those that are drawn.
+        """
+        selected = self.parts.index.select(self.store, layer, q, batch)
+        if batch.draw is not None:
+            excluded, places = self.store.page["excluded"][layer], (batch.pages, batch.num_chunks)
+            self.ops.draw_chunks(selected, excluded, *places, batch.budget, batch.draw.counts, batch.draw.seeds, layer)
+        return selected
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         selected = self.select(layer, q, batch)
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
-        return self.ops.attend_selected(q, keys, values, selected)
+        return self.ops.attend_selected(q, keys, values, selected, batch.draw and batch.draw.weights)
 
     def _attend_fetched(
         self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching

@@ -41,6 +41,9 @@ class KVSpec:
         mass: share of the softmax over sealed tokens, as the index estimates it, with which a step contents itself:
             per kv head the best chunks are taken until every query head has that much, and never more than the
             budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
+        drawn: share of the budget that goes to chunks drawn at random, one from each of as many equal runs of the
+            context: each stands for its run, less what was found there, so that attention that is spread thin is not
+            lost (vAttention, arXiv:2510.05688). Nothing is drawn where the budget holds the whole context.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
@@ -53,6 +56,7 @@ class KVSpec:
     place: str = "device"
     budget: float | int | None = None
     mass: float | None = None
+    drawn: float = 0.0
     chunk: int = 8
     outliers: int = 0
     local: int = 32
@@ -100,8 +104,14 @@ class KVSpec:
             reasons.append(f"budget={self.budget} tokens is less than 1")
         if self.mass is not None and not 0 < self.mass < 1:
             reasons.append(f"mass={self.mass} must be in (0, 1)")
-        if self.index == "none" and (self.budget is not None or self.mass is not None or self.outliers):
-            reasons.append("index='none' attends to every token: budget, mass and outliers have no meaning with it")
+        if not 0 <= self.drawn < 1:
+            reasons.append(f"drawn={self.drawn} must be in [0, 1)")
+        if self.drawn and self.mass is not None:
+            reasons.append(f"drawn={self.drawn} is a share of a budget, and mass={self.mass} takes less than that")
+        if self.drawn and self.place == "host":
+            reasons.append("drawn chunks are others at every step: their values must be on the device, not the host")
+        if self.index == "none" and (self.budget is not None or self.mass is not None or self.drawn or self.outliers):
+            reasons.append("index='none' attends to every token: budget, mass, drawn, outliers have no meaning with it")
         return reasons
 
     @property
@@ -148,6 +158,16 @@ class KVSpec:
         """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
         return -(-self.budget_tokens(context) // self.chunk)
 
+    def drawn_chunks(self, budget: np.ndarray, sealed: np.ndarray) -> np.ndarray:
+        """Chunks of ``budget`` that are drawn where ``sealed`` tokens are sealed, int64; the others are found.
+
+        The found ones fill whole tiles of 64 tokens, which kernels take at a time: there are so many to be found.
+        """
+        tile = PAGE // self.chunk
+        found = np.ceil(budget * (1 - self.drawn) / tile).astype(np.int64) * tile
+        scarce = budget * self.chunk < sealed - self.static_tokens
+        return np.where(scarce, np.maximum(budget - found, 0), 0)
+
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
         """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
         if self.index == "none":
@@ -182,4 +202,6 @@ class KVSpec:
             words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
         if isinstance(self.budget, int):
             words = f"budget {self.budget} tokens"
+        if self.drawn:
+            words += f" ({self.drawn:.0%} of it drawn)"
         return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"

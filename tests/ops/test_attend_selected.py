@@ -12,7 +12,7 @@ from torch import Tensor
 from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.attend_selected.packing import dequantise_rows, quantise_rows
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, DrawnWeights, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 WIDTHS = [(4, 64), (4, 96), (4, 128), (4, 256), (3, 64), (3, 128), (3, 256), (2, 64), (2, 96), (2, 128), (2, 256)]
@@ -179,3 +179,13 @@ def test_what_captured_graphs_read_lives_as_long_as_its_rotation() -> None:
     del rotations, rotary
     gc.collect()
     assert all(kept() is None for kept in first)
+
+
+def test_a_drawn_chunk_weighs_as_many_as_it_stands_for(seed):
+    rows = DenseRows(torch.randn(6, 2, 8, 8, 16), torch.randperm(6).view(2, 3))
+    q, found, drawn = torch.randn(2, 4, 16), torch.tensor([3, 9, 11]), torch.tensor([0, 20, 21, -1])
+    selected = torch.cat([found, drawn]).expand(2, 2, -1)
+    repeated = torch.cat([found, drawn[:3].repeat(3)]).expand(2, 2, -1)
+    weights = DrawnWeights(torch.tensor([3, 3]), torch.tensor([3.0, 3.0]).log())
+    for got, wanted in zip(attend_selected(q, rows, rows, selected, weights), attend_selected(q, rows, rows, repeated)):
+        assert_close(got, wanted, atol=1e-5, rtol=1e-5)

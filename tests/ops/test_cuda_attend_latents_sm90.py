@@ -7,6 +7,7 @@ import torch
 from test_cuda_attend_selected import DEVICE, check, problem
 
 from shadowkv.ops.attend_selected import cuda, cuda_sm90
+from shadowkv.ops.attend_selected.sources import DrawnWeights
 
 pytestmark = pytest.mark.skipif(not cuda_sm90.available(), reason="needs a Hopper and the attend_latents_sm90 library")
 
@@ -31,6 +32,16 @@ def test_every_group_over_ragged_selections(seed, group, dim):
     for tokens in ([700, 0, 64, 129, 8], [1000]):
         args = problem(3, group, dim, "int8", "codes", tokens=tokens)
         check(args, attend(args))
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize(("group", "dim"), [(3, 64), (4, 128), (8, 128)])
+def test_drawn_chunks_weigh_more(seed, chunk, group, dim):
+    tokens, first = [3000, 77, 1500, 0], torch.tensor([256, 0, 640, 64], device=DEVICE) // chunk
+    args = problem(2, group, dim, "int8", "codes", tokens=tokens, rank=96, chunk=chunk, count=640 // chunk)
+    drawn = DrawnWeights(first, torch.tensor([4.0, 2.5, 7.0, 1.0], device=DEVICE))
+    check((*args, drawn), attend((*args, drawn)))
+    assert not torch.equal(attend(args)[1], attend((*args, drawn))[1])
 
 
 @pytest.mark.parametrize("rank", [32, 64, 96, 128, 160])

@@ -9,7 +9,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.packing import quantise_rows
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, DrawnWeights, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and the attend_selected library")
@@ -148,9 +148,9 @@ def wide(x: object) -> object:
 
 
 def check(args: tuple, found: tuple[Tensor, Tensor]) -> None:
-    q, keys, values, selected = args
-    exact = reference.attend_selected(wide(q), wide(keys), wide(values), selected)
-    low = reference.attend_selected(q, keys, values, selected)
+    q, keys, values, *selected = args
+    exact = reference.attend_selected(wide(q), wide(keys), wide(values), *selected)
+    low = reference.attend_selected(q, keys, values, *selected)
     full = exact[1].isfinite()
     assert torch.equal(found[1] == -torch.inf, ~full)
     assert (found[0][~full] == 0).all()
@@ -209,6 +209,20 @@ def test_every_rank(seed, monkeypatch, rank, dim, keys, values):
 def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[1500, 77, 640], rank=160, chunk=chunk, count=300 // chunk)
     check(args, attend(args, monkeypatch))
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [("int8", "codes"), ("bf16", "codes"), ("bf16", "rows"), ("rows", "rows"), ("rows", "buffered rows")],
+)
+def test_drawn_chunks_weigh_more(seed, monkeypatch, chunk, dim, keys, values):
+    args = problem(2, 4, dim, keys, values, tokens=[3000, 77, 1500, 0], rank=160, chunk=chunk, count=640 // chunk)
+    first = torch.tensor([256, 0, 640, 64], device=DEVICE) // chunk
+    drawn = DrawnWeights(first, torch.tensor([4.0, 2.5, 7.0, 1.0], device=DEVICE))
+    check((*args, drawn), attend((*args, drawn), monkeypatch))
+    assert not torch.equal(attend(args, monkeypatch)[1], attend((*args, drawn), monkeypatch)[1])
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])

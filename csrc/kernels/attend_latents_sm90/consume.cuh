@@ -32,6 +32,7 @@ __device__ __forceinline__ void consume_latents(
     const int until = passed + __shfl_sync(~0u, memory.counts()[unit % 2], 0);
     passed = until;
     const bool any = next < until;
+    const float more = in.log_weight ? in.log_weight[(run.first_unit + unit) / in.heads] * 1.4426950408889634f : 0.f;
     Attended<Shape> attended(shared_address(memory.merge(consumer)));
 
     for (; next < until; next += Shape::kConsumers) {
@@ -63,7 +64,8 @@ __device__ __forceinline__ void consume_latents(
       if (stage >= Shape::kStages) stage -= Shape::kStages;
       if (!__any_sync(~0u, values.scale[0] >= 0)) continue;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) s[j] = values.scale[j / 2] >= 0 ? s[j] * in.score_scale : -INFINITY;
+      for (int j = 0; j < 4; ++j)
+        s[j] = values.scale[j / 2] >= 0 ? fmaf(s[j], in.score_scale, values.drawn[j / 2] ? more : 0.f) : -INFINITY;
       attended.add(s, values);
     }
     __syncwarp();

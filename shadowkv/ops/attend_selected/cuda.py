@@ -13,6 +13,7 @@ from shadowkv.ops.attend_selected import cuda_sm90, reference
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     DenseRows,
+    DrawnWeights,
     KeySource,
     LatentKeys,
     QuantisedRows,
@@ -43,7 +44,9 @@ def available() -> bool:
     return True
 
 
-def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor) -> tuple[Tensor, Tensor]:
+def attend_selected(
+    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, drawn: DrawnWeights | None = None
+) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     The kernel takes bfloat16 queries of head dim 64, 96, 128 or 256, at most 8 query heads per kv head, and chunks of
@@ -64,10 +67,10 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
     and are not checked.
     """
     if not _supported(q, keys, values, selected):
-        return reference.attend_selected(q, keys, values, selected)
+        return reference.attend_selected(q, keys, values, selected, drawn)
     match keys, values:
         case LatentKeys(), QuantisedRows() if cuda_sm90.takes(q, keys, values):
-            return cuda_sm90.attend_selected(q, keys, values, selected)
+            return cuda_sm90.attend_selected(q, keys, values, selected, drawn)
     batch, heads, dim = q.shape
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     kv_heads = selected.shape[1]
@@ -76,7 +79,7 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
     split = splits(batch * kv_heads, tokens, processors)
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    stored = _stored(values)
+    stored, weights = _stored(values), (None, None) if drawn is None else (drawn.first, drawn.log_weight)
     match keys:
         case LatentKeys():
             torch.ops.shadowkv_cuda.attend_selected_latents(
@@ -89,6 +92,7 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
                 keys.pages,
                 *_turns(keys.rotary),
                 *stored,
+                *weights,
                 _score_scale(dim) * keys.rotary.config.magnitude,
                 out,
                 lse,
@@ -97,7 +101,7 @@ def attend_selected(q: Tensor, keys: KeySource, values: ValueSource, selected: T
         case DenseRows():
             rows, _, _, *where = stored
             torch.ops.shadowkv_cuda.attend_selected_rows(
-                q, selected, keys.rows, keys.pages, rows, *where, _score_scale(dim), out, lse, partial
+                q, selected, keys.rows, keys.pages, rows, *where, *weights, _score_scale(dim), out, lse, partial
             )
     return out, lse
 

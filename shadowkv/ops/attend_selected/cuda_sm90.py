@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_selected.sources import LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import DrawnWeights, LatentKeys, QuantisedRows
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.rotate.tables import RotaryTables
 
@@ -40,7 +40,9 @@ def takes(q: Tensor, keys: LatentKeys, values: QuantisedRows) -> bool:
     )
 
 
-def attend_selected(q: Tensor, keys: LatentKeys, values: QuantisedRows, selected: Tensor) -> tuple[Tensor, Tensor]:
+def attend_selected(
+    q: Tensor, keys: LatentKeys, values: QuantisedRows, selected: Tensor, drawn: DrawnWeights | None = None
+) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
     batch, heads, dim = q.shape
     kv_heads = selected.shape[1]
@@ -62,6 +64,7 @@ def attend_selected(q: Tensor, keys: LatentKeys, values: QuantisedRows, selected
         values.scale,
         values.rotation.contiguous(),
         values.pages,
+        *((None, None) if drawn is None else (drawn.first, drawn.log_weight)),
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
         blocks,
         out,

@@ -10,7 +10,7 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head, in float32.
+    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head: float32.
 
     Args:
         q: [B, H_q, d], rotated.

@@ -1,0 +1,1 @@
+"""Draws chunks at random from those that were not found."""

@@ -1,0 +1,61 @@
+"""A budget part of which is drawn: how it is split, and what it mends where attention is spread thin."""
+
+import numpy as np
+import torch
+from driver import Stream, decode, make_cache, prefill
+
+from shadowkv.kvcache.presets import preset
+
+S, STEPS = 3000, 70
+
+
+def outputs(kv: str, sharpness: float) -> torch.Tensor:
+    """Of decode steps alone, [steps, layers, H_q, d]."""
+    cache = make_cache(preset(kv))
+    stream = Stream(5, cache.pool.allocate(S, S + STEPS))
+    stream.q *= sharpness
+    stream.v = stream.k.clone()  # tokens that are found have other values than most
+    prefill(cache, [(stream, S)])
+    for _ in range(STEPS):
+        decode(cache, [stream])
+    return stream.output()[S:]
+
+
+def test_draws_mend_attention_that_is_spread_thin_and_cost_little_where_it_is_not() -> None:
+    errors = {}
+    for sharpness in (0.3, 1.0, 4.0):
+        exact = outputs("full", sharpness)
+        for kv in ("exact-top-k:budget=256", "exact-top-k:budget=256,drawn=0.5"):
+            errors[sharpness, kv] = float((outputs(kv, sharpness) - exact).norm() / exact.norm())
+    found, drawn = "exact-top-k:budget=256", "exact-top-k:budget=256,drawn=0.5"
+    assert errors[0.3, drawn] < 0.6 * errors[0.3, found]
+    assert errors[1.0, drawn] < 0.75 * errors[1.0, found]
+    assert errors[4.0, drawn] < errors[4.0, found] + 0.005
+
+
+def test_found_chunks_fill_tiles_and_nothing_is_drawn_where_all_could_be_found() -> None:
+    spec = preset("turbo", drawn=0.4, budget=300)
+    budget, sealed = np.array([300, 300, 300]), np.array([64, 320, 6400])
+    assert spec.drawn_chunks(budget, sealed).tolist() == [0, 300 - 192, 300 - 192]
+    spec = preset("turbo", drawn=0.4, budget=300, chunk=8)
+    assert spec.drawn_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 24]
+    assert preset("turbo").drawn_chunks(budget, sealed).tolist() == [0, 0, 0]
+
+
+def test_rows_draw_the_same_alone_and_in_a_batch() -> None:
+    spec, alone = preset("exact-top-k:budget=128,drawn=0.5"), []
+    lengths = [900, 2000]
+    for seed, length in enumerate(lengths):
+        cache = make_cache(spec)
+        stream = Stream(seed, cache.pool.allocate(length, length + 5))
+        prefill(cache, [(stream, length)])
+        for _ in range(5):
+            decode(cache, [stream])
+        alone.append(stream.output()[length:])
+    cache = make_cache(spec)
+    streams = [Stream(seed, cache.pool.allocate(length, length + 5)) for seed, length in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths, strict=True)))
+    for _ in range(5):
+        decode(cache, streams)
+    for stream, length, wanted in zip(streams, lengths, alone, strict=True):
+        torch.testing.assert_close(stream.output()[length:], wanted, atol=1e-4, rtol=1e-3)
