@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -
         for label in labels(needles):
             chosen = [p for p in needles if (p.task, p.policy) == (task, label)]
             if chosen:
-                path = folder / f"{task}_{label}.png"
+                path = folder / (re.sub(r"[^\w.-]", "_", f"{task}_{label}") + ".png")
                 plot_needles(chosen, lambda p: niah.depth_of(p.id), f"{model}, {label}: {task}", path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def plot_needles(
     axis.set_yticks(range(len(depths)), [f"{row:g}" for row in depths])
     axis.set_xlabel("tokens of context")
     axis.set_ylabel("depth of the needle, per cent")
-    axis.set_title(title, fontsize=9)
+    axis.set_title(textwrap.fill(title, 44), fontsize=9)
     figure.colorbar(image, label="score, per cent")
     save_figure(figure, path)
 

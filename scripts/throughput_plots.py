@@ -54,6 +54,7 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
             axis.bar(list(largest), device, label="device", color="tab:blue")
             axis.bar(list(largest), host, bottom=device, label="pinned host", color="tab:cyan")
             axis.set(title=f"{model}, {context:,} tokens", ylabel="GiB per sequence")
+            axis.tick_params(axis="x", labelrotation=15)
             axis.set_ylim(0, 1.1 * max(map(sum, zip(device, host, strict=True))))
             axis.legend(fontsize="small")
         save(figure, "memory.png")

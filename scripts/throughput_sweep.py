@@ -17,6 +17,7 @@ import csv
 import gc
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def main() -> int:
     for context in args.context:
         for kv in args.kv:
             for batch in args.batch:
-                path = args.out / f"{Path(args.model).name}_{kv}_{context}_{batch}.json"
+                name = f"{Path(args.model).name}_{kv}_{context}_{batch}"
+                path = args.out / (re.sub(r"[^\w.-]", "_", name) + ".json")
                 if path.exists():
                     continue
                 if loaded is None:
