@@ -39,7 +39,7 @@ class EngineConfig:
     kv_outliers: int | None = None
     gpu_memory_utilization: float | None = None
     host_memory_gib: float | None = None
-    fetch_buffer: float = FETCH_BUFFER
+    fetch_buffer: float | None = None
     dtype: str = "auto"
     device: str = "auto"
     rope_theta: float | None = None
@@ -67,7 +67,7 @@ class EngineConfig:
             bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.host_memory_gib is not None and not self.host_memory_gib >= 0:
             bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
-        if not (self.fetch_buffer == 0 or 1 <= self.fetch_buffer < math.inf):
+        if not (self.fetch_buffer is None or self.fetch_buffer == 0 or 1 <= self.fetch_buffer < math.inf):
             bad.append(f"fetch_buffer={self.fetch_buffer} must be 0 or a finite number of at least 1")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
@@ -185,7 +185,7 @@ class EngineConfig:
             type=float,
             metavar="FACTOR",
             help="device memory for values fetched from the host, in chunks that a step selects of the longest context "
-            "(default: %(default)s; 0: every step fetches all it selects)",
+            f"(default: {FETCH_BUFFER}, on a CPU none; 0: every step fetches all it selects)",
         )
 
 

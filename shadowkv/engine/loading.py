@@ -9,6 +9,7 @@ from shadowkv.engine.sizing import DEFAULT_UTILIZATION, GIB, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.models.loader import LoadedModel, load_model
 
 
@@ -25,7 +26,10 @@ def load_engine_parts(
     shape = loaded.config.shape
     spec = spec.resolve(shape)
     max_model_len = config.max_model_len or loaded.config.max_position
-    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, config.fetch_buffer)
+    fetch_buffer = config.fetch_buffer
+    if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
+        fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
+    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, fetch_buffer)
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, loaded.config)
     cache = KVCache(
@@ -37,7 +41,7 @@ def load_engine_parts(
         memory=memory,
         dtype=dtype,
         device=device,
-        fetch_buffer=config.fetch_buffer,
+        fetch_buffer=fetch_buffer,
     )
     return loaded, cache, _describe(config, loaded, cache)
 

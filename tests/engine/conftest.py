@@ -50,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(tiny: Path) -> Any:
     def build(**options: Any) -> Engine:
-        settings = {"max_num_seqs": 4, "max_cached_seqs": 2, **options}
+        settings = {"max_num_seqs": 4, "max_cached_seqs": 2, "fetch_buffer": 2.0, **options}  # as on a GPU
         return Engine(EngineConfig(model=str(tiny), load_format="dummy", **settings))
 
     return build

@@ -34,7 +34,7 @@ def make_wide(tmp_path: Path) -> Any:
     def make(kv: str) -> Engine:
         config = EngineConfig(
             model=str(tmp_path), load_format="dummy", kv=kv, max_num_seqs=RUNNING, max_cached_seqs=0,
-            max_model_len=2048, gpu_memory_utilization=0.3, host_memory_gib=1.0,
+            max_model_len=2048, gpu_memory_utilization=0.3, host_memory_gib=1.0, fetch_buffer=2.0,
         )  # fmt: skip
         engine = Engine(config)
         engine._steps.run_ahead = True
