@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, parse_budget
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 
 # Measured on one H200.
 GPU_MEMORY_GIB = 139.0
@@ -63,6 +63,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of selected chunks, those whose values a device buffer holds already; its bytes count only as far as "
         "the policy's layout has one (default: %(default)s)",
     )
+    kv.add_argument(
+        "--fetch-buffer",
+        type=float,
+        default=FETCH_BUFFER,
+        metavar="FACTOR",
+        help="as of the server: chunks of that device buffer, in those that a step selects (default: %(default)s)",
+    )
     machine = parser.add_argument_group("machine; defaults were measured on an H200")
     for flag, default, unit, text in (
         ("--gpu-memory-gib", GPU_MEMORY_GIB, "GIB", "device memory (default: %(default)s)"),
@@ -99,7 +106,7 @@ def _run(args: argparse.Namespace) -> str:
         args.host_bandwidth_gbs,
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
-    planner = Planner(config, dtype, args.context, machine, args.hit_rate)
+    planner = Planner(config, dtype, args.context, machine, args.hit_rate, args.fetch_buffer)
     plans = [planner.plan(name, spec) for name, spec in specs.items()]
     if args.json:
         return json.dumps(as_json(args.model, planner, plans), indent=2)
@@ -107,7 +114,11 @@ def _run(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    EngineConfig(gpu_memory_utilization=args.gpu_memory_utilization, host_memory_gib=args.host_memory_gib)
+    EngineConfig(
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        host_memory_gib=args.host_memory_gib,
+        fetch_buffer=args.fetch_buffer,
+    )
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
         for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs")

@@ -82,9 +82,16 @@ class Planner:
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, context: int, machine: Machine, hit_rate: float
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        context: int,
+        machine: Machine,
+        hit_rate: float,
+        fetch_buffer: float,
     ) -> None:
-        self.config, self.dtype, self.context, self.machine, self.hit_rate = config, dtype, context, machine, hit_rate
+        self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
+        self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
         model = Decoder(config, dtype, "meta")
         self.weight_bytes = model.num_bytes
         self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
@@ -97,7 +104,7 @@ class Planner:
         machine, shape = self.machine, self.config.shape
         spec = spec.resolve(shape)
         parts = build_parts(spec, shape, self.dtype)
-        layout = Layout(spec, shape, self.dtype, parts, self.context)
+        layout = Layout(spec, shape, self.dtype, parts, self.context, self.fetch_buffer)
         need = sequence_bytes(layout, self.context)
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
         batch = largest_batch(need, self.cache_bytes, host)

@@ -85,6 +85,7 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "device_cache_bytes": planner.cache_bytes,
         "machine": asdict(planner.machine),
         "hit_rate": planner.hit_rate,
+        "fetch_buffer": planner.fetch_buffer,
         "plans": [_plan_as_json(plan, planner.config.shape) for plan in plans],
     }
 

@@ -57,6 +57,15 @@ def test_full_attention_is_the_measure_of_the_others(capsys: pytest.CaptureFixtu
     assert paper["equivalent_bandwidth_tbs"] > full["equivalent_bandwidth_tbs"]
 
 
+def test_a_fetch_buffer_takes_device_memory_and_spares_the_bus(capsys: pytest.CaptureFixture[str]) -> None:
+    none, some, more = (
+        run_json(capsys, "--kv", "shadowkv", "--fetch-buffer", factor)["plans"][0] for factor in ("0", "2", "4")
+    )
+    sizes = [plan["device_bytes_per_sequence"] for plan in (none, some, more)]
+    assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0], rel=0.05) and sizes[1] > sizes[0]
+    assert none["equivalent_bandwidth_tbs"] < some["equivalent_bandwidth_tbs"] == more["equivalent_bandwidth_tbs"]
+
+
 def test_step_floor_is_attention_and_the_weights_once(capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, "--kv", "full")
     table = 128256 * 4096 * 2  # not read: the head is apart
@@ -106,6 +115,7 @@ def test_a_model_that_does_not_fit_has_no_largest_batch(capsys: pytest.CaptureFi
         (["--context", "1000", "--kv-chunk", "7", "--kv-rank", "99999"], "rank=99999"),
         (["--context", "0"], "--context"),
         (["--context", "1000", "--hit-rate", "1.1"], "--hit-rate"),
+        (["--context", "1000", "--fetch-buffer", "0.5"], "fetch_buffer=0.5"),
         (["--context", "1000", "--device-bandwidth-tbs", "nan"], "--device-bandwidth-tbs"),
         (["--context", "1000", "--gpu-memory-utilization", "0"], "gpu_memory_utilization"),
         (["--context", "1000", "--host-memory-gib", "-1"], "host_memory_gib"),
