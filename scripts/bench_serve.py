@@ -109,11 +109,11 @@ class Bench:
 
     async def _all(self, model: str) -> None:
         tasks = []
-        for _ in range(self.args.num_prompts):
-            tasks.append(asyncio.create_task(self._one(self._body(model))))
-            gap = 0.0 if math.isinf(self.args.request_rate) else self._random.expovariate(self.args.request_rate)
-            await asyncio.sleep(gap)
         try:
+            for _ in range(self.args.num_prompts):
+                tasks.append(asyncio.create_task(self._one(self._body(model))))
+                gap = 0.0 if math.isinf(self.args.request_rate) else self._random.expovariate(self.args.request_rate)
+                await asyncio.sleep(gap)
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:

@@ -74,7 +74,7 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
     for one in records:
         if one.chunks:
             changes += [(one.sent, 1, 0), (one.chunks[0], -1, 1), (one.chunks[-1], 0, -1)]
-        else:
+        elif one.error is None:
             changes.append((one.sent, 1, 0))
     spans, waiting, decoding, begun = [], 0, 0, None
     for when, *change in sorted(changes):

@@ -496,13 +496,13 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 
     // Drawn chunks stand for others too. By now `tile` is three ahead.
     const bool drawn = in.drawn_first && ((tile - 3 * stride) * kTokens >> in.log_chunk) >= in.drawn_first[batch];
-    const float more = drawn ? in.log_weight[batch] * 1.4426950408889634f / in.score_scale : 0.f;
+    const float drawn_weight = drawn ? in.log_weight[batch] * 1.4426950408889634f / in.score_scale : 0.f;
     float next_top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[m][i] += more;
+        s[m][i] += drawn_weight;
         if (!(valid_now >> (16 * m + i / 2 * 8 + g) & 1)) s[m][i] = -INFINITY;
         next_top[i % 2] = fmaxf(next_top[i % 2], s[m][i]);
       }

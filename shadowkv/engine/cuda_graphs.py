@@ -144,9 +144,11 @@ class _Captured:
         # Once as it is: libraries and kernels that load on first use may not do so in a capture.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            function(self.static)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                function(self.static)
+        finally:
+            torch.cuda.current_stream(device).wait_stream(stream)
         with _no_garbage_collection(), torch.cuda.graph(self.graph, pool=pool):
             self.result = function(self.static)
         self.graph.replay()

@@ -7,6 +7,8 @@ the host has a part in choosing (penalties, grammars, log-probabilities) are wai
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,10 @@ class DecodeSteps:
         if step is None or not any(one in self.scheduler.running for one in step.rows):
             step = self._launch(None)
         assert step is not None, "nothing runs"
-        self._ahead = self._launch(step) if self.run_ahead and step.on_device else None
+        self._ahead = None
+        if self.run_ahead and step.on_device:
+            with suppress(torch.OutOfMemoryError):  # launched again when it is due; this step's tokens are not lost
+                self._ahead = self._launch(step)
         chosen = step.chosen()
         self.seconds = step.ended.since(step.started)
         return step.rows, chosen
@@ -87,7 +92,9 @@ class _Step:
     def chosen(self) -> Chosen:
         """Waits for the step."""
         if not self.on_device:
-            return sample(self.logits, [one.request for one in self.rows])
+            chosen = sample(self.logits, [one.request for one in self.rows])
+            self.ended = Mark(self.logits.device)
+            return chosen
         self.ended.wait()
         tokens, finite = self._landing.tolist()
         return tokens, [None] * len(tokens), [bool(row) for row in finite]

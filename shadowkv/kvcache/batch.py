@@ -51,10 +51,6 @@ class Draw:
     counts: Tensor
     weights: DrawnWeights
 
-    def rows(self, rows: slice) -> Draw:
-        """Some of the rows."""
-        return Draw(self.seeds[rows], self.counts[rows], self.weights.rows(rows))
-
 
 @dataclass(frozen=True)
 class SealedBatch:
@@ -81,7 +77,7 @@ class SealedBatch:
     draw: Draw | None = None
 
     def rows(self, rows: slice) -> SealedBatch:
-        """Some of the rows."""
+        """Some of the rows, of values on the host: nothing is drawn from those."""
         return SealedBatch(
             self.slots[rows],
             self.pages[rows],
@@ -90,7 +86,6 @@ class SealedBatch:
             self.num_chunks[rows],
             self.budget[rows],
             self.max_budget,
-            self.draw and self.draw.rows(rows),
         )
 
 

@@ -27,10 +27,10 @@ from shadowkv.ops import Ops
 from shadowkv.ops.attend_selected.sources import DrawnWeights
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
-DRAWN_IN_VAIN = 64
-"""Tokens counted as drawn, and as if they had held nothing, beside those that are: few draws say little of the mass
-that they stand for, and less of it errs less. On real prompts 64 draws do best at half their weight, 256 at most of it.
-"""
+PRIOR_TOKENS = 64
+"""Tokens counted as drawn, and as if they had held nothing, beside those that are: shrinkage. Few draws say little of
+the mass that they stand for, and less of it errs less. On real prompts 64 draws do best at half their weight, 256 at
+most of it."""
 
 
 class KVCache:
@@ -171,7 +171,7 @@ class KVCache:
         )
 
     def _draw(self, length: Tensor, chunks: Tensor, found: Tensor, drawn: Tensor) -> Draw:
-        log_weight = (chunks / (drawn + DRAWN_IN_VAIN // self.spec.chunk)).clamp(min=1).log()
+        log_weight = (chunks / (drawn + PRIOR_TOKENS // self.spec.chunk)).clamp(min=1).log()
         return Draw(length, drawn, DrawnWeights(found, log_weight))
 
     def end_decode(self, plan: DecodePlan) -> None:

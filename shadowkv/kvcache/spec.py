@@ -43,7 +43,8 @@ class KVSpec:
             budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
         drawn: share of the budget that goes to chunks drawn at random, one from each of as many equal runs of the
             context: each stands for its run, less what was found there, so that attention that is spread thin is not
-            lost (vAttention, arXiv:2510.05688). Nothing is drawn where the budget holds the whole context.
+            lost (vAttention, arXiv:2510.05688). The rest is rounded up to whole tiles of 64 tokens; nothing is drawn
+            where the budget holds the whole context.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
@@ -108,6 +109,14 @@ class KVSpec:
             reasons.append(f"drawn={self.drawn} must be in [0, 1)")
         if self.drawn and self.mass is not None:
             reasons.append(f"drawn={self.drawn} is a share of a budget, and mass={self.mass} takes less than that")
+        if (
+            self.drawn
+            and isinstance(self.budget, int)
+            and not self.drawn_chunks(self.budget_chunks(np.asarray(0)), np.asarray(np.inf))
+        ):
+            reasons.append(
+                f"drawn={self.drawn} of budget={self.budget} leaves nothing to draw beside 64 tokens to find"
+            )
         if self.drawn and self.place == "host":
             reasons.append("drawn chunks are others at every step: their values must be on the device, not the host")
         if self.index == "none" and (self.budget is not None or self.mass is not None or self.drawn or self.outliers):
@@ -164,7 +173,7 @@ class KVSpec:
         The found ones fill whole tiles of 64 tokens, which kernels take at a time: there are so many to be found.
         """
         tile = PAGE // self.chunk
-        found = np.ceil(budget * (1 - self.drawn) / tile).astype(np.int64) * tile
+        found = np.ceil(np.round(budget * (1 - self.drawn) / tile, 6)).astype(np.int64) * tile
         scarce = budget * self.chunk < sealed - self.static_tokens
         return np.where(scarce, np.maximum(budget - found, 0), 0)
 

@@ -88,6 +88,16 @@ def test_other_settings_need_another_folder(niah: list[str], capsys: pytest.Capt
     assert "seed=0, not 1; use another folder" in capsys.readouterr().err
 
 
+def test_a_folder_from_before_a_policy_had_a_field_goes_on(niah: list[str], tmp_path: Path) -> None:
+    assert command.main(niah) == 0
+    path = tmp_path / "out/config.json"
+    config = json.loads(path.read_text())
+    for spec in config["policies"].values():
+        del spec["drawn"]
+    path.write_text(json.dumps(config))
+    assert command.main(niah) == 0
+
+
 def test_an_ablation_of_scores(niah: list[str], tmp_path: Path) -> None:
     assert command.main([*niah[:-3], "--vary", "chunk=8,16"]) == 0
     rows = (tmp_path / "out" / "vary_chunk.csv").read_text().splitlines()

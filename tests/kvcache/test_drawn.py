@@ -1,8 +1,9 @@
 """A budget part of which is drawn: how it is split, and what it mends where attention is spread thin."""
 
 import numpy as np
+import pytest
 import torch
-from driver import Stream, decode, make_cache, prefill
+from driver import SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.presets import preset
 
@@ -40,6 +41,33 @@ def test_found_chunks_fill_tiles_and_nothing_is_drawn_where_all_could_be_found()
     spec = preset("turbo", drawn=0.4, budget=300, chunk=8)
     assert spec.drawn_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 24]
     assert preset("turbo").drawn_chunks(budget, sealed).tolist() == [0, 0, 0]
+    assert preset("turbo", drawn=0.7).drawn_chunks(np.array([640]), np.array([64000])).tolist() == [448]
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        ("turbo-host:drawn=0.5", "drawn chunks are others at every step"),
+        ("exact-top-k:drawn=0.5,mass=0.9", "drawn=0.5 is a share of a budget, and mass=0.9 takes less"),
+        ("full:drawn=0.5", "index='none' attends to every token"),
+        ("turbo:drawn=1.0", "drawn=1.0 must be in"),
+        ("turbo:drawn=0.5,budget=64", "drawn=0.5 of budget=64 leaves nothing to draw"),
+    ],
+)
+def test_what_cannot_be_drawn_from_is_refused(kv: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        preset(kv).resolve(SHAPE)
+
+
+def test_every_index_names_what_it_found_in_order() -> None:
+    """Draws look for themselves among the found by bisection."""
+    for kv in ("exact-top-k", "quest", "shadowkv:place=device", "loki", "turbo", "turbo:index=sketch-1bit,chunk=8"):
+        cache = make_cache(preset(kv, budget=256))
+        stream = Stream(7, cache.pool.allocate(S, S + 1))
+        prefill(cache, [(stream, S)])
+        batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
+        selected = cache.select(0, stream.q[:1, S], batch)
+        assert (selected.diff(dim=-1) > 0).all() and (selected >= 0).all()
 
 
 def test_rows_draw_the_same_alone_and_in_a_batch() -> None:

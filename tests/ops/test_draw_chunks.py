@@ -39,6 +39,15 @@ def test_drawn_chunks_are_allowed_ones_of_their_run_and_the_found_ones_stay(chun
             assert not any(excluded[pages[row, x // chunks], head, x % chunks] for x in got)
 
 
+def test_nothing_is_drawn_where_fewer_were_found() -> None:
+    args = problem(64, [1000, 1000], [10, 10], [20, 20], 40)
+    args[0][1, 0, 9] = -1
+    selected = args[0].clone()
+    draw_chunks(selected, *args[1:], torch.tensor([3, 4]), 0)
+    assert selected[1, 0].equal(args[0][1, 0])
+    assert (selected[0, :, 10] >= 0).all() and selected[1, 1, 10] >= 0
+
+
 def test_weighted_draws_estimate_the_sum_over_all_that_may_be_drawn_and_were_not_found() -> None:
     count, runs, times = 1000, 40, 4000
     selected, excluded, pages, *rest = problem(64, [count], [60], [runs], 100)

@@ -145,7 +145,7 @@ else:
         selected = torch.full((4, heads, k), -1, device=DEVICE)
         for row in range(4):
             for head in range(heads):
-                some = torch.randperm(counts[row], device=DEVICE)[: found[row] - row % 2]
+                some = torch.randperm(counts[row], device=DEVICE)[: found[row] - (row + head == 2)]
                 selected[row, head, : len(some)] = some.sort().values
         names = torch.randperm(4 * pages, device=DEVICE).view(4, pages)
         excluded = torch.rand(4 * pages, heads, chunks, device=DEVICE) < 0.2

@@ -117,6 +117,8 @@ def test_only_time_in_which_all_decode_is_decode_only() -> None:
     records.append(record(3, 4))
     assert decode_only(records, 2) == [(2, 3), (4, 5)]
     assert figures([record(0, 1, 2), record(0, 3, 4)], 2, 0, 4)["decode_only_throughput"] is None
+    # One that was refused waits for nothing.
+    assert decode_only([*records, Record(0, 100, error="HTTP 400")], 2) == [(2, 3), (4, 5)]
 
 
 def test_tokens_are_those_that_the_server_counts() -> None:

@@ -32,7 +32,8 @@ __device__ __forceinline__ void consume_latents(
     const int until = passed + __shfl_sync(~0u, memory.counts()[unit % 2], 0);
     passed = until;
     const bool any = next < until;
-    const float more = in.log_weight ? in.log_weight[(run.first_unit + unit) / in.heads] * 1.4426950408889634f : 0.f;
+    const int batch = (run.first_unit + unit) / in.heads;
+    const float drawn_weight = in.log_weight ? in.log_weight[batch] * 1.4426950408889634f : 0.f;
     Attended<Shape> attended(shared_address(memory.merge(consumer)));
 
     for (; next < until; next += Shape::kConsumers) {
@@ -65,7 +66,8 @@ __device__ __forceinline__ void consume_latents(
       if (!__any_sync(~0u, values.scale[0] >= 0)) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        s[j] = values.scale[j / 2] >= 0 ? fmaf(s[j], in.score_scale, values.drawn[j / 2] ? more : 0.f) : -INFINITY;
+        s[j] = values.scale[j / 2] < 0 ? -INFINITY
+                                       : fmaf(s[j], in.score_scale, values.drawn[j / 2] ? drawn_weight : 0.f);
       attended.add(s, values);
     }
     __syncwarp();

@@ -131,8 +131,8 @@ class IndexPart(Part):
 
     @abstractmethod
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to, as many as the batch's budget; -1 is
-        none, after the others."""
+        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to, as many as the batch's budget, ascending;
+        -1 is none, after the others."""
 
 
 class ScoredIndex(IndexPart):

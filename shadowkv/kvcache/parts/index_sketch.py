@@ -18,6 +18,7 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.select_by_sketch.reference import KEPT_SHARE
+from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
 
 if TYPE_CHECKING:
@@ -93,5 +94,5 @@ class SignSketch(Sketch):
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)
         scores = mask_logits(scores, excluded, batch.pages, batch.num_chunks)[0].squeeze(2)
         best, chosen = scores.topk(min(batch.max_budget, scores.shape[-1]), dim=-1)
-        beyond = torch.arange(best.shape[-1], device=best.device) >= batch.budget[:, None, None]
-        return chosen.masked_fill(beyond | (best == float("-inf")), -1)
+        within = torch.arange(best.shape[-1], device=best.device) < batch.budget[:, None, None]
+        return in_order(chosen, within & (best > float("-inf")))

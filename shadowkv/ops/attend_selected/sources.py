@@ -98,10 +98,6 @@ class DrawnWeights:
     first: Tensor
     log_weight: Tensor
 
-    def rows(self, rows: slice) -> DrawnWeights:
-        """Some of the rows."""
-        return DrawnWeights(self.first[rows], self.log_weight[rows])
-
 
 KeySource = DenseRows | LatentKeys
 ValueSource = DenseRows | QuantisedRows | BufferedRows

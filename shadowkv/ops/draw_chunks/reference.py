@@ -26,12 +26,13 @@ def draw_chunks(
     """Writes drawn chunks into ``selected`` from column ``found`` of each row on.
 
     Args:
-        selected: int64 [B, H, k], chunk numbers of which the first ``found`` of a row may be any, ascending, -1s last.
-            Of those that come after, the first are the drawn ones now, ascending, and the others -1.
+        selected: int64 [B, H, k]; the first ``found`` of a row are the chunks found, ascending, -1s last. What comes
+            after is overwritten: with the drawn ones, ascending, and -1s.
         excluded: bool [N, H, C], chunks that may not be selected, views over all pages.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row.
-        found, drawn: int64 [B]; their sum is k at most. 0 drawn leaves a row as it is.
+        found, drawn: int64 [B]; their sum is k at most. 0 drawn leaves a row as it is, and so does a head where fewer
+            were found, so that -1s are last.
         seeds: int64 [B]; rows of the same seed and number of chunks draw from the same places.
         layer: other layers and heads draw from other places.
     """
@@ -53,7 +54,9 @@ def draw_chunks(
     place = (number - found[:, None, None]).clamp(min=0).expand(batch, heads, k)
     tail = chunk.gather(2, place)
     tail = tail.masked_fill(tail == last, -1)
-    active = (drawn > 0)[:, None, None] & (number >= found[:, None, None])
+    last_found = selected.gather(2, (found - 1).clamp(min=0)[:, None, None].expand(-1, heads, 1))
+    enough = (found == 0)[:, None, None] | (last_found >= 0)
+    active = (drawn > 0)[:, None, None] & (number >= found[:, None, None]) & enough
     selected.copy_(torch.where(active, tail, selected))
 
 

@@ -69,12 +69,13 @@ def _draw(
 ):
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     runs, before = tl.load(drawn + row).to(tl.int32), tl.load(found + row).to(tl.int32)
-    if runs == 0:
+    out = selected + (row * HEADS + head) * k
+    last = tl.load(out + tl.maximum(before, 1) - 1)
+    if (runs == 0) | ((before > 0) & (last < 0)):
         return
     total = tl.load(num_chunks + row)
     seed = tl.load(seeds + row).to(tl.uint32) * 0x9E3779B1 + (first_head + head).to(tl.uint32)
-    state, out = _mix(seed), selected + (row * HEADS + head) * k
-    count = 0
+    state, count = _mix(seed), 0
     for base in range(0, runs, TILE):
         number = base + tl.arange(0, TILE)
         start = number.to(tl.int64) * total // runs

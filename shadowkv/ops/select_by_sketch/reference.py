@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
@@ -79,7 +80,6 @@ def select_by_sketch(
     count = min(k, scores.shape[-1])
     best, at = scores.topk(count, dim=-1)
     numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
-    none = torch.iinfo(torch.int64).max
-    beyond = torch.arange(count, device=device) >= budget[:, None, None]
-    chosen = numbers.gather(-1, at).masked_fill(beyond | (best == float("-inf")), none).sort(dim=-1).values
-    return torch.nn.functional.pad(chosen.masked_fill(chosen == none, -1), (0, k - count), value=-1)
+    within = torch.arange(count, device=device) < budget[:, None, None]
+    chosen = in_order(numbers.gather(-1, at), within & (best > float("-inf")))
+    return torch.nn.functional.pad(chosen, (0, k - count), value=-1)

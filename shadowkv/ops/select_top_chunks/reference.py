@@ -18,7 +18,7 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
             has less than this share of its softmax: the fewest first ones with which every query head has it.
 
     Returns:
-        int64 [B, H, k], in any order, -1 where there is none; those come last. Equal shares (backends may take shares
+        int64 [B, H, k], ascending, -1 where there is none; those come last. Equal shares (backends may take shares
         within a factor of 1 + 2**-24 for equal) are chosen from as the backend likes.
     """
     shares = logits - lse.logsumexp(-1, keepdim=True)
@@ -30,5 +30,12 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
         ranked = shares.gather(-1, chosen.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)).exp()
         before = ranked.cumsum(-1) - ranked
         beyond = beyond | (before >= mass).all(2)
-    chosen = chosen.masked_fill(beyond | (best == float("-inf")), -1)
+    chosen = in_order(chosen, ~beyond & (best > float("-inf")))
     return torch.nn.functional.pad(chosen, (0, k - count), value=-1)
+
+
+def in_order(chosen: Tensor, keep: Tensor) -> Tensor:
+    """Those of the chunks [..., k] to keep, ascending, then -1s."""
+    last = torch.iinfo(torch.int64).max
+    found = chosen.masked_fill(~keep, last).sort(dim=-1).values
+    return found.masked_fill(found == last, -1)
