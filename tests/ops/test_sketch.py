@@ -151,8 +151,7 @@ def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(seed):
 @sizes
 def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, chunk, budgets):
     args, queries = problem(heads, group, dim, chunk, [9, 1, 0, 30])
-    coarse = torch.randperm(4 * heads * 240).view(4, heads, 240).half()
-    coarse += torch.rand(4, heads, 240).half()
+    coarse = torch.rand(4, heads, 240).argsort(dim=-1).half()  # no ties, of which an op may keep either
     coarse.masked_fill_(torch.arange(240) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
     selected = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), k=k, **args)
@@ -173,7 +172,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
             assert found == sorted(set(found))
             assert (selected[b, h, len(found) :] == -1).all()
             best = [at for at in scores.argsort(descending=True).tolist() if scores[at] > -math.inf]
-            assert len(found) == min(budgets[b], len(best)) or len(kept.unique()) < len(kept)
+            assert len(found) == min(budgets[b], len(best))
             least = min((scores[at] for at in best[: budgets[b]]), default=math.inf)
             assert all(scores[at] >= least - 0.03 for at in found)
 
