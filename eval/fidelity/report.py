@@ -18,13 +18,15 @@ Figure = Callable[[Measured], float | None]
 Cell = float | str
 LayerFigure = Callable[[Measured], list[float] | None]
 
+
+def _hit_rates(number: int) -> LayerFigure:
+    return lambda one: None if one.hit_rates is None else one.hit_rates[number]
+
+
 LAYER_FIGURES: dict[str, LayerFigure] = {
     "mass_recall": lambda one: one.mass_recall,
     "output_error": lambda one: one.output_error,
-    **{
-        f"hit_rate_{size}x": lambda one, number=number: one.hit_rates and one.hit_rates[number]  # type: ignore[misc]
-        for number, size in enumerate(SIZES)
-    },
+    **{f"hit_rate_{size}x": _hit_rates(number) for number, size in enumerate(SIZES)},
 }
 """What is measured of every layer."""
 

@@ -10,26 +10,23 @@ first; medians count.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
-from pathlib import Path
+from functools import partial
 
 import torch
+from timing import READ_SPEED, Row, microseconds, run
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, LatentKeys, QuantisedRows, ValueSource
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
-ROOF = 4.5e12
-"""Bytes per second that an H200 reads."""
 PAGE, HEADS, GROUP, DIM, RANK = 64, 8, 4, 128, 160
 COLD = 200 << 20
 """Bytes that the calls of a graph read between them at least; the cache holds 50 MiB."""
 
-CASES = [
+Case = tuple[int, int, int, int, str, str]
+CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
     (batch, length, budget, chunk, keys, values)
     for keys, values, shapes, chunks in (
         ("int8", "4-bit", [(63, 61440, 960), (30, 124928, 1952), (1, 61440, 960), (1, 124928, 1952)], (1, 2)),
@@ -108,64 +105,21 @@ def check(call: Call) -> None:
             raise SystemExit(f"{name} is off by {error:.2g}, allowed {allowed:.2g}")
 
 
-def measure(calls: list[Call], rounds: int) -> float:
-    """Median seconds per call."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            cuda.attend_selected(*call)
-    times = []
-    for _ in range(rounds + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return statistics.median(times[3:])
-
-
-def main() -> int:
-    """Prints a line per case; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    args = parser.parse_args()
-    if not cuda.available():
-        print("needs a CUDA device and the attend_selected library", file=sys.stderr)
-        return 1
-    torch.manual_seed(0)
-    rows = []
-    print("   B       S  budget  c  keys values       us  floor us  of floor    GB/s")
-    for case in CASES:
-        batch, length, budget, chunk, keys, values = case
-        calls = problem(*case)
-        check(calls[0])
-        seconds, size = measure(calls, args.rounds), nbytes(batch, budget, chunk, keys, values)
-        del calls
-        rows.append(
-            {
-                "batch": batch,
-                "context_tokens": length,
-                "selected_tokens": budget,
-                "chunk": chunk,
-                "keys": keys,
-                "values": values,
-                "microseconds": seconds * 1e6,
-                "floor_microseconds": size / ROOF * 1e6,
-                "gigabytes_per_second": size / seconds / 1e9,
-            }
-        )
-        print(
-            f"{batch:4} {length:7} {budget:7} {chunk:2}  {keys:4} {values:6} {seconds * 1e6:8.1f} "
-            f"{size / ROOF * 1e6:9.1f} {size / ROOF / seconds:9.2f} {size / seconds / 1e9:7.0f}"
-        )
-    if args.out:
-        shape = {"kv_heads": HEADS, "query_heads": HEADS * GROUP, "head_dim": DIM, "rank": RANK}
-        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": shape, "cases": rows}
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+def measure(case: Case) -> list[Row]:
+    """Times one case."""
+    batch, length, budget, chunk, keys, values = case
+    calls = problem(*case)
+    check(calls[0])
+    time = microseconds([partial(cuda.attend_selected, *call) for call in calls])
+    moved = nbytes(batch, budget, chunk, keys, values)
+    floor = moved / READ_SPEED * 1e6
+    row: Row = {
+        "rows": batch, "tokens": length, "selected": budget, "chunk": chunk, "keys": keys, "values": values,
+        "us": round(time, 1), "MB": round(moved / 1e6, 1), "GB/s": round(moved / time / 1e3),
+        "floor us": round(floor, 1), "times the floor": round(time / floor, 2),
+    }  # fmt: skip
+    return [row]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, cuda.available(), CASES, measure))

@@ -109,19 +109,20 @@ class KVSpec:
             reasons.append(f"drawn={self.drawn} must be in [0, 1)")
         if self.drawn and self.mass is not None:
             reasons.append(f"drawn={self.drawn} is a share of a budget, and mass={self.mass} takes less than that")
-        if (
-            self.drawn
-            and isinstance(self.budget, int)
-            and not self.drawn_chunks(self.budget_chunks(np.asarray(0)), np.asarray(np.inf))
-        ):
-            reasons.append(
-                f"drawn={self.drawn} of budget={self.budget} leaves nothing to draw beside 64 tokens to find"
-            )
         if self.drawn and self.place == "host":
             reasons.append("drawn chunks are others at every step: their values must be on the device, not the host")
         if self.index == "none" and (self.budget is not None or self.mass is not None or self.drawn or self.outliers):
             reasons.append("index='none' attends to every token: budget, mass, drawn, outliers have no meaning with it")
+        if not reasons and self._draws_nothing:
+            reasons.append(f"drawn={self.drawn} of budget={self.budget} draws nothing: 64 tokens at a time are found")
         return reasons
+
+    @property
+    def _draws_nothing(self) -> bool:
+        """Whether a fixed budget is found to the last chunk, although a share of it was to be drawn."""
+        if not self.drawn or not isinstance(self.budget, int):
+            return False
+        return not self.drawn_chunks(self.budget_chunks(np.asarray(0)), np.asarray(np.inf))
 
     @property
     def low_rank(self) -> bool:

@@ -51,7 +51,9 @@ def test_found_chunks_fill_tiles_and_nothing_is_drawn_where_all_could_be_found()
         ("exact-top-k:drawn=0.5,mass=0.9", "drawn=0.5 is a share of a budget, and mass=0.9 takes less"),
         ("full:drawn=0.5", "index='none' attends to every token"),
         ("turbo:drawn=1.0", "drawn=1.0 must be in"),
-        ("turbo:drawn=0.5,budget=64", "drawn=0.5 of budget=64 leaves nothing to draw"),
+        ("turbo:drawn=0.5,budget=64", "drawn=0.5 of budget=64 draws nothing"),
+        ("turbo:drawn=0.3,budget=128", "drawn=0.3 of budget=128 draws nothing"),
+        ("turbo:drawn=0.5,budget=256,chunk=0", "chunk=0 does not divide"),
     ],
 )
 def test_what_cannot_be_drawn_from_is_refused(kv: str, reason: str) -> None:

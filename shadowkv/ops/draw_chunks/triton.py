@@ -84,7 +84,7 @@ def _draw(
         chunk = start + ((draw.to(tl.int64) * size) >> 32)
         good = number < runs
         name = tl.load(pages + row * pages_stride + chunk // CHUNKS, mask=good, other=0)
-        bit = tl.load(excluded + name * excluded_stride + head * CHUNKS + chunk % CHUNKS, mask=good, other=True)
+        bit = tl.load(excluded + name * excluded_stride + head * CHUNKS + chunk % CHUNKS, mask=good, other=1)
         # The first found chunk that is not below: found ones ascend, -1s are beyond all.
         low, high = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32) + before
         for _ in range(STEPS):
@@ -94,7 +94,7 @@ def _draw(
             low = tl.where((low < high) & below, middle + 1, low)
             high = tl.where((low < high) & ~below & (middle < high), middle, high)
         there = tl.load(out + low, mask=good & (low < before), other=-1)
-        good = good & (bit == False) & (there != chunk)  # noqa: E712  # a block, not a bool
+        good = good & (bit == 0) & (there != chunk)
         place = count + tl.cumsum(good.to(tl.int32), 0) - 1
         tl.store(out + before + place, chunk, mask=good)
         count += tl.sum(good.to(tl.int32), 0)
