@@ -29,6 +29,17 @@ def ops() -> list[str]:
     return sorted(path.stem for path in (ROOT / "csrc/bindings").glob("*.cu"))
 
 
+def compile_flags() -> list[str]:
+    """Flags that every compilation has, whatever it makes of a source; the compiler tells registers and spills."""
+    import torch
+
+    return [
+        *("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-DUSE_CUDA"),
+        *(f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", f"-I{ROOT}/csrc"),
+        *("-isystem", f"{Path(torch.__file__).parent}/include"),
+    ]
+
+
 def build(names: list[str], target: Path, work: Path) -> None:
     """Compiles ``names`` into ``target``/<name>.so where sources have changed; the compiler's logs stay in ``work``."""
     import torch
@@ -39,8 +50,8 @@ def build(names: list[str], target: Path, work: Path) -> None:
     home = Path(torch.__file__).parent
     flags = " ".join(
         [
-            "-std=c++20 -O3 --expt-relaxed-constexpr -Xptxas -v -Xcompiler -fPIC -DUSE_CUDA -cudart static",
-            f"-DTORCH_TARGET_VERSION={OLDEST_TORCH} -I{ROOT}/csrc -isystem {home}/include",
+            *compile_flags(),
+            "-Xcompiler -fPIC -cudart static",
             # Torch loads its libraries privately: symbols are found only in libraries that this one asks for by name.
             f"-Xlinker --no-as-needed -L{home}/lib -ltorch",
             *(f"-gencode '{architecture}'" for architecture in ARCHITECTURES),
