@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.loading import load_from_config
 from shadowkv.eval import ablations
@@ -87,6 +89,8 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
             max_model_len=longest,
         )
     )
+    if loaded.model.device.type == "cuda":
+        torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")  # auto depends on the machine
     names, shape = args.kv or ["full", "shadowkv"], loaded.config.shape
     if args.vary:

@@ -7,6 +7,7 @@ whose graph the memory has no room for run without one.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections import OrderedDict
@@ -50,7 +51,7 @@ class CudaGraphs:
         self.cache, self._step, self.max_batch = cache, step, max_batch
         self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self._without: set[tuple[int, ...]] = set()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
         cache.sealing.launch = self._seal
 
     def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
@@ -96,7 +97,7 @@ class CudaGraphs:
     def _capture(self, key: tuple[int, ...], numbers: np.ndarray, step: Callable[[Tensor], Any]) -> _Captured | None:
         """The new graph, which has run; None where it does not fit in memory."""
         try:
-            captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self.cache.device)
+            captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self._stream)
         except torch.OutOfMemoryError as error:
             if not self._without:
                 logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
@@ -120,6 +121,12 @@ class CudaGraphs:
         return run
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs of a device: they share a pool's memory, and the workspaces of matrix products, by stream."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """What a collection may free, another cache's pinned memory say, may not be freed while a graph is captured."""
@@ -135,21 +142,22 @@ def _no_garbage_collection() -> Iterator[None]:
 class _Captured:
     """One graph, the buffer that its numbers come through and what it leaves behind."""
 
-    def __init__(self, numbers: np.ndarray, function: Callable[[Tensor], Any], pool: Any, device: torch.device) -> None:
+    def __init__(
+        self, numbers: np.ndarray, function: Callable[[Tensor], Any], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
         self.staging = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
-        self.static = torch.empty(numbers.shape, dtype=torch.int64, device=device)
+        self.static = torch.empty(numbers.shape, dtype=torch.int64, device=stream.device)
         self.graph = torch.cuda.CUDAGraph()
         self.uploaded = torch.cuda.Event()
         self._upload(numbers)
         # Once as it is: libraries and kernels that load on first use may not do so in a capture.
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             with torch.cuda.stream(stream):
                 function(self.static)
         finally:
-            torch.cuda.current_stream(device).wait_stream(stream)
-        with _no_garbage_collection(), torch.cuda.graph(self.graph, pool=pool):
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        with _no_garbage_collection(), torch.cuda.graph(self.graph, pool=pool, stream=stream):
             self.result = function(self.static)
         self.graph.replay()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
 from shadowkv.engine.detokenizer import Detokenizer
+from shadowkv.engine.devices import current, device_of
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
 from shadowkv.engine.pacing import Stopwatch
@@ -67,12 +68,14 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, runner: type[Runner] = Runner) -> None:
-        self.config = config
-        loaded, self.cache, self.notes = load_engine_parts(config, loaded)
+        self.config, self.device = config, device_of(config.device)
+        with current(self.device):
+            loaded, self.cache, self.notes = load_engine_parts(config, loaded)
+            graphs = self.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
+            self.runner = runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
+            self._stopwatch = Stopwatch(self.device)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        graphs = self.cache.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
-        self.runner = runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
         self.max_model_len = self.cache.pool.max_model_len
@@ -83,7 +86,6 @@ class Engine:
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
         self._decode_seconds = 0.0
-        self._stopwatch = Stopwatch(self.cache.device)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -173,12 +175,13 @@ class Engine:
     def step(self, decode: bool = True) -> list[RequestOutput]:
         """One round of prefill and, if ``decode``, of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
-        if not self._prefilling:
-            self._start_prefill()
-        if self._prefilling:
-            outputs += self._advance_prefill()
-        if decode and self.scheduler.running:
-            outputs += self._decode()
+        with current(self.device):
+            if not self._prefilling:
+                self._start_prefill()
+            if self._prefilling:
+                outputs += self._advance_prefill()
+            if decode and self.scheduler.running:
+                outputs += self._decode()
         return outputs
 
     def _start_prefill(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.sizing import DEFAULT_UTILIZATION, GIB, size_cache
+from shadowkv.engine.devices import device_of
+from shadowkv.engine.sizing import GIB, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
@@ -22,7 +23,7 @@ def load_engine_parts(
     """
     spec = config.spec()
     loaded = loaded or load_from_config(config)
-    device, dtype = _device(config.device), next(loaded.model.parameters()).dtype
+    device, dtype = device_of(config.device), next(loaded.model.parameters()).dtype
     shape = loaded.config.shape
     spec = spec.resolve(shape)
     max_model_len = config.max_model_len or loaded.config.max_position
@@ -48,7 +49,7 @@ def load_engine_parts(
 
 def load_from_config(config: EngineConfig) -> LoadedModel:
     """The model that ``config`` names, on its device; raises ValueError for settings that cannot be."""
-    device = _device(config.device)
+    device = device_of(config.device)
     return load_model(
         config.model,
         dtype=_dtype(config.dtype, device),
@@ -58,20 +59,6 @@ def load_from_config(config: EngineConfig) -> LoadedModel:
         rope_theta=config.rope_theta,
         max_model_len=config.max_model_len,
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} is not auto, cpu, cuda or cuda:N") from error
-    if device.type not in DEFAULT_UTILIZATION:
-        raise ValueError(f"device={name!r} is not supported; use cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
