@@ -31,8 +31,6 @@ else:
     from shadowkv.ops.append_tokens import triton as append_triton
     from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
     from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
-    from shadowkv.ops.draw_chunks import reference as draw_reference
-    from shadowkv.ops.draw_chunks import triton as draw_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
     from shadowkv.ops.merge_attention import triton as merge_triton
     from shadowkv.ops.min_max_scores import reference as min_max_reference
@@ -136,21 +134,19 @@ else:
         torch.testing.assert_close(got[0], wanted[0], atol=2e-5, rtol=2e-5)  # bf16 products are exact in float32
         torch.testing.assert_close(got[1].logsumexp(-1), wanted[1].squeeze(-1), atol=2e-5, rtol=2e-5)
 
-    @pytest.mark.parametrize(("chunks", "k"), [(64, 1300), (8, 40), (1, 9)])
-    def test_draw_chunks(chunks: int, k: int) -> None:
-        pages, heads = 40, 3
-        counts, half = [pages * chunks, 17 * chunks + 1, chunks, 0], k // 2
-        found = [min(half, pages * chunks), min(half // 2, 17 * chunks), 1, 0]
-        drawn = [min(k - found[0], counts[0]), min(k - found[1], 7), 0, 0]
-        selected = torch.full((4, heads, k), -1, device=DEVICE)
-        for row in range(4):
-            for head in range(heads):
-                some = torch.randperm(counts[row], device=DEVICE)[: found[row] - (row + head == 2)]
-                selected[row, head, : len(some)] = some.sort().values
-        names = torch.randperm(4 * pages, device=DEVICE).view(4, pages)
-        excluded = torch.rand(4 * pages, heads, chunks, device=DEVICE) < 0.2
-        numbers = [torch.tensor(x, device=DEVICE) for x in (counts, found, drawn, [5, 2**31 + 7, 3, 4])]
-        got = selected.clone()
-        draw_triton.draw_chunks(got, excluded, names, *numbers, 2)
-        draw_reference.draw_chunks(selected, excluded, names, *numbers, 2)
-        assert got.equal(selected)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "group", "dim", "chunks"), [(2, 3, 64, 8), (1, 8, 96, 1), (3, 1, 256, 4)])
+    def test_scores_of_landmarks_in_eight_bits(
+        heads: int, group: int, dim: int, chunks: int, dtype: torch.dtype
+    ) -> None:
+        counts = torch.tensor([30 * chunks, 0, 17 * chunks + 1, 1], device=DEVICE)
+        pages = torch.randperm(120, device=DEVICE).view(4, 30)
+        excluded = torch.rand(130, heads, chunks, device=DEVICE) < 0.2
+        q, scale = random(4, heads * group, dim, dtype=dtype), torch.rand(260, heads, device=DEVICE)[::2]
+        keys = torch.randint(0, 256, (130, heads, chunks, dim), device=DEVICE).byte()  # every number there is
+        keys = torch.where(keys & 127 == 127, 0, keys).view(torch.float8_e4m3fn)
+        rest = excluded, pages, counts, scale / 100
+        got = chunk_mean_triton.chunk_mean_scores(q, keys, *rest)
+        wanted = chunk_mean_reference.chunk_mean_scores(q.float(), keys, *rest)
+        torch.testing.assert_close(got[0], wanted[0], atol=1e-4, rtol=2e-5)
+        torch.testing.assert_close(got[1].logsumexp(-1), wanted[1].squeeze(-1), atol=1e-4, rtol=2e-5)
