@@ -140,6 +140,7 @@ class Places:
         static: where the sink and the outliers go if there are no sealed tokens yet.
         tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
         exact: where the newest tokens go, or all that are new where the sequence stays dense.
+        cached: the sealed pages that the sequence has already; None where it has none.
     """
 
     compressed: bool
@@ -151,6 +152,7 @@ class Places:
     static: ExactRows
     tail: ExactRows
     exact: ExactRows
+    cached: SealedBatch | None
 
 
 class PrefillBatch:

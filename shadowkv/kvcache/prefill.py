@@ -7,13 +7,11 @@ with merged softmax, so that nothing is lost to selection outside decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import ExactRows, Places, PrefillBatch, PrefillBlock, SealedBatch, Segment
+from shadowkv.kvcache.cached import CachedTokens
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.pool import SequencePool
@@ -21,13 +19,7 @@ from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
-from shadowkv.ops.attend_selected.reference import gather_selected
-
-PAGES_AT_ONCE, QUERIES_AT_ONCE = 8, 2048
-"""Cached pages that new tokens attend to at a time, and how many tokens do, to bound the score matrix."""
-
-OWN_TOKENS = 512
-"""New tokens of a cached sequence that attend to one another at a time."""
+from shadowkv.ops.attend_selected.sources import DenseRows
 
 
 class Prefill:
@@ -39,6 +31,7 @@ class Prefill:
         self.spec, self.shape = store.layout.spec, store.layout.shape
         # Of high priority: what takes little finds its way between the blocks of the kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
+        self.cached = CachedTokens(store, parts)
 
     def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
@@ -143,6 +136,7 @@ class Prefill:
             static=self._exact_rows(sequence.static, 0, self.spec.static_tokens if sealed else 0),
             tail=self._tail_rows(sequence),
             exact=self._exact_rows(sequence.ring if sealed else sequence.dense, sealed or length, length + count),
+            cached=self.sealed_row(sequence) if before else None,
         )
 
     def _write(
@@ -159,7 +153,7 @@ class Prefill:
             self._write_exact(layer, places.exact, rotated, values)
             return
         if len(places.tail.pages):
-            tail, tail_values = self._read_exact(layer, places.tail)
+            tail, tail_values = self.store.read_exact(layer, places.tail)
             positions = torch.arange(places.before, places.before + len(tail), device=tail.device)
             keys = torch.cat((self.ops.rotate(tail, positions, self.store.rotary, inverse=True), keys))
             rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
@@ -204,10 +198,6 @@ class Prefill:
         self.store.k[layer][rows.pages, :, rows.offsets] = rotated
         self.store.v[layer][rows.pages, :, rows.offsets] = values
 
-    def _read_exact(self, layer: int, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [n, H, d] of exact pages."""
-        return self.store.k[layer][rows.pages, :, rows.offsets], self.store.v[layer][rows.pages, :, rows.offsets]
-
     def _commit(self, sequence: Sequence, length: int) -> None:
         sealed = self._sealed_after(sequence, length)
         if sealed and not self.table.sealed[sequence.slot]:
@@ -220,61 +210,28 @@ class Prefill:
     def _attend_segment(
         self, layer: int, q: Tensor, batch: PrefillBatch, segment: Segment, start: int, stop: int
     ) -> Tensor:
+        rows = slice(segment.start, stop)
         if not segment.cached:
-            return self.ops.causal_attention(q, batch.rotated[segment.start : stop], batch.values[segment.start : stop])
-        merged = self._merge(
-            self._in_parts(q, k, v, valid) for k, v, valid in self._cached_blocks(layer, segment.sequence)
-        )
-        own = [
-            self._merge(self._own_blocks(q[row - start : row - start + OWN_TOKENS], batch, segment, row))
-            for row in range(start, stop, OWN_TOKENS)
-        ]
-        out, lse = (torch.cat(parts) for parts in zip(*own, strict=True))
-        return self._merge(iter((merged, (out, lse))))[0]
+            return self.ops.causal_attention(q, batch.rotated[rows], batch.values[rows])
+        places = batch.places_of(segment, self._places)
+        k = self._behind_tail(self.store.k[layer], places.tail, batch.rotated[rows])
+        v = self._behind_tail(self.store.v[layer], places.tail, batch.values[rows])
+        if places.cached is None:
+            return self.ops.causal_attention(q, k, v)
+        merged = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
+        for k, v in self.cached.blocks(layer, places.cached, places.static):
+            part = self.ops.block_attention(q, k, v)
+            merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
+        return merged[0]
 
-    def _in_parts(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Partial attention of ``QUERIES_AT_ONCE`` queries at a time."""
-        parts = [self.ops.block_attention(some, k, v, valid) for some in q.split(QUERIES_AT_ONCE)]
-        out, lse = (torch.cat(one) for one in zip(*parts, strict=True))
-        return out, lse
-
-    def _own_blocks(
-        self, q: Tensor, batch: PrefillBatch, segment: Segment, row: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Partial attentions of the queries from ``row`` on over the new tokens of their own segment."""
-        for first, last in pairwise([*range(segment.start, row, OWN_TOKENS), row]):
-            k, v = (x[first:last].transpose(0, 1) for x in (batch.rotated, batch.values))
-            yield self.ops.block_attention(q, k, v)
-        k, v = (x[row : row + len(q)].transpose(0, 1) for x in (batch.rotated, batch.values))
-        yield self.ops.block_attention(q, k, v, causal=True)
-
-    def _merge(self, parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Joins partial attentions one by one, so that two at a time are held; one of the first two is not empty."""
-        out, lse = next(parts)
-        for part in parts:
-            out, lse = self.ops.merge_attention([(out, lse), part]), torch.logaddexp(lse, part[1])
-        return out, lse
-
-    def _cached_blocks(self, layer: int, sequence: Sequence) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Rotated keys and values [H, m, d] of all cached tokens in blocks, with the mask bool [H, m] of valid ones."""
-        device, step = self.store.compute, PAGES_AT_ONCE
-        sealed = int(self.table.sealed[sequence.slot])
-        tail, tail_values = self._read_exact(layer, self._tail_rows(sequence))
-        for k, v in zip(tail.split(step * PAGE), tail_values.split(step * PAGE), strict=True):
-            yield k.transpose(0, 1), v.transpose(0, 1), None
-        if not sealed:
-            return
-        names = torch.tensor(sequence.static, device=device)
-        k, v = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
-        yield k[:, : self.spec.static_tokens], v[:, : self.spec.static_tokens], None
-        row = self.sealed_row(sequence)
-        keys, values = self.parts.keys.source(self.store, layer, row), self.parts.values.source(self.store, layer, row)
-        excluded = self.store.page["excluded"][layer][row.pages[0]].transpose(0, 1).flatten(1)
-        for first in range(0, sealed // self.spec.chunk, step * PAGE // self.spec.chunk):
-            last = min(first + step * PAGE // self.spec.chunk, sealed // self.spec.chunk)
-            selected = torch.arange(first, last, device=device).expand(1, self.shape.num_kv_heads, -1)
-            k, v = gather_selected(keys, selected)[0], gather_selected(values, selected)[0]
-            yield k, v, ~excluded[:, first:last].repeat_interleave(self.spec.chunk, dim=1)
+    def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor) -> Tensor:
+        """The exact tail [t, H, d] in ``pages`` and behind it new tokens [n, H, d]."""
+        names = tail.pages[None, ::PAGE]  # the tail begins with a page
+        whole, count = names.shape[1] * PAGE, len(tail.pages)
+        joined = new.new_empty(whole + len(new), *new.shape[1:])
+        self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, joined[:whole].transpose(0, 1), False)
+        joined[count : count + len(new)] = new
+        return joined[: count + len(new)]
 
     def sealed_row(self, sequence: Sequence) -> SealedBatch:
         """A batch of one compressed sequence that selects nothing by itself."""

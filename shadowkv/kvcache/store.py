@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import ExactRows
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Field, Tier
 from shadowkv.ops import Ops
@@ -69,6 +70,10 @@ class Store:
         """Granules of the exact pages that fit in device ``blocks``, in order."""
         step = self.layout.exact_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
+
+    def read_exact(self, layer: int, rows: ExactRows) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [n, H, d] of exact pages."""
+        return self.k[layer][rows.pages, :, rows.offsets], self.v[layer][rows.pages, :, rows.offsets]
 
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
         """Writes pages [L, n, *field.shape] of some layers."""

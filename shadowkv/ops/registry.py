@@ -25,6 +25,7 @@ NAMES = (
     "paged_attention",
     "project_latents",
     "quantise_rows",
+    "rebuild_rows",
     "rms_norm",
     "rotate",
     "select_by_sketch",

@@ -7,7 +7,7 @@ import torch
 from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import PAGE, KVSpec
 
 EVERYTHING = {
     "full": preset("full"),
@@ -31,7 +31,8 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.kvcache.prefill.QUERIES_AT_ONCE", 50)  # less than a block
+    monkeypatch.setattr("shadowkv.kvcache.cached.PAGES_AT_ONCE", 3)  # of 16
+    monkeypatch.setattr("shadowkv.ops.block_attention.reference.SCORES_AT_ONCE", 50 * SHAPE.num_query_heads * PAGE)
     cache = make_cache(EVERYTHING[name])
     lengths = [1, 7, 63, 64, 65, 417, 1000]
     streams = [Stream(seed, cache.pool.allocate(n, n + 140)) for seed, n in enumerate(lengths)]
@@ -68,15 +69,16 @@ def test_dense_sequence_is_compressed_when_decoding_outgrows_the_limit() -> None
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
 
-def test_truncated_sequence_continues_differently() -> None:
+@pytest.mark.parametrize("kept", [0, 3])
+def test_truncated_sequence_continues_differently(kept: int) -> None:
     cache = make_cache(preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0))
     stream = Stream(5, cache.pool.allocate(1000, 1000))
     prefill(cache, [(stream, 1000)])
     sealed = int(cache.pool.table.sealed[stream.sequence.slot])
     with pytest.raises(ValueError, match="cut"):
         cache.pool.truncate(stream.sequence, sealed - 1)
-    cache.pool.truncate(stream.sequence, sealed + 3)
-    stream.length = sealed + 3
+    cache.pool.truncate(stream.sequence, sealed + kept)
+    stream.length = sealed + kept
     stream.outputs = [stream.output()[: stream.length]]
     stream.k[:, stream.length :] += 1
     cache.pool.extend(stream.sequence, stream.length + 50, stream.length + 60)

@@ -8,6 +8,7 @@ import torch
 from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend_rows, poison
 from torch import Tensor
 
+from shadowkv.ops.block_attention import reference as block_reference
 from shadowkv.ops.paged_attention import reference as paged_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -106,20 +107,13 @@ def test_causal_attention_sees_each_position_up_to_its_own(ops, seed, heads, gro
 @dtypes
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (4, 64), (6, 37)])
-def test_block_attention_attends_to_the_valid_keys_of_a_block(ops, seed, heads, group, dim, dtype, causal, n, m):
+@pytest.mark.parametrize("at_once", [2**24, 1, 300])
+def test_block_attention_attends_to_a_block(ops, seed, monkeypatch, heads, group, dim, dtype, causal, n, m, at_once):
+    monkeypatch.setattr(block_reference, "SCORES_AT_ONCE", at_once)
     q = torch.randn(n, heads * group, dim).to(dtype)
     k, v = torch.randn(2, heads, m, dim).to(dtype)
-    for valid in (None, torch.rand(heads, m) < 0.5):
-        if valid is not None:
-            valid[0] = False  # a head with nothing to see
-            k, v = poison(k, valid), poison(v, valid)
-        seen = torch.ones(heads, m, dtype=torch.bool) if valid is None else valid
-        rows = []
-        for i in range(n):
-            mask = seen.clone()
-            mask[:, m - n + i + 1 if causal else m :] = False
-            rows.append((q[i], *([x[head][mask[head]] for head in range(heads)] for x in (k, v))))
-        check(ops.block_attention(q, k, v, valid, causal), rows, dtype)
+    seen = [m - n + i + 1 if causal else m for i in range(n)]
+    check(ops.block_attention(q, k, v, causal), [(q[i], k[:, :end], v[:, :end]) for i, end in enumerate(seen)], dtype)
 
 
 @dtypes

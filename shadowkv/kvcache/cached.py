@@ -1,0 +1,86 @@
+"""What a cached sequence has sealed, as plain keys and values in large blocks: what a later turn's tokens attend to.
+
+Exact tokens (sink and outliers) take the places of their own approximations: attention asks for no order, so that a
+block needs no mask. Values on the host cross the bus one block ahead of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import ExactRows, SealedBatch
+from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.store import Store
+
+PAGES_AT_ONCE = 512
+"""Pages of a block: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two blocks are there together."""
+
+
+class CachedTokens:
+    """Sealed tokens of one sequence at a time."""
+
+    def __init__(self, store: Store, parts: Parts) -> None:
+        self.store, self.parts, self.ops = store, parts, store.ops
+        self.spec, self.shape = store.layout.spec, store.layout.shape
+        self.across_bus = self.spec.place == "host"
+        # Of high priority: its few thread blocks find their way between those of attention, which take all.
+        beside = self.across_bus and store.compute.type == "cuda"
+        self.side = torch.cuda.Stream(store.compute, priority=-1) if beside else None
+
+    def blocks(self, layer: int, row: SealedBatch, static: ExactRows) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for.
+
+        Args:
+            row: the sealed pages of one sequence.
+            static: where its sink and outliers are.
+        """
+        pages = row.pages.shape[1]
+        step = min(PAGES_AT_ONCE, pages)
+        spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
+        # A row more than a block has, for the exact tokens that are none of the block's.
+        size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
+        buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
+        exact = torch.stack(self.store.read_exact(layer, static)).transpose(1, 2)
+        head, places = torch.arange(size[1], device=exact.device)[:, None], self._places(layer, row, step, len(spans))
+        keys, values = (part.source(self.store, layer, row) for part in (self.parts.keys, self.parts.values))
+
+        def read_values(i: int) -> Callable[[], None]:
+            """Starts reading a block's values; returns what makes this stream wait for them."""
+            first, last = spans[i]
+            out = buffers[i % 2][1, :, : (last - first) * PAGE]
+            return self._start(lambda: self.ops.rebuild_rows(values, first, out, self.across_bus))
+
+        arrived = read_values(0)
+        for i, (first, last) in enumerate(spans):
+            wait = arrived
+            if i + 1 < len(spans):  # into the buffer whose attention has been launched last
+                arrived = read_values(i + 1)
+            block, count = buffers[i % 2], (last - first) * PAGE
+            self.ops.rebuild_rows(keys, first, block[0, :, :count], False)
+            wait()
+            block[:, head, places[i]] = exact
+            yield block[0, :, :count], block[1, :, :count]
+
+    def _start(self, read: Callable[[], None]) -> Callable[[], None]:
+        if self.side is None:
+            read()
+            return lambda: None
+        main = torch.cuda.current_stream(self.store.compute)
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            read()
+        done = self.side.record_event()
+        return lambda: main.wait_event(done)
+
+    def _places(self, layer: int, row: SealedBatch, step: int, count: int) -> Tensor:
+        """Where in each of ``count`` blocks of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
+        chunk, rows = self.spec.chunk, step * PAGE
+        excluded = self.store.page["excluded"][layer][row.pages[0]].transpose(0, 1).flatten(1)
+        chunks = excluded.to(torch.uint8).topk(self.spec.static_tokens // chunk).indices  # as many of every head
+        position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
+        place = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]
+        return place.masked_fill_((place < 0) | (place >= rows), rows)

@@ -1,0 +1,28 @@
+"""Rows of sealed pages in PyTorch: every chunk of them selected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.reference import gather_selected
+from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+
+PAGE = 64
+
+
+def rebuild_rows(source: LatentKeys | DenseRows | QuantisedRows, first: int, out: Tensor, across_bus: bool) -> None:
+    """Writes the rows of whole pages, from page number ``first`` of the sequence on.
+
+    Args:
+        source: where they are; of one sequence, B = 1.
+        out: [H, m, d], any float dtype, m a multiple of 64.
+        across_bus: whether the source is on the other side of a bus, which few readers fill.
+    """
+    if isinstance(source, LatentKeys):
+        chunk = source.latents.shape[2]
+    else:
+        chunk = (source.rows if isinstance(source, DenseRows) else source.codes).shape[3]
+    start, stop = first * PAGE // chunk, (first * PAGE + out.shape[1]) // chunk
+    every = torch.arange(start, stop, device=out.device).expand(1, len(out), -1)
+    out.copy_(gather_selected(source, every)[0])

@@ -1,0 +1,126 @@
+"""Rows of sealed pages in Triton against the reference: on a GPU, or on the CPU through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shadowkv.ops.attend_selected.packing import quantise_rows
+from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.rebuild_rows import reference
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.rotations import random_rotation
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_everything_in_the_interpreter() -> None:
+        """The interpreter is chosen before Triton is imported, so these tests run again in a process of their own."""
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+else:
+    from plain_formulas import assert_close_like_lowp
+
+    from shadowkv.ops.rebuild_rows import triton
+
+    DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
+    PAGES, FIRST, NAMES = (40, 3, 90) if ON_GPU else (3, 1, 7)
+
+    def arena(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """[N, *shape], a granule apart, of NaN bytes."""
+        size = torch.Size(shape).numel()
+        row = -(-size * dtype.itemsize // 256) * 256 // dtype.itemsize
+        flat = torch.full((NAMES * row * dtype.itemsize,), 255, dtype=torch.uint8, device=DEVICE).view(dtype)
+        return flat.as_strided((NAMES, *shape), (row, *torch.empty(shape, device="meta").stride()))
+
+    def skip_what_compiles_for_long(dim: int, dtype: torch.dtype) -> None:
+        if ON_GPU and dtype == torch.float32 and dim > 64:
+            pytest.skip("products in float32 compile for seconds; 64 dimensions show the same")
+
+    def names() -> torch.Tensor:
+        return torch.randperm(NAMES, device=DEVICE)[:PAGES].repeat_interleave(3)[None, ::3]  # not dense
+
+    def rebuilt(source: DenseRows | LatentKeys | QuantisedRows, heads: int, dim: int, dtype: torch.dtype, bus: bool):
+        """What the kernel writes into a buffer that is longer, which it must leave alone."""
+        rows = (PAGES - FIRST) * 64
+        buffer = torch.full((heads, rows + 1, dim), float("nan"), dtype=dtype, device=DEVICE)
+        triton.rebuild_rows(source, FIRST, buffer[:, :rows], bus)
+        assert buffer[:, rows:].isnan().all()
+        return buffer[:, :rows]
+
+    def expected(source: DenseRows | LatentKeys | QuantisedRows, out: torch.Tensor, dtype: torch.dtype):
+        wanted = torch.empty_like(out, dtype=dtype)
+        reference.rebuild_rows(source, FIRST, wanted, False)
+        return wanted
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("bus", [False, True])
+    @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (3, 64, 1), (1, 96, 64), (1, 256, 4)])
+    def test_dense_rows_are_copied(heads: int, dim: int, chunk: int, bus: bool, dtype: torch.dtype) -> None:
+        pages, rows = names(), arena(heads, 64 // chunk, chunk, dim, dtype=dtype)
+        rows[pages[0]] = torch.randn(PAGES, *rows.shape[1:], device=DEVICE).to(dtype)
+        source = DenseRows(rows, pages)
+        out = rebuilt(source, heads, dim, dtype, bus)
+        assert torch.equal(out, expected(source, out, dtype))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("bus", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "dim", "bits", "chunk"),
+        [(2, 128, 4, 8), (3, 64, 4, 1), (1, 96, 4, 16), (3, 64, 2, 8), (1, 128, 3, 4), (1, 64, 3, 64), (1, 16, 4, 8)],
+    )
+    def test_quantised_rows(heads: int, dim: int, bits: int, chunk: int, bus: bool, dtype: torch.dtype) -> None:
+        skip_what_compiles_for_long(dim, dtype)
+        pages, scale_pages, rotation = names(), names(), random_rotation(dim, "values").to(DEVICE)
+        codes = arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8)
+        scale = arena(heads, 64, dtype=torch.float16)
+        made, steps = quantise_rows(torch.randn(PAGES, heads, 64, dim, device=DEVICE), rotation, bits)
+        codes[pages[0]], scale[scale_pages[0]] = made.view(PAGES, *codes.shape[1:]), steps
+        source = QuantisedRows(codes, scale, bits, rotation, pages, scale_pages)
+        out = rebuilt(source, heads, dim, dtype, bus)
+        exact = expected(source, out, torch.float32).double()
+        if dtype == torch.float32:
+            torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+        else:
+            assert_close_like_lowp(out, exact, exact.to(dtype))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("quantised", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "dim", "rank", "chunk", "rotary_dim", "interleaved"),
+        [(2, 64, 40, 8, 64, False), (3, 96, 160, 1, 96, False), (2, 128, 33, 8, 64, True), (1, 16, 7, 64, 16, True)],
+    )
+    def test_keys_of_latents(
+        heads: int, dim: int, rank: int, chunk: int, rotary_dim: int, interleaved: bool, quantised: bool,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        skip_what_compiles_for_long(dim, dtype)
+        config = RopeConfig(dim, rotary_dim=rotary_dim, interleaved=interleaved)
+        pages, slots = names(), torch.tensor([4], device=DEVICE)
+        latents = arena(64 // chunk, chunk, rank, dtype=torch.int8 if quantised else dtype)
+        codes = 30 * torch.randn(PAGES, *latents.shape[1:], device=DEVICE)
+        latents[pages[0]] = codes.round().clamp(-127, 127).to(latents.dtype)
+        basis = torch.full((9, rank, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+        basis[4] = torch.randn(rank, heads, dim, device=DEVICE) * 0.01
+        mean = torch.full((9, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+        mean[4] = torch.randn(heads, dim, device=DEVICE)
+        rotary = RotaryTables(config, PAGES * 64, DEVICE)
+        source = LatentKeys(latents, basis, mean if quantised else None, slots, pages, rotary)
+        out = rebuilt(source, heads, dim, dtype, False)
+        wide = latents if quantised else latents.float()
+        fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantised else None)
+        exact = expected(fine, out, torch.float32).double()
+        if dtype == torch.float32:
+            torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=2e-5)
+        else:
+            assert_close_like_lowp(out, exact, expected(source, out, dtype))
