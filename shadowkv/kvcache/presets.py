@@ -26,6 +26,8 @@ PRESETS: dict[str, KVSpec] = {
     "loki": KVSpec(index="pca", chunk=1),
     # SnapKV: arXiv:2404.14469; what the prompt's last 64 queries attend to. The paper's caches: budget=1024 to 4096.
     "snapkv": KVSpec(index="votes", chunk=1),
+    # InfiniGen: arXiv:2406.19707; 0.3 of the skewed columns finds tokens. The paper: at most budget=0.2.
+    "infinigen": KVSpec(index="skewed", chunk=1),
     # The oracle: the tokens with the largest exact scores, what every index above tries to find.
     "exact-top-k": KVSpec(index="exact", chunk=1),
 }

@@ -32,8 +32,8 @@ class KVSpec:
     Attributes:
         keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8`` or
             ``low-rank-int4``.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``min-max``, ``sketch``,
-            ``sketch-1bit``, ``exact``, ``recent``, ``pca`` or ``votes``.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
+            ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes`` or ``skewed``.
         values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,

@@ -24,6 +24,7 @@ EVERYTHING = {
     "streaming-llm": preset("streaming-llm", budget=1.0),
     "loki": preset("loki", budget=1.0),
     "loki-in-chunks": preset("loki:chunk=4", budget=1.0),
+    "infinigen": preset("infinigen", budget=1.0),
     "snapkv": preset("snapkv", budget=1.0),
     "snapkv-in-chunks": preset("snapkv:chunk=8,outliers=3", budget=1.0),
 }

@@ -8,6 +8,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.index_pca import PCA
+from shadowkv.kvcache.parts.index_skewed import Skewed
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import SINK, KVSpec
 from shadowkv.ops.attend_selected.reference import gather_selected
@@ -196,9 +197,12 @@ def test_exact_scores_find_the_chunks_with_the_most_mass(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_all_principal_components_find_what_exact_scores_find(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PCA, "kept", 1)
-    caches = [run(preset(name, chunk=chunk, budget=32)) for name in ("loki", "exact-top-k")]
+@pytest.mark.parametrize(("kv", "part"), [("loki", PCA), ("infinigen", Skewed)])
+def test_all_columns_find_what_exact_scores_find(
+    kv: str, part: type[PCA | Skewed], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "kept", 1)
+    caches = [run(preset(name, chunk=chunk, budget=32)) for name in (kv, "exact-top-k")]
     for _ in range(STEPS - 1):
         for cache, stream in caches:
             decode(cache, [stream])
@@ -220,6 +224,35 @@ def test_tokens_are_found_by_the_first_quarter_of_their_principal_components() -
             scores = q[head * SHAPE.group : (head + 1) * SHAPE.group] @ basis @ (centred[SINK:sealed] @ basis).T
             shares = (scores / math.sqrt(SHAPE.head_dim)).softmax(-1).amax(0)
             assert chosen == {SINK + token for token in shares.topk(64).indices.tolist()}
+
+
+def test_tokens_are_found_by_the_largest_of_their_skewed_columns() -> None:
+    cache, stream = run(preset("infinigen", budget=64))
+    sealed, width = int(cache.pool.table.sealed[stream.sequence.slot]), cache.parts.index.width
+    assert width == 5  # 0.3 of 16
+    for layer in range(SHAPE.num_layers):
+        positions = torch.arange(S + 1, device=DEVICE)
+        k, q = (rotate_plainly(x[layer, : S + 1], positions).double() for x in (stream.k, stream.q))
+        for head, chosen in enumerate(selected(cache, stream, layer)):
+            group = slice(head * SHAPE.group, (head + 1) * SHAPE.group)
+            last, keys = q[S - 64 : S, group].flatten(0, 1), k[:S, head]
+            skew = torch.linalg.svd(last, full_matrices=False).Vh.T
+            columns = ((last @ skew).abs().mean(0) + (keys @ skew).abs().mean(0)).topk(width).indices
+            scores = q[S, group] @ skew[:, columns] @ (keys[SINK:sealed] @ skew[:, columns]).T
+            shares = (scores / math.sqrt(SHAPE.head_dim)).softmax(-1).amax(0)
+            assert chosen == {SINK + token for token in shares.topk(64).indices.tolist()}
+
+
+def test_prompts_that_were_kept_dense_are_found_by_the_largest_columns_of_their_keys() -> None:
+    cache = make_cache(preset("infinigen", budget=16))
+    stream = Stream(3, cache.pool.allocate(20, 400))
+    prefill(cache, [(stream, 20)])
+    for _ in range(300):
+        decode(cache, [stream])
+    skew = cache.store.state["skew"][:, stream.sequence.slot]
+    assert ((skew == 0) | (skew.abs() == 1)).all()  # columns as they are
+    assert (skew.abs().sum(2) == 1).all()
+    assert all(len(chosen) == 16 for chosen in selected(cache, stream, 0))
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
@@ -314,9 +347,10 @@ def test_mass_is_the_fewest_best_chunks_with_that_share_in_every_query_head(chun
         SHADOWKV,
         QUEST,
         *(preset(name) for name in ("full", "turbo:budget=64", "streaming-llm:budget=64", "loki:budget=64")),
+        preset("infinigen:budget=64"),
         *(preset(name) for name in ("snapkv:budget=64", "exact-top-k:budget=64", "exact-top-k:budget=0.5,mass=0.8")),
     ],
-    ids=["shadowkv", "quest", "full", "turbo", "streaming-llm", "loki", "snapkv", "exact-top-k", "mass"],
+    ids=["shadowkv", "quest", "full", "turbo", "streaming-llm", "loki", "infinigen", "snapkv", "exact-top-k", "mass"],
 )
 def test_ragged_batch_equals_each_sequence_alone(spec: KVSpec) -> None:
     lengths = [1, 7, 63, 64, 65, 1000, 3000]

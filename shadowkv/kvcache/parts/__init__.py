@@ -1,8 +1,8 @@
 """The parts a policy is put together from, one file each, found by name on their axis.
 
 A new method is one part file, one line here and one line in ``presets.py``. What a part sees are a layer's keys,
-values and queries; methods that need more do not fit here: InfiniGen (arXiv:2406.19707) finds tokens one layer ahead,
-from the input of the layer before.
+values and queries; what needs more does not fit here, as InfiniGen's scores from the input of the layer before
+(arXiv:2406.19707; ``index_skewed.py`` has the rest of it).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ INDEX_PARTS = {
     "recent": "index_recent:Recent",
     "pca": "index_pca:PCA",
     "votes": "index_votes:Votes",
+    "skewed": "index_skewed:Skewed",
 }
 VALUE_PARTS = {
     "dense": "values_dense:DenseValues",
