@@ -26,6 +26,7 @@ KEY_PARTS = {
 INDEX_PARTS = {
     "none": "index_none:AttendAll",
     "chunk-mean": "index_chunk_mean:ChunkMean",
+    "chunk-mean-fp8": "index_chunk_mean:ChunkMeanFP8",
     "min-max": "index_min_max:MinMax",
     "sketch": "index_sketch:Sketch",
     "sketch-1bit": "index_sketch:SignSketch",

@@ -15,14 +15,44 @@ if TYPE_CHECKING:
     from shadowkv.kvcache.store import Store
 
 
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
 class ChunkMean(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        means = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk)).mean(3, dtype=torch.float32)
-        store.write("landmarks", tokens.layers, tokens.pages, means.transpose(2, 3).to(self.dtype))
+        store.write("landmarks", tokens.layers, tokens.pages, self.means(tokens).to(self.dtype))
+
+    def means(self, tokens: SealedTokens) -> Tensor:
+        """float32 [L, n, H, C, d]."""
+        chunks = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk))
+        return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         landmarks, excluded = store.page["landmarks"][layer], store.page["excluded"][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks)
+
+
+class ChunkMeanFP8(ChunkMean):
+    """The means in eight bits, float8_e4m3fn, with a scale for the chunks of each page and head."""
+
+    def page_fields(self) -> tuple[Field, ...]:
+        heads = self.shape.num_kv_heads
+        return (
+            Field("landmarks", (heads, self.chunks, self.shape.head_dim), torch.float8_e4m3fn),
+            Field("landmark_scale", (heads,), torch.float32),
+        )
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        means = self.means(tokens)
+        scale = means.abs().amax((-2, -1)).clamp(min=1e-30) / LARGEST
+        landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # beyond is NaN
+        store.write("landmarks", tokens.layers, tokens.pages, landmarks.to(torch.float8_e4m3fn))
+        store.write("landmark_scale", tokens.layers, tokens.pages, scale)
+
+    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        landmarks, excluded = store.page["landmarks"][layer], store.page["excluded"][layer]
+        scale = store.page["landmark_scale"][layer]
+        return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks, scale)

@@ -7,23 +7,27 @@ from torch import Tensor
 
 
 def chunk_mean_scores(
-    q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+    q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """q . landmark / sqrt(d) of every chunk and query head, in float32: scores in bfloat16 would tie and rank by place.
 
     Args:
         q: [B, H_q, d], rotated.
-        landmarks: [N, H, C, d], views over all pages.
+        landmarks: [N, H, C, d], views over all pages; of ``q``'s dtype, or float8_e4m3fn with a ``scale``.
         excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row; ragged.
+        scale: float32 [N, H], what the landmarks of a page and head are to be multiplied by.
 
     Returns:
         float32 [B, H, G, P * C], -inf where a chunk may not be selected, and log-sum-exps of them over disjoint runs
         of chunks, float32 [B, H, G, T].
     """
     batch, _, dim = q.shape
-    keys = landmarks[pages].transpose(1, 2).flatten(2, 3).float()  # [B, H, P * C, d]
+    keys = landmarks[pages].float()  # [B, P, H, C, d]
+    if scale is not None:
+        keys = keys * scale[pages][..., None, None]
+    keys = keys.transpose(1, 2).flatten(2, 3)
     logits = q.view(batch, keys.shape[1], -1, dim).float() @ keys.transpose(-1, -2)
     return mask_logits(logits * dim**-0.5, excluded, pages, num_chunks)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -10,24 +12,35 @@ from torch import Tensor
 TILE = 128
 """Chunks that are multiplied at a time."""
 
+BITS_SCALE = 2.0**8
+"""What a number in float8_e4m3fn is above the one in float16 with the same upper bits, as their exponents' biases are 7
+and 15. Shifts take longer than the conversion, which GPUs before compute capability 8.9 do not have."""
+
 PROGRAMS = 4096
 """Programs to make at least, where there is work for so many."""
 
 
 def chunk_mean_scores(
-    q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+    q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, with T = the runs that a row is cut into. Products are summed in float32."""
-    return score_chunks(q, landmarks.unsqueeze(2), excluded, pages, num_chunks)
+    """As the reference, with T = the runs that a row is cut into. Products are summed in float32.
+
+    Landmarks in float8_e4m3fn meet bfloat16 queries in float16, which holds both as long as no query is above 65504.
+    """
+    return score_chunks(q, landmarks.unsqueeze(2), excluded, pages, num_chunks, scale)
 
 
 def score_chunks(
-    q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
+    q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As ``chunk_mean_scores`` for bounds [N, H, 1, C, d], as ``min_max_scores`` for bounds [N, H, 2, C, d].
 
     All views over pages are dense but for their first axis.
     """
+    factor = q.shape[-1] ** -0.5
+    converts = scale is not None and _converts(q.device)
+    if scale is not None:
+        bounds, factor = bounds.view(torch.uint8), factor if converts else factor * BITS_SCALE
     batch, query_heads, dim = q.shape
     heads, planes, chunks = bounds.shape[1:4]
     group, total = query_heads // heads, pages.shape[1] * chunks
@@ -45,12 +58,15 @@ def score_chunks(
         pages,
         pages.stride(0),
         num_chunks,
+        scale,
+        0 if scale is None else scale.stride(0),
         logits,
         lse,
-        dim**-0.5,
+        factor,
         total,
         run,
         BOUNDS=planes == 2,
+        CONVERTS=converts,
         HEADS=heads,
         GROUP=group,
         GROUP_BLOCK=max(16, triton.next_power_of_2(group)),  # a product has 16 rows at least
@@ -59,9 +75,14 @@ def score_chunks(
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         TILE=TILE,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if scale is None else 2,
     )
     return logits, lse
+
+
+@cache
+def _converts(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
@@ -74,12 +95,15 @@ def _score(
     pages,
     pages_stride,
     num_chunks,
+    scale,
+    scale_stride,
     logits,
     lse,
-    scale,
+    factor,
     total,
     run,
     BOUNDS: tl.constexpr,
+    CONVERTS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -93,6 +117,8 @@ def _score(
     there = (query < GROUP)[:, None] & (dim < DIM)[None, :]
     at = (row * HEADS + head) * GROUP + query
     queries = tl.load(q + at[:, None] * DIM + dim[None, :], mask=there, other=0)
+    if scale is not None and queries.dtype == tl.bfloat16:
+        queries = queries.to(tl.float16)
     if BOUNDS:
         rising, falling = tl.maximum(queries, 0).to(queries.dtype), tl.minimum(queries, 0).to(queries.dtype)
     count = tl.load(num_chunks + row)
@@ -107,13 +133,22 @@ def _score(
         first = name * bounds_stride + (head * planes * CHUNKS + chunk % CHUNKS) * DIM
         readable = valid[:, None] & (dim < DIM)[None, :]
         keys = tl.load(bounds + first[:, None] + dim[None, :], mask=readable, other=0)
+        if scale is not None:
+            if CONVERTS:
+                keys = keys.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(queries.dtype)
+            else:
+                code = keys.to(tl.int16)
+                keys = (((code & 128) << 8) | ((code & 127) << 7)).to(tl.float16, bitcast=True).to(queries.dtype)
         if BOUNDS:
             above = tl.load(bounds + first[:, None] + (CHUNKS * DIM + dim)[None, :], mask=readable, other=0)
             scores = tl.dot(falling, keys.trans(), input_precision="ieee")
             scores = tl.dot(rising, above.trans(), scores, input_precision="ieee")
         else:
             scores = tl.dot(queries, keys.trans(), input_precision="ieee")
-        scores = tl.where((bits == 0)[None, :], scores * scale, float("-inf"))
+        scores *= factor
+        if scale is not None:
+            scores *= tl.load(scale + name * scale_stride + head, mask=valid, other=0)[None, :]
+        scores = tl.where((bits == 0)[None, :], scores, float("-inf"))
         tl.store(
             logits + at[:, None] * total + chunk[None, :],
             scores,
