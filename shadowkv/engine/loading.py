@@ -75,6 +75,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     lines = [
         f"model   {loaded.name}: {loaded.config.num_layers} layers, {dtype} on {cache.device}",
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
+        f"kernels {_kernels(cache)}",
         f"memory  device {total.device * unit.device / GIB:.2f} GiB, host {total.host * unit.host / GIB:.2f} GiB "
         f"for up to {config.max_num_seqs} sequences at once",
     ]
@@ -86,3 +87,10 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         counts = ", ".join(f"{count} on the {tier}" for tier, count in fits)
         lines.append(f"fits    sequences of {length} tokens: {counts}")
     return lines
+
+
+def _kernels(cache: KVCache) -> str:
+    """Backends of the ops that attend."""
+    backends = cache.ops.backends
+    words = f"prefill attention {backends['causal_attention']}, decode attention {backends['paged_attention']}"
+    return f"{words}, selected chunks {backends['attend_selected']}" if cache.spec.seals else words

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_a_device_that_is_not_there_is_named(name: str, message: str) -> None:
 def test_a_cpu_has_nothing_to_make_current() -> None:
     with current(device_of("cpu")):
         assert device_of("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv"])
+def test_an_engine_says_which_backends_attend(make: Any, kv: str) -> None:
+    engine = make(kv=kv, device="cpu")
+    backends = engine.cache.ops.backends
+    line = f"kernels prefill attention {backends['causal_attention']}, decode attention {backends['paged_attention']}"
+    selected = f", selected chunks {backends['attend_selected']}"
+    assert line + selected * (kv != "full") in engine.notes
 
 
 @pytest.fixture

@@ -1,0 +1,61 @@
+"""Fused attention with its log-sum-exp on a GPU, small blocks and large ones, against the reference in float64."""
+
+import pytest
+import torch
+from plain_formulas import assert_close_like_lowp
+
+from shadowkv.ops.block_attention import reference
+from shadowkv.ops.causal_attention import cuda as causal
+from shadowkv.ops.causal_attention import reference as causal_reference
+from shadowkv.ops.fused_attention import LARGE, attend, is_large
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+SHAPES = [(2, 4, 128), (1, 7, 128), (2, 1, 64), (2, 3, 96)]
+
+
+def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries [n, H_q, d], keys and values [m, H, d]."""
+    k, v = torch.randn(2, m, heads, dim, device="cuda").to(dtype)
+    return [torch.randn(n, heads * group, dim, device="cuda").to(dtype), k, v]
+
+
+@pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "m", "masked"),
+    [
+        (1, 1, False), (37, 300, False), (64, 64, True), (37, 300, True), (1, 300, True),
+        (4096, 4096, False), (4096, 4096, True), (4200, 4200, True), (1700, 10240, False), (1700, 10300, False),
+        (3000, 6000, True),
+    ],
+)  # fmt: skip
+def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    q, k, v = case(n, m, heads, group, dim, dtype)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    out, lse = attend(q, k, v, masked)
+    exact, exact_lse = reference.block_attention(q.double(), k.double(), v.double(), masked)
+    low, _ = reference.block_attention(q, k, v, masked)
+    assert out.dtype == dtype
+    assert_close_like_lowp(out, exact, low)
+    torch.testing.assert_close(lse, exact_lse.float(), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+@pytest.mark.parametrize(("n", "m"), [(4096, 4096), (4500, 4500), (1000, 20000), (3000, 9000), (4608, 9216)])
+def test_large_blocks_of_a_prompt(n: int, m: int, heads: int, group: int, dim: int) -> None:
+    q, k, v = case(n, m, heads, group, dim, torch.bfloat16)
+    exact = causal_reference.causal_attention(q.double(), k.double(), v.double())
+    assert_close_like_lowp(causal.causal_attention(q, k, v), exact, causal_reference.causal_attention(q, k, v))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper")
+def test_what_is_large() -> None:
+    def large(n: int, m: int, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return is_large(torch.empty(n, 8, dim, device="cuda", dtype=dtype), m)
+
+    assert large(4096, LARGE // 4096)
+    assert not large(4096, LARGE // 4096 - 1)
+    assert not large(4096, LARGE, dim=256)
+    assert not large(4096, LARGE, dtype=torch.float32)
