@@ -23,15 +23,31 @@ void launch(const LatentCall& call, cudaStream_t stream) {
   STD_TORCH_CHECK(error == cudaSuccess, "attend_latents_sm90's merge: ", cudaGetErrorString(error));
 }
 
-template <int kDim, bool kFew>
+template <int kDim, int kBits, bool kFew>
 void launch_rank(int64_t rank, const LatentCall& call, cudaStream_t stream) {
   switch (rank) {
-    case 32: return launch<LatentShape<kDim, 32, kFew>>(call, stream);
-    case 64: return launch<LatentShape<kDim, 64, kFew>>(call, stream);
-    case 96: return launch<LatentShape<kDim, 96, kFew>>(call, stream);
-    case 128: return launch<LatentShape<kDim, 128, kFew>>(call, stream);
-    case 160: return launch<LatentShape<kDim, 160, kFew>>(call, stream);
+    case 32: return launch<LatentShape<kDim, 32, kBits, kFew>>(call, stream);
+    case 64: return launch<LatentShape<kDim, 64, kBits, kFew>>(call, stream);
+    case 96: return launch<LatentShape<kDim, 96, kBits, kFew>>(call, stream);
+    case 128: return launch<LatentShape<kDim, 128, kBits, kFew>>(call, stream);
+    case 160: return launch<LatentShape<kDim, 160, kBits, kFew>>(call, stream);
     default: STD_TORCH_CHECK(false, "rank ", rank, " is not a multiple of 32 up to 160");
+  }
+}
+
+template <int kDim, int kBits>
+void launch_group(int64_t rank, const LatentCall& call, cudaStream_t stream) {
+  const auto run = call.in.group <= 4 ? launch_rank<kDim, kBits, true> : launch_rank<kDim, kBits, false>;
+  run(rank, call, stream);
+}
+
+template <int kDim>
+void launch_bits(int64_t bits, int64_t rank, const LatentCall& call, cudaStream_t stream) {
+  switch (bits) {
+    case 4: return launch_group<kDim, 4>(rank, call, stream);
+    case 3: return launch_group<kDim, 3>(rank, call, stream);
+    case 2: return launch_group<kDim, 2>(rank, call, stream);
+    default: STD_TORCH_CHECK(false, "values in ", bits, " bits: not 4, 3 or 2");
   }
 }
 
@@ -50,7 +66,7 @@ void attend_latents_sm90(
     const std::optional<Tensor>& drawn_first, const std::optional<Tensor>& log_weight, double score_scale,
     int64_t blocks, Tensor& out, Tensor& lse, Tensor& partial) {
   const int64_t batch = q.size(0), rows = q.size(1), dim = q.size(2), heads = selected.size(1);
-  const int64_t chunk = latents.size(2), rank = latents.size(3);
+  const int64_t chunk = latents.size(2), rank = latents.size(3), bits = codes.size(4) * 8 / dim;
   STD_TORCH_CHECK(dim == 64 || dim == 128, "head dim ", dim, " is not 64 or 128");
   STD_TORCH_CHECK(
       chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8 || chunk == 16, "chunks of ", chunk,
@@ -65,7 +81,7 @@ void attend_latents_sm90(
   check(slots, "slots", Dtype::Long, {batch});
   check(key_pages, "key pages", Dtype::Long, {batch, -1});
   check(frequencies, "frequencies", Dtype::Int, {dim / 32, 4, 2, 2});
-  check(codes, "codes", Dtype::Byte, {-1, heads, kPage / chunk, chunk, dim / 2});
+  check(codes, "codes", Dtype::Byte, {-1, heads, kPage / chunk, chunk, dim * bits / 8});
   check(scale, "scale", Dtype::Half, {-1, heads, kPage});
   check(rotation, "rotation", Dtype::Float, {dim, dim});
   check(value_pages, "value pages", Dtype::Long, {batch, -1});
@@ -131,9 +147,8 @@ void attend_latents_sm90(
       static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
       static_cast<float*>(partial.data_ptr()), int(partial.size(2))};
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  const auto run = dim == 64 ? in.group <= 4 ? launch_rank<64, true> : launch_rank<64, false>
-                             : in.group <= 4 ? launch_rank<128, true> : launch_rank<128, false>;
-  run(rank, {in, to, runs}, current_stream(q));
+  const auto run = dim == 64 ? launch_bits<64> : launch_bits<128>;
+  run(bits, rank, {in, to, runs}, current_stream(q));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {

@@ -3,6 +3,7 @@
 
 #include "checks.h"
 
+#include <algorithm>
 #include <optional>
 
 namespace shadowkv {
@@ -24,39 +25,44 @@ void launch(const AttendInputs& in, const AttendOutputs& to, cudaStream_t stream
 }
 
 // Tokens in a tile and blocks per multiprocessor are what the registers hold without spilling.
-template <KeyForm kKeys, ValueForm kValues>
+template <KeyForm kKeys, int kBits>
 void launch_latents(const AttendInputs& in, const AttendOutputs& to, int64_t dim, cudaStream_t stream) {
-  constexpr int kTiles = kValues == ValueForm::kCodes4 ? 2 : 1;
+  constexpr int kTiles = kBits < kRowBits ? 2 : 1;
   if (dim == 128 && in.rank == 160)
-    return launch<AttendShape<kKeys, kValues, 128, 160, true, kTiles, kTiles == 2 ? 2 : 3>>(in, to, stream);
+    return launch<AttendShape<kKeys, kBits, 128, 160, true, kTiles, kTiles == 2 ? 2 : 3>>(in, to, stream);
   switch (dim) {
-    case 64: return launch<AttendShape<kKeys, kValues, 64, 256, false, 1, 2>>(in, to, stream);
-    case 96: return launch<AttendShape<kKeys, kValues, 96, 256, false, 1, 2>>(in, to, stream);
-    case 128: return launch<AttendShape<kKeys, kValues, 128, 256, false, 1, 2>>(in, to, stream);
-    case 256: return launch<AttendShape<kKeys, kValues, 256, 256, false, 1, 1>>(in, to, stream);
-    default: STD_TORCH_CHECK(false, "head dim ", dim, " is not 64, 96, 128 or 256");
+    case 64: return launch<AttendShape<kKeys, kBits, 64, 256, false, 1, 2>>(in, to, stream);
+    case 128: return launch<AttendShape<kKeys, kBits, 128, 256, false, 1, 2>>(in, to, stream);
+    case 256: return launch<AttendShape<kKeys, kBits, 256, 256, false, 1, 1>>(in, to, stream);
+    case 96: // which are no codes of 3 bits
+      if constexpr (kBits != 3) return launch<AttendShape<kKeys, kBits, 96, 256, false, 1, 2>>(in, to, stream);
+      [[fallthrough]];
+    default: STD_TORCH_CHECK(false, "head dim ", dim, " of ", kBits, " bits is not 64, 96, 128 or 256");
   }
 }
 
 void launch_rows(const AttendInputs& in, const AttendOutputs& to, int64_t dim, cudaStream_t stream) {
   constexpr auto kKeys = KeyForm::kRows;
-  constexpr auto kValues = ValueForm::kRows;
   switch (dim) {
-    case 64: return launch<AttendShape<kKeys, kValues, 64, 0, false, 1, 4>>(in, to, stream);
-    case 96: return launch<AttendShape<kKeys, kValues, 96, 0, false, 1, 4>>(in, to, stream);
-    case 128: return launch<AttendShape<kKeys, kValues, 128, 0, false, 1, 4>>(in, to, stream);
-    case 256: return launch<AttendShape<kKeys, kValues, 256, 0, false, 1, 2>>(in, to, stream);
+    case 64: return launch<AttendShape<kKeys, kRowBits, 64, 0, false, 1, 4>>(in, to, stream);
+    case 96: return launch<AttendShape<kKeys, kRowBits, 96, 0, false, 1, 4>>(in, to, stream);
+    case 128: return launch<AttendShape<kKeys, kRowBits, 128, 0, false, 1, 4>>(in, to, stream);
+    case 256: return launch<AttendShape<kKeys, kRowBits, 256, 0, false, 1, 2>>(in, to, stream);
     default: STD_TORCH_CHECK(false, "head dim ", dim, " is not 64, 96, 128 or 256");
   }
 }
 
-// A page array whose rows vector loads may read: dense inside, 16-byte aligned everywhere.
+// A page array whose rows vector loads may read: dense inside, and everywhere as aligned as its rows, up to 16 bytes.
 void check_pages(const Tensor& x, const char* name) {
   check_dense_from(x, name, 1);
+  const int64_t row = x.size(-1) * int64_t(x.element_size()), unit = std::min<int64_t>(row & -row, 16);
   STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * int64_t(x.element_size()) % 16 == 0, name,
-      " does not start at a multiple of 16 bytes everywhere");
+      reinterpret_cast<uintptr_t>(x.data_ptr()) % unit == 0 && x.stride(0) * int64_t(x.element_size()) % unit == 0,
+      name, " does not start at a multiple of ", unit, " bytes everywhere");
 }
+
+// Of a code of these rows; the rest is checked where they are.
+int64_t code_bits(const Tensor& codes, int64_t dim) { return codes.size(4) * 8 / dim; }
 
 // Sets what all forms of keys and values share. The number of splits is what the partial results have room for. With
 // value_slots the values are chunks of a buffer and value_pages its entries of the selected ones.
@@ -109,7 +115,8 @@ AttendInputs common(
   }
   if (scale) {
     STD_TORCH_CHECK(rotation, "codes need a rotation");
-    check(values, "codes", Dtype::Byte, {-1, heads, chunks_of_head, chunk, dim / 2});
+    const int64_t bits = code_bits(values, dim);
+    check(values, "codes", Dtype::Byte, {-1, heads, chunks_of_head, chunk, dim * bits / 8});
     check(*scale, "scale", Dtype::Half, {-1, heads, kPage});
     check(*rotation, "rotation", Dtype::Float, {dim, dim});
     check_dense_from(*scale, "scale", 1);
@@ -185,10 +192,14 @@ void attend_selected_latents(
   const AttendOutputs to = outputs(out, lse, partial);
   const cudaStream_t stream = current_stream(q);
   using enum KeyForm;
-  if (int8 && scale) return launch_latents<kLatentsInt8, ValueForm::kCodes4>(in, to, dim, stream);
-  if (int8) return launch_latents<kLatentsInt8, ValueForm::kRows>(in, to, dim, stream);
-  if (scale) return launch_latents<kLatentsBf16, ValueForm::kCodes4>(in, to, dim, stream);
-  launch_latents<kLatentsBf16, ValueForm::kRows>(in, to, dim, stream);
+  const int64_t bits = scale ? code_bits(values, dim) : kRowBits;
+  if (int8 && bits == kRowBits) return launch_latents<kLatentsInt8, kRowBits>(in, to, dim, stream);
+  if (int8 && bits == 4) return launch_latents<kLatentsInt8, 4>(in, to, dim, stream);
+  if (int8 && bits == 3) return launch_latents<kLatentsInt8, 3>(in, to, dim, stream);
+  if (int8 && bits == 2) return launch_latents<kLatentsInt8, 2>(in, to, dim, stream);
+  if (bits == kRowBits) return launch_latents<kLatentsBf16, kRowBits>(in, to, dim, stream);
+  if (bits == 4) return launch_latents<kLatentsBf16, 4>(in, to, dim, stream);
+  STD_TORCH_CHECK(false, "values in ", bits, " bits with ", int8 ? "int8" : "bf16", " latents");
 }
 
 void attend_selected_rows(

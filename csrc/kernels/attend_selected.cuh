@@ -1,5 +1,5 @@
 // Attention of one query per sequence over selected chunks, from the form they are stored in, in one kernel: latents
-// become keys (K = A B + mean), keys are rotated, scored and weighed, and the values of 4 bits are decoded, all between
+// become keys (K = A B + mean), keys are rotated, scored and weighed, and coded values are decoded, all between
 // the fragments of one tensor-core product and the next. Memory sees each latent and each code once per kv head.
 //
 // A block takes tiles of one sequence and kv head, each warp its own tiles with its own softmax. The basis slice of the
@@ -8,13 +8,13 @@
 // product of those of two tables: of the multiple of eight below it, in the second-level cache, and of the rest.
 #pragma once
 
-#include "mma.cuh"
+#include "value_codes.cuh"
 
 namespace shadowkv {
 
 enum class KeyForm { kLatentsInt8, kLatentsBf16, kRows };
-enum class ValueForm { kCodes4, kRows };
 
+constexpr int kRowBits = 16; // of a value that is no code
 constexpr int kAttendWarps = 4;
 constexpr int kAttendQueries = 8; // query heads of a block: columns of a product
 
@@ -23,7 +23,7 @@ struct AttendInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
   const int64_t* selected;   // [batch, heads, chunks], -1s last
   const char* keys;          // pages of [64, rank] latents or [heads, 64, dim] rows
-  const char* values;        // pages of [heads, 64, dim / 2] codes or [heads, 64, dim] rows, or a buffer: see below
+  const char* values;        // pages of [heads, 64, dim] codes or rows, or a buffer: see below
   const char* scale;         // pages of [heads, 64] half, for codes, named by key_pages
   const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
@@ -51,14 +51,14 @@ struct AttendOutputs {
   float* partial;
 };
 
-// What one instance of the kernel is made for. kRank is the largest rank, or the only one if kExactRank.
-template <KeyForm kKeys_, ValueForm kValues_, int kDim_, int kRank_, bool kExactRank_, int kTiles_, int kBlocks_>
+// What one instance of the kernel is made for. kBits is 4, 3 or 2 of codes, or kRowBits; kRank is the largest rank, or
+// the only one if kExactRank.
+template <KeyForm kKeys_, int kBits_, int kDim_, int kRank_, bool kExactRank_, int kTiles_, int kBlocks_>
 struct AttendShape {
   static constexpr KeyForm kKeys = kKeys_;
-  static constexpr ValueForm kValues = kValues_;
-  static constexpr int kDim = kDim_, kRank = kRank_, kTiles = kTiles_, kBlocks = kBlocks_;
+  static constexpr int kBits = kBits_, kDim = kDim_, kRank = kRank_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr bool kExactRank = kExactRank_, kLow = kKeys != KeyForm::kRows;
-  static constexpr bool kCodes = kValues == ValueForm::kCodes4;
+  static constexpr bool kCodes = kBits < kRowBits;
   static constexpr int kTokens = 16 * kTiles;
   static constexpr int kPairs = kDim / 16;                      // n8 tiles of dimensions that rotate with another one
   static constexpr int kBasisRow = (kDim == 96 ? 128 : kDim) * 2; // bytes; the swizzle needs whole 128-byte lines
@@ -78,7 +78,7 @@ struct AttendShape {
   __host__ __device__ static constexpr int warp_bytes(int rank) {
     return kTokens * (key_row(rank) + (kCodes ? 0 : kPlainRow) + 24);
   }
-  static constexpr int kMergeBytes = (kAttendWarps + 1) * kAttendQueries * kMergeRow * 4 + 512;
+  static constexpr int kMergeBytes = (kAttendWarps + 1) * kAttendQueries * kMergeRow * 4 + 256;
   __host__ __device__ static constexpr int shared_bytes(int rank) {
     const int all = table_bytes(rank) + kAttendWarps * warp_bytes(rank);
     return all > kMergeBytes ? all : kMergeBytes;
@@ -113,21 +113,6 @@ __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<c
 
 __device__ __forceinline__ __half2 half2_of(uint32_t x) { return *reinterpret_cast<const __half2*>(&x); }
 
-// a - b of two bf16 each, as the fused form that sm_80 has too.
-__device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
-  uint32_t x;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(b), "r"(0xbf80bf80u), "r"(a));
-  return x;
-}
-
-// (x & mask) | set in one instruction, which the compiler does not find by itself.
-template <uint32_t kMask, uint32_t kSet>
-__device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
-  uint32_t y;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "n"(kMask), "n"(kSet));
-  return y;
-}
-
 // Two of four int8 as half, exactly; `biased` holds them plus 128. 0x6400 | u is 1024 + u.
 template <int kPlace>
 __device__ __forceinline__ uint32_t int8_to_half(uint32_t biased) {
@@ -141,27 +126,6 @@ __device__ __forceinline__ void turn(__half2& x, __half2& y, __half2 cosine, __h
   x = __hfma2(x, cosine, __hneg2(__hmul2(y, sine)));
   y = __hfma2(y, cosine, __hmul2(old, sine));
 }
-
-// Codes of one token that a lane owns: byte i has dimension 16 i + g low and 16 i + 8 + g high.
-template <int kDim>
-struct LaneCodes {
-  uint32_t word[(kDim / 16 + 3) / 4];
-
-  __device__ __forceinline__ void load(const char* p) {
-    if constexpr (kDim == 256) {
-      const uint4 x = load_streamed16(p);
-      word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
-    } else if constexpr (kDim == 128) {
-      const uint2 x = load_streamed8(p);
-      word[0] = x.x, word[1] = x.y;
-    } else if constexpr (kDim == 64) {
-      word[0] = __ldg(reinterpret_cast<const uint32_t*>(p));
-    } else {
-      const uint16_t* x = reinterpret_cast<const uint16_t*>(p);
-      word[0] = __ldg(x) | uint32_t(__ldg(x + 1)) << 16, word[1] = __ldg(x + 2);
-    }
-  }
-};
 
 // Writes attention outputs from y [8][row] float in shared memory (rows from `group` on are zero), multiplied by the
 // transposed rotation where there is one. Its products split both factors in two bf16: errors stay near float32's.
@@ -208,6 +172,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     const AttendInputs in, const AttendOutputs to) {
   constexpr int kDim = Shape::kDim, kTiles = Shape::kTiles, kTokens = Shape::kTokens, kPairs = Shape::kPairs;
   constexpr int kSteps = Shape::kRank / 32; // of the rank, two k16 products each
+  using Pair = CodePair<kDim, Shape::kBits>;
   constexpr bool kLow = Shape::kLow, kCodes = Shape::kCodes, kInt8 = Shape::kKeys == KeyForm::kLatentsInt8;
   extern __shared__ __align__(128) char shared[];
   const int split = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
@@ -257,7 +222,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     if (lane < kTokens) {
       // No token has some row's key, which is masked, and some row's codes, of scale zero.
       const int row = position & (kPage - 1);
-      constexpr int kKeyBytes = kInt8 ? 1 : 2, kValueBytes = kCodes ? kDim / 2 : kDim * 2;
+      constexpr int kKeyBytes = kInt8 ? 1 : 2, kValueBytes = kDim * Shape::kBits / 8;
       const bool there = key_page >= 0;
       key_rows[lane] =
           there ? in.keys + key_page * in.key_page + (kLow ? row * rank : (head * kPage + row) * kDim) * kKeyBytes
@@ -414,11 +379,11 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     }
 
     // Values of this tile are under way while its keys are made: codes in registers, rows in shared memory.
-    LaneCodes<kDim> codes[kCodes ? 4 * kTiles : 1];
+    LaneCodes<kDim, Shape::kBits> codes[kCodes ? 4 * kTiles : 1];
     if constexpr (kCodes) {
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i)
-        codes[i].load(value_rows[16 * (i / 4) + i / 2 % 2 * 8 + 2 * t + i % 2] + g * (kDim / 16));
+        codes[i].load(value_rows[16 * (i / 4) + i / 2 % 2 * 8 + 2 * t + i % 2], g);
     } else {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -538,20 +503,16 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     }
 
     if constexpr (kCodes) {
+      Pair pairs[2 * kTiles];
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) pairs[i] = {codes[2 * i], codes[2 * i + 1]};
 #pragma unroll
       for (int i = 0; i < kDim / 16; ++i) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           uint32_t v[4];
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const LaneCodes<kDim>* pair = codes + 4 * m + 2 * half;
-            const uint32_t both =
-                __byte_perm(pair[0].word[i / 4], pair[1].word[i / 4], i % 4 | (4 + i % 4) << 8);
-            // 0x4300 | code is 128 + code; 136 less is the code's centre but for a half, which is added at the end.
-            v[2 * half] = subtract_bf16(mask_and_set<0x000f000fu, 0x43004300u>(both), 0x43084308u);
-            v[2 * half + 1] = subtract_bf16(mask_and_set<0x000f000fu, 0x43004300u>(both >> 4), 0x43084308u);
-          }
+          for (int half = 0; half < 2; ++half) pairs[2 * m + half].decode(i, v[2 * half], v[2 * half + 1]);
           mma_bf16(o[i], v, p[m]);
         }
       }
@@ -580,21 +541,27 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   __syncthreads();
   float* const merged = reinterpret_cast<float*>(shared);
   float* const parts = merged + kAttendQueries * Shape::kMergeRow;
-  float4* const states = reinterpret_cast<float4*>(parts + kAttendWarps * kAttendQueries * Shape::kMergeRow);
+  float2* const states = reinterpret_cast<float2*>(parts + kAttendWarps * kAttendQueries * Shape::kMergeRow);
   float* const mine = parts + warp * kAttendQueries * Shape::kMergeRow + 2 * t * Shape::kMergeRow + g;
 #pragma unroll
   for (int i = 0; i < kDim / 16; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) mine[j % 2 * Shape::kMergeRow + 16 * i + j / 2 * 8] = o[i][j];
+    for (int j = 0; j < 4; ++j) {
+      float& x = mine[j % 2 * Shape::kMergeRow + 16 * i + j / 2 * 8];
+      if constexpr (kCodes)
+        x = fmaf(coded[j % 2], Pair::offset(i), o[i][j] * Pair::factor(i));
+      else
+        x = o[i][j];
+    }
   }
-  if (g < 2) states[warp * kAttendQueries + 2 * t + g] = g == 0 ? make_float4(top[0], sum[0], coded[0] * 0.5f, 0)
-                                                              : make_float4(top[1], sum[1], coded[1] * 0.5f, 0);
+  if (g < 2)
+    states[warp * kAttendQueries + 2 * t + g] = g == 0 ? make_float2(top[0], sum[0]) : make_float2(top[1], sum[1]);
   __syncthreads();
   const bool whole = in.splits == 1;
   const int64_t unit = int64_t(batch) * in.heads + head;
   for (int i = threadIdx.x; i < kAttendQueries * (kDim / 4); i += kAttendWarps * 32) {
     const int query = i / (kDim / 4), at = i % (kDim / 4) * 4;
-    float4 state[kAttendWarps];
+    float2 state[kAttendWarps];
     float highest = -INFINITY, total = 0;
 #pragma unroll
     for (int w = 0; w < kAttendWarps; ++w) {
@@ -608,8 +575,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
       const float4 part =
           *reinterpret_cast<const float4*>(parts + (w * kAttendQueries + query) * Shape::kMergeRow + at);
       total += state[w].y * share;
-      x[0] += (part.x + state[w].z) * share, x[1] += (part.y + state[w].z) * share;
-      x[2] += (part.z + state[w].z) * share, x[3] += (part.w + state[w].z) * share;
+      x[0] += part.x * share, x[1] += part.y * share, x[2] += part.z * share, x[3] += part.w * share;
     }
     if (whole) {
       const float scale = query < in.group && total > 0 ? 1 / total : 0.f;

@@ -29,13 +29,20 @@ Case = tuple[int, int, int, int, str, str]
 CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
     (batch, length, budget, chunk, keys, values)
     for keys, values, shapes, chunks in (
-        ("int8", "4-bit", [(63, 61440, 960), (30, 124928, 1952), (1, 61440, 960), (1, 124928, 1952)], (1, 2)),
-        ("int8", "4-bit", [(48, 61440, 1024), (15, 249856, 3904)], (8, 1)),
+        ("int8", "4-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
+        ("int8", "3-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
+        ("int8", "2-bit", [(63, 61440, 960)], (1,)),
+        ("int8", "4-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
+        ("int8", "3-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
+        ("int8", "4-bit", [(48, 61440, 1024)], (8, 2)),
         ("bf16", "bf16", [(48, 61440, 1024)], (8,)),
     )
     for batch, length, budget in shapes
     for chunk in chunks
 ]
+
+WIDTHS = {"4-bit": 4, "3-bit": 3, "2-bit": 2, "bf16": 16}
+"""Bits of an entry of a value."""
 
 Call = tuple[torch.Tensor, KeySource, ValueSource, torch.Tensor]
 
@@ -44,7 +51,8 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
     """Arguments of some calls over the same pages."""
     chunks, device = PAGE // chunk, torch.device("cuda")
     key = Field("latents", (chunks, chunk, RANK), torch.int8 if keys == "int8" else torch.bfloat16)
-    width, dtype = (DIM // 2, torch.uint8) if values == "4-bit" else (DIM, torch.bfloat16)
+    bits, coded = WIDTHS[values], values != "bf16"
+    width, dtype = (DIM * bits // 8, torch.uint8) if coded else (DIM, torch.bfloat16)
     fields = [
         key,
         Field("values", (HEADS, chunks, chunk, width), dtype),
@@ -67,9 +75,9 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
     slots = torch.randperm(batch, device=device)
     k = LatentKeys(view["latents"], basis.bfloat16(), mean.bfloat16(), slots, pages, rotary)
     v: ValueSource = DenseRows(view["values"], pages)
-    if values == "4-bit":
+    if coded:
         rotation = torch.linalg.qr(torch.randn(DIM, DIM, device=device))[0].contiguous()
-        v = QuantisedRows(view["values"], view["scale"], 4, rotation, pages)
+        v = QuantisedRows(view["values"], view["scale"], bits, rotation, pages)
     q = torch.randn(batch, HEADS * GROUP, DIM, device=device).bfloat16()
     calls = max(4, -(-COLD // nbytes(batch, budget, chunk, keys, values)))
     selections = (
@@ -81,7 +89,7 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
 
 def nbytes(batch: int, budget: int, chunk: int, keys: str, values: str) -> int:
     """Bytes that a call has to read."""
-    token = RANK * (1 if keys == "int8" else 2) + (DIM // 2 + 2 if values == "4-bit" else DIM * 2)
+    token = RANK * (1 if keys == "int8" else 2) + DIM * WIDTHS[values] // 8 + (0 if values == "bf16" else 2)
     return batch * HEADS * (budget * token + budget // chunk * 8 + RANK * DIM * 2)
 
 

@@ -11,6 +11,8 @@ from shadowkv.ops.attend_selected.sources import DrawnWeights
 
 pytestmark = pytest.mark.skipif(not cuda_sm90.available(), reason="needs a Hopper and the attend_latents_sm90 library")
 
+CODES = ("4-bit codes", "3-bit codes", "2-bit codes")
+
 
 def attend(args: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's results in memory that held NaN."""
@@ -28,17 +30,20 @@ def ascending(args: tuple) -> tuple:
 
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("dim", [64, 128])
-def test_every_group_over_ragged_selections(seed, group, dim):
+@pytest.mark.parametrize("values", CODES)
+def test_every_group_over_ragged_selections(seed, group, dim, values):
     for tokens in ([700, 0, 64, 129, 8], [1000]):
-        args = problem(3, group, dim, "int8", "codes", tokens=tokens)
+        args = problem(3, group, dim, "int8", values, tokens=tokens)
         check(args, attend(args))
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
-@pytest.mark.parametrize(("group", "dim"), [(3, 64), (4, 128), (8, 128)])
-def test_drawn_chunks_weigh_more(seed, chunk, group, dim):
+@pytest.mark.parametrize(
+    ("group", "dim", "values"), [(3, 64, "4-bit codes"), (4, 128, "3-bit codes"), (8, 128, "2-bit codes")]
+)
+def test_drawn_chunks_weigh_more(seed, chunk, group, dim, values):
     tokens, first = [3000, 77, 1500, 0], torch.tensor([256, 0, 640, 64], device=DEVICE) // chunk
-    args = problem(2, group, dim, "int8", "codes", tokens=tokens, rank=96, chunk=chunk, count=640 // chunk)
+    args = problem(2, group, dim, "int8", values, tokens=tokens, rank=96, chunk=chunk, count=640 // chunk)
     drawn = DrawnWeights(first, torch.tensor([4.0, 2.5, 7.0, 1.0], device=DEVICE))
     check((*args, drawn), attend((*args, drawn)))
     assert not torch.equal(attend(args)[1], attend((*args, drawn))[1])
@@ -46,31 +51,35 @@ def test_drawn_chunks_weigh_more(seed, chunk, group, dim):
 
 @pytest.mark.parametrize("rank", [32, 64, 96, 128, 160])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_every_rank(seed, rank, dim):
-    args = problem(2, 4, dim, "int8", "codes", tokens=[900, 300], rank=rank, mean=rank != 96)
+@pytest.mark.parametrize("values", CODES)
+def test_every_rank(seed, rank, dim, values):
+    args = problem(2, 4, dim, "int8", values, tokens=[900, 300], rank=rank, mean=rank != 96)
     check(args, attend(args))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("group", [4, 7])
-def test_every_chunk_size(seed, chunk, group):
-    args = problem(2, group, 128, "int8", "codes", tokens=[1500, 77, 640], rank=160, chunk=chunk, count=700 // chunk)
+@pytest.mark.parametrize("values", CODES)
+def test_every_chunk_size(seed, chunk, group, values):
+    args = problem(2, group, 128, "int8", values, tokens=[1500, 77, 640], rank=160, chunk=chunk, count=700 // chunk)
     check(args, attend(ascending(args)))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 64])
 @pytest.mark.parametrize("group", [4, 6])
-def test_runs_of_any_length(seed, monkeypatch, blocks, group):
+@pytest.mark.parametrize("values", CODES)
+def test_runs_of_any_length(seed, monkeypatch, blocks, group, values):
     """A block meets many units and a unit many blocks."""
     tokens = [1500, 0, 77, 640, 1200, 1, 64, 900]
-    args = problem(3, group, 128, "int8", "codes", tokens=tokens, rank=160, chunk=1, count=1000)
+    args = problem(3, group, 128, "int8", values, tokens=tokens, rank=160, chunk=1, count=1000)
     whole = cuda_sm90.runs
     monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, blocks))
     check(args, attend(args))
 
 
-def test_more_tiles_than_threads(seed, monkeypatch):
-    args = problem(1, 4, 128, "int8", "codes", tokens=[9000], rank=160, chunk=1, count=8500)
+@pytest.mark.parametrize("values", CODES)
+def test_more_tiles_than_threads(seed, monkeypatch, values):
+    args = problem(1, 4, 128, "int8", values, tokens=[9000], rank=160, chunk=1, count=8500)
     whole = cuda_sm90.runs
     monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, 1))
     check(args, attend(args))
@@ -78,31 +87,34 @@ def test_more_tiles_than_threads(seed, monkeypatch):
 
 @pytest.mark.parametrize("last", [2**17, 2**18])
 def test_far_positions(seed, last):
-    args = problem(2, 4, 128, "int8", "codes", tokens=[2048, 2048], rank=160, first=last // 64 - 32, theta=500000.0)
+    args = problem(
+        2, 4, 128, "int8", "3-bit codes", tokens=[2048, 2048], rank=160, first=last // 64 - 32, theta=500000.0
+    )
     assert last - 200 < args[3].max() * 8 < last
     check(args, attend(args))
 
 
 def test_scales_in_the_pages_of_the_codes(seed):
-    q, keys, values, selected = problem(2, 4, 128, "int8", "codes", tokens=[900, 300], rank=160)
+    q, keys, values, selected = problem(2, 4, 128, "int8", "3-bit codes", tokens=[900, 300], rank=160)
     args = (q, keys, replace(values, scale_pages=values.pages), selected)
     check(args, attend(args))
 
 
 def test_mean_in_float(seed):
-    q, keys, values, selected = problem(2, 4, 128, "int8", "codes", tokens=[900, 300], rank=160)
+    q, keys, values, selected = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], rank=160)
     args = (q, replace(keys, mean=keys.mean.float()), values, selected)
     check(args, attend(args))
 
 
 def test_magnitude_of_the_rotation(seed):
     rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
-    args = problem(2, 4, 128, "int8", "codes", tokens=[900, 300], **rope)
+    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **rope)
     check(args, attend(args))
 
 
-def test_captured_call_equals_the_eager_one(seed):
-    args = problem(2, 4, 128, "int8", "codes", tokens=[900, 300], rank=160)
+@pytest.mark.parametrize("values", CODES)
+def test_captured_call_equals_the_eager_one(seed, values):
+    args = problem(2, 4, 128, "int8", values, tokens=[900, 300], rank=160)
     eager = cuda_sm90.attend_selected(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -114,7 +126,8 @@ def test_captured_call_equals_the_eager_one(seed):
     assert torch.equal(out[1], eager[1])
 
 
-def test_the_op_runs_it(seed, monkeypatch):
-    args = problem(2, 4, 128, "int8", "codes", tokens=[900, 300], rank=160)
+@pytest.mark.parametrize("values", CODES)
+def test_the_op_runs_it(seed, monkeypatch, values):
+    args = problem(2, 4, 128, "int8", values, tokens=[900, 300], rank=160)
     monkeypatch.setattr(cuda_sm90, "attend_selected", lambda *given: "this one")
     assert cuda.attend_selected(*args) == "this one"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
-from shadowkv.ops.attend_selected.packing import quantise_rows
+from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
 from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, DrawnWeights, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
@@ -18,7 +18,26 @@ PAGE = 64
 DEVICE = torch.device("cuda")
 SHAPES = [(2, 1, 64), (3, 3, 96), (2, 4, 128), (3, 6, 64), (2, 7, 64), (1, 8, 256)]
 KEYS = ("int8", "bf16")
-VALUES = ("codes", "rows", "buffered codes", "buffered rows")
+VALUES = (
+    *("4-bit codes", "3-bit codes", "2-bit codes", "rows"),
+    *("buffered 4-bit codes", "buffered 3-bit codes", "buffered 2-bit codes", "buffered rows"),
+)
+
+
+def bits_of(values: str) -> int | None:
+    """Of a code; None of rows that are none."""
+    return int(values[values.index("-bit") - 1]) if "-bit" in values else None
+
+
+def skip_what_has_no_kernel(keys: str, values: str, dim: int) -> None:
+    """Combinations that the reference does, or that nothing does."""
+    bits = bits_of(values)
+    if bits is None:
+        return
+    if keys == "rows" or (bits < 4 and keys != "int8"):
+        pytest.skip("no kernel for these keys with these values")
+    if dim % row_multiple(bits):
+        pytest.skip("no such codes")
 
 
 def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
@@ -78,8 +97,9 @@ def problem(
     if keys == "rows":
         key = Field("keys", (heads, chunks, chunk, dim), torch.bfloat16)
     value = [Field("values", (heads, chunks, chunk, dim), torch.bfloat16)]
-    if values.endswith("codes"):
-        codes = Field("codes", (heads, chunks, chunk, dim // 2), torch.uint8)
+    bits = bits_of(values)
+    if bits is not None:
+        codes = Field("codes", (heads, chunks, chunk, dim * bits // 8), torch.uint8)
         value = [codes, Field("scale", (heads, PAGE), torch.float16)]
     fields = [key, *value]
     block = -(-sum(field.nbytes for field in fields) // 256) * 256 + 256
@@ -106,10 +126,10 @@ def problem(
                 x = (x * 40).clamp(-127, 127).to(torch.int8) if keys == "int8" else x.bfloat16()
                 views["latents"][name] = poisoned(x, used.any(0)).to(DEVICE)
             rows = torch.randn(heads, chunks, chunk, dim) * torch.rand(heads, chunks, chunk, 1).exp()
-            if values.endswith("rows"):
+            if bits is None:
                 views["values"][name] = poisoned(rows.bfloat16(), used).to(DEVICE)
             else:
-                codes, scale = quantise_rows(rows, rotation, 4)
+                codes, scale = quantise_rows(rows, rotation, bits)
                 views["codes"][name] = poisoned(codes, used).to(DEVICE)
                 views["scale"][name] = poisoned(scale, used).flatten(1).to(DEVICE)
     selected = torch.where(selected >= 0, selected + first * chunks, -1).to(DEVICE)
@@ -123,10 +143,10 @@ def problem(
         means = torch.randn(5 + len(tokens), heads, dim).to(DEVICE, torch.bfloat16) if mean else None
         slots = torch.randperm(5 + len(tokens))[: len(tokens)].to(DEVICE)
         k = LatentKeys(views["latents"], basis.to(DEVICE, torch.bfloat16), means, slots, pages, rotary)
-    if values.endswith("rows"):
+    if bits is None:
         v = DenseRows(views["values"], pages)
     else:
-        v = QuantisedRows(views["codes"], views["scale"], 4, rotation.to(DEVICE), pages)
+        v = QuantisedRows(views["codes"], views["scale"], bits, rotation.to(DEVICE), pages)
     return q, k, buffered(v, selected) if values.startswith("buffered") else v, selected
 
 
@@ -178,8 +198,7 @@ def attend(args: tuple, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("keys", [*KEYS, "rows"])
 @pytest.mark.parametrize("values", VALUES)
 def test_kernel_equals_the_reference_over_ragged_selections(seed, monkeypatch, heads, group, dim, keys, values):
-    if keys == "rows" and values.endswith("codes"):
-        pytest.skip("no kernel for dense keys with coded values")
+    skip_what_has_no_kernel(keys, values, dim)
     for tokens in ([700, 0, 64, 129, 8], [1000]):
         args = problem(heads, group, dim, keys, values, tokens=tokens)
         check(args, attend(args, monkeypatch))
@@ -190,6 +209,7 @@ def test_kernel_equals_the_reference_over_ragged_selections(seed, monkeypatch, h
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("values", VALUES)
 def test_every_rank(seed, monkeypatch, rank, dim, keys, values):
+    skip_what_has_no_kernel(keys, values, dim)
     args = problem(2, 4, dim, keys, values, tokens=[900, 300], rank=rank, mean=rank != 96)
     check(args, attend(args, monkeypatch))
 
@@ -198,10 +218,13 @@ def test_every_rank(seed, monkeypatch, rank, dim, keys, values):
 @pytest.mark.parametrize(
     ("keys", "values"),
     [
-        ("int8", "codes"),
+        ("int8", "4-bit codes"),
+        ("int8", "3-bit codes"),
+        ("int8", "2-bit codes"),
         ("bf16", "rows"),
         ("rows", "rows"),
-        ("int8", "buffered codes"),
+        ("int8", "buffered 4-bit codes"),
+        ("int8", "buffered 3-bit codes"),
         ("bf16", "buffered rows"),
         ("rows", "buffered rows"),
     ],
@@ -215,9 +238,18 @@ def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
 @pytest.mark.parametrize("dim", [96, 128])
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [("int8", "codes"), ("bf16", "codes"), ("bf16", "rows"), ("rows", "rows"), ("rows", "buffered rows")],
+    [
+        ("int8", "4-bit codes"),
+        ("int8", "3-bit codes"),
+        ("int8", "2-bit codes"),
+        ("bf16", "4-bit codes"),
+        ("bf16", "rows"),
+        ("rows", "rows"),
+        ("rows", "buffered rows"),
+    ],
 )
 def test_drawn_chunks_weigh_more(seed, monkeypatch, chunk, dim, keys, values):
+    skip_what_has_no_kernel(keys, values, dim)
     args = problem(2, 4, dim, keys, values, tokens=[3000, 77, 1500, 0], rank=160, chunk=chunk, count=640 // chunk)
     first = torch.tensor([256, 0, 640, 64], device=DEVICE) // chunk
     drawn = DrawnWeights(first, torch.tensor([4.0, 2.5, 7.0, 1.0], device=DEVICE))
@@ -228,7 +260,14 @@ def test_drawn_chunks_weigh_more(seed, monkeypatch, chunk, dim, keys, values):
 @pytest.mark.parametrize("split", [1, 2, 5])
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [("int8", "codes"), ("bf16", "codes"), ("int8", "rows"), ("rows", "rows"), ("int8", "buffered codes")],
+    [
+        ("int8", "4-bit codes"),
+        ("int8", "3-bit codes"),
+        ("bf16", "4-bit codes"),
+        ("int8", "rows"),
+        ("rows", "rows"),
+        ("int8", "buffered 2-bit codes"),
+    ],
 )
 def test_any_number_of_splits(seed, monkeypatch, split, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[3000, 5, 900], rank=160, count=200)
@@ -238,19 +277,20 @@ def test_any_number_of_splits(seed, monkeypatch, split, keys, values):
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_positions_up_to_a_million(seed, monkeypatch, keys):
-    args = problem(2, 4, 128, keys, "codes", tokens=[2048, 2048], rank=160, first=2**14 - 40, theta=500000.0)
+    args = problem(2, 4, 128, keys, "4-bit codes", tokens=[2048, 2048], rank=160, first=2**14 - 40, theta=500000.0)
     assert args[3].max() * 8 > 10**6
     check(args, attend(args, monkeypatch))
 
 
 def test_magnitude_of_the_rotation(seed, monkeypatch):
     rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
-    args = problem(2, 4, 128, "int8", "codes", tokens=[900, 300], **rope)
+    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **rope)
     check(args, attend(args, monkeypatch))
 
 
 @pytest.mark.parametrize(
-    ("keys", "values"), [("int8", "codes"), ("bf16", "rows"), ("rows", "rows"), ("bf16", "buffered rows")]
+    ("keys", "values"),
+    [("int8", "4-bit codes"), ("int8", "3-bit codes"), ("bf16", "rows"), ("rows", "rows"), ("bf16", "buffered rows")],
 )
 def test_captured_call_equals_the_eager_one(seed, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[900, 300], rank=160)

@@ -10,7 +10,7 @@ namespace shadowkv {
 // is walked without a break between units; tiles without tokens are left out.
 template <class Shape>
 __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run run, const LatentMemory<Shape>& memory) {
-  constexpr int kDim = Shape::kDim, kRank = Shape::kRank, kBatch = 4;
+  constexpr int kRank = Shape::kRank, kBatch = 4;
   const int lane = threadIdx.x % 32;
   struct Place {
     int batch, head, row, tile; // row: where the unit's chunks begin in `selected`
@@ -75,11 +75,12 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
           const int position = position_of(chunk[i][half], half);
           const uint32_t row = position & kPage - 1;
           const uint32_t latent = key_page[i][half] * in.latent_page + row * (kRank / 32);
-          const uint32_t code = value_page[i][half] * in.code_page + (here.head * kPage + row) * (kDim / 64);
+          const uint32_t code = value_page[i][half] * in.code_page + here.head * (kPage * Shape::kCodeRow / 32) +
+              (Shape::kCodeRow % 32 == 0 ? row * (Shape::kCodeRow / 32) : 0);
           const uint32_t scale = value_page[i][half] * in.scale_page + here.head * (kPage / 16) + row / 16;
           store_shared16(
               memory.places(slot) + (half * 32 + lane) * 16,
-              found ? make_uint4(latent, code, scale, position | chunk[i][half] & kDrawn) : make_uint4(0, 0, 0, ~0u));
+              found ? make_uint4(latent, scale, code, position | chunk[i][half] & kDrawn) : make_uint4(0, 0, 0, ~0u));
         }
         __syncwarp();
         if (lane == 0) arrive(memory.ring_full(slot));

@@ -16,7 +16,7 @@ struct LatentInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
   const int64_t* selected;   // [batch, heads, chunks], -1s last
   const char* latents;       // pages of [64, rank] int8
-  const char* codes;         // pages of [heads, 64, dim / 2]
+  const char* codes;         // pages of [heads, 64, dim] codes
   const char* scale;         // pages of [heads, 64] half
   const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
@@ -77,16 +77,17 @@ struct Run {
 
 // kFew: at most four queries. The columns of the values' product are then those queries twice, over dimensions 16 j on
 // and 16 j + dim / 2 on of eight tokens, not eight queries over 16 tokens: half the sums, in as many products.
-template <int kDim_, int kRank_, bool kFew_>
+template <int kDim_, int kRank_, int kBits_, bool kFew_>
 struct LatentShape {
-  static constexpr int kDim = kDim_, kRank = kRank_;
+  static constexpr int kDim = kDim_, kRank = kRank_, kBits = kBits_;
   static constexpr bool kFew = kFew_;
   static constexpr int kQueries = kFew ? 4 : 8;
   static constexpr int kSums = kDim / 16 / (kFew ? 2 : 1); // fragments of them
   static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those they rotate with
   static constexpr int kSteps = kRank / 16;   // of the product
   static constexpr int kRows = kRank + 8;     // of the basis, then the mean
-  static constexpr int kCodeRow = kDim / 2;   // bytes
+  static constexpr int kCodeRow = kDim * kBits / 8;  // bytes
+  static constexpr bool kSwapped = kCodeRow % 32 == 0; // some tokens' rows with the next one's, see code_at
   static constexpr int kMergeRow = kDim + 4;  // floats
   // The 16-byte units of odd tokens' latents are rotated by so many, where that keeps two tokens' halves of a line in
   // different banks.
@@ -136,8 +137,9 @@ struct LatentMemory {
     return reinterpret_cast<float*>(first + 2 * Shape::kUnitBytes + consumer * Shape::kMergeBytes);
   }
   __device__ float* sums() const { return merge(Shape::kConsumers); }
-  // Of each token of a tile: where its latents, codes and scale begin, in 32 bytes each, and its position, or -1. The
-  // scale, with its neighbour, then replaces where it begins.
+  // Of each token of a tile: where its latents, scale and codes begin, in 32 bytes each, and its position, or -1. Where
+  // rows of codes are no multiples of 32 bytes, their head's do. The scale, with its neighbour, then replaces where the
+  // codes begin.
   __device__ uint32_t places(int slot) const {
     return shared_address(sums()) + Shape::kSumBytes + slot * kLatentTile * 16;
   }
@@ -167,12 +169,12 @@ __device__ constexpr int rank_of(int row, bool tail) {
   return (row & ~63) | (row >> 1 & 3) << 4 | (row >> 4 & 3) << 2 | low;
 }
 
-// Where 16 bytes of a token's codes are among those of 16 tokens; lanes of four tokens read different banks.
+// Where a byte of a token's codes is among those of 16 tokens. Lanes read of every second token at once, from different
+// banks: rows of 48 and 24 bytes lie so by themselves, in those of 64 and 32 bytes units of 16 change places.
 template <class Shape>
-__device__ __forceinline__ int code_row(int token, int unit) {
-  if constexpr (Shape::kDim == 128)
-    return ((token & ~1) | (token ^ token >> 2) & 1) * 64 + (unit ^ (token >> 1 & 1) << 1) * 16;
-  return token * Shape::kCodeRow + unit * 16;
+__device__ __forceinline__ int code_at(int token, int byte) {
+  const int row = Shape::kSwapped ? token ^ (token >> 2 & 1) : token;
+  return row * Shape::kCodeRow + (Shape::kCodeRow == 64 ? byte ^ (token >> 1 & 1) << 5 : byte);
 }
 
 } // namespace shadowkv

@@ -6,28 +6,34 @@
 
 namespace shadowkv {
 
-// A warp's share of a tile's values: codes of tokens 2t, 2t + 1 and those 8 further on, steps of tokens g, g + 8.
+// A warp's share of a tile's values: codes of tokens 2t, 2t + 1 and those 8 further on, scales of tokens g, g + 8.
 template <class Shape>
 struct TileValues {
-  LaneCodes<Shape::kDim> codes[4];
+  CodePair<Shape::kDim, Shape::kBits> codes[2];
   float scale[2]; // negative of no token
   bool drawn[2];
 
   __device__ __forceinline__ void load(uint32_t rows, uint32_t places) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    // Of token 2t; the next token's are in the line's other half, if swizzled.
-    const uint32_t from = rows + code_row<Shape>(2 * t, g * Shape::kDim / 256) + g * (Shape::kDim / 16) % 16;
+    LaneCodes<Shape::kDim, Shape::kBits> lane_codes[4];
+    constexpr int kFirst = lane_codes[0].kFirstBytes, kSecond = lane_codes[0].kSecondBytes;
+    const uint32_t of_first = rows + code_at<Shape>(2 * t, g * kFirst); // of token 2t
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t token = Shape::kDim == 128 ? from ^ j % 2 * 64 : from + j % 2 * Shape::kCodeRow;
-      const uint32_t at = token + j / 2 * 8 * Shape::kCodeRow;
-      if constexpr (Shape::kDim == 128) {
+      const uint32_t next = Shape::kSwapped ? of_first ^ Shape::kCodeRow : of_first + Shape::kCodeRow;
+      const uint32_t at = (j % 2 ? next : of_first) + j / 2 * 8 * Shape::kCodeRow;
+      if constexpr (kFirst == 8) {
         const uint2 x = load_shared8(at);
-        codes[j].word[0] = x.x, codes[j].word[1] = x.y;
+        lane_codes[j].first[0] = x.x, lane_codes[j].first[1] = x.y;
       } else {
-        codes[j].word[0] = load_shared4(at);
+        lane_codes[j].first[0] = kFirst == 4 ? load_shared4(at) : load_shared2(at);
+      }
+      if constexpr (kSecond > 0) {
+        const uint32_t second = at + lane_codes[0].kSecondAt - g * (kFirst - kSecond);
+        lane_codes[j].second[0] = kSecond == 2 ? load_shared2(second) : load_shared1(second);
       }
     }
+    codes[0] = {lane_codes[0], lane_codes[1]}, codes[1] = {lane_codes[2], lane_codes[3]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint2 place = load_shared8(places + half * 128 + 8); // two steps, position
@@ -35,15 +41,6 @@ struct TileValues {
       if (int(place.y) < 0) scale[half] = -1;
       drawn[half] = place.y & kDrawn;
     }
-  }
-
-  // Codes i of 16 dimensions and the tokens 2t, 2t + 1 of a half, as the first factor: dimensions g and g + 8.
-  __device__ __forceinline__ void decode(int i, int half, uint32_t& low, uint32_t& high) const {
-    const uint32_t both =
-        __byte_perm(codes[2 * half].word[i / 4], codes[2 * half + 1].word[i / 4], i % 4 | (4 + i % 4) << 8);
-    // 0x4300 | code is 128 + code; the 135.5 by which that is above the code's centre leave at the end.
-    low = mask_and_set<0x000f000fu, 0x43004300u>(both);
-    high = mask_and_set<0x000f000fu, 0x43004300u>(both >> 4);
   }
 };
 
@@ -98,13 +95,13 @@ struct Attended {
       if constexpr (Shape::kFew) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          values.decode(j, half, v[0], v[1]);
-          values.decode(j + kSums, half, v[2], v[3]);
+          values.codes[half].decode(j, v[0], v[1]);
+          values.codes[half].decode(j + kSums, v[2], v[3]);
           mma_bf16(o[j], v, {g < 4 ? p[half] : 0, g < 4 ? 0 : p[half]});
         }
       } else {
-        values.decode(j, 0, v[0], v[1]);
-        values.decode(j, 1, v[2], v[3]);
+        values.codes[0].decode(j, v[0], v[1]);
+        values.codes[1].decode(j, v[2], v[3]);
         mma_bf16(o[j], v, p);
       }
     }
@@ -114,10 +111,12 @@ struct Attended {
   // be, at the beginning); with a barrier of its own.
   __device__ __forceinline__ void write(float* partial, int group, float* sums, int barrier) {
     constexpr int kDim = Shape::kDim, kQueries = Shape::kQueries, kMergeRow = Shape::kMergeRow;
+    using Pair = CodePair<kDim, Shape::kBits>;
+    static_assert(Shape::kSums % 2 == 0); // so that dimensions 16 i on and those of another lane's have the same factor
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const float4 total = __builtin_bit_cast(float4, load_shared16(my_totals()));
     const float sum[2] = {rows_sum(total.x), rows_sum(total.y)};
-    const float coded[2] = {rows_sum(total.z) * -135.5f, rows_sum(total.w) * -135.5f};
+    const float coded[2] = {rows_sum(total.z), rows_sum(total.w)};
     float2* const states = reinterpret_cast<float2*>(sums + 2 * kQueries * kMergeRow);
     const int query = 2 * t % kQueries;
     if (g < 2 && 2 * t < kQueries)
@@ -140,7 +139,7 @@ struct Attended {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             float& x = mine[j % 2 * kMergeRow + 16 * i + j / 2 * 8];
-            x = (o[i][j] + coded[j % 2]) * share[j % 2] + (turn_of ? x : 0.f);
+            x = fmaf(coded[j % 2], Pair::offset(i), o[i][j] * Pair::factor(i)) * share[j % 2] + (turn_of ? x : 0.f);
           }
         }
       }

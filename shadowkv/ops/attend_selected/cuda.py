@@ -53,14 +53,15 @@ def attend_selected(
     1, 2, 4, 8 or 16 tokens, with
 
     - ``LatentKeys``: int8 or bfloat16 latents of a rank that is a multiple of 32 up to 256, bfloat16 basis, bfloat16
-      or float32 mean, rotation of all dimensions in halves; with 4-bit or dense bfloat16 values,
+      or float32 mean, rotation of all dimensions in halves; with 4-bit or dense bfloat16 values, or, if the latents are
+      int8, with 3-bit or 2-bit ones,
     - ``DenseRows`` keys with ``DenseRows`` values, both bfloat16,
 
     or with those values in a buffer. Pages lie on the queries' device, scales of values in the pages of the keys. The
     reference, which cannot be captured, does the rest.
 
-    On Hopper, int8 latents of rank up to 160 with 4-bit values that are in no buffer, both of head dim 64 or 128, go
-    to a kernel of their own (``cuda_sm90``), and all else to ``csrc/kernels/attend_selected.cuh``.
+    On Hopper, int8 latents of rank up to 160 with values of 4, 3 or 2 bits that are in no buffer, both of head dim 64
+    or 128, go to a kernel of their own (``cuda_sm90``), and all else to ``csrc/kernels/attend_selected.cuh``.
 
     Rebuilt keys are rotated and scored in half, int8 latents are multiplied in half too: entries of the basis under
     6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``, ``entries`` and ``selected`` are read on the device
@@ -139,7 +140,7 @@ def _supported(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor
             chunk, good = rows.shape[3], rows.dtype == torch.bfloat16 and rows.device == device
         case QuantisedRows(codes=codes):
             scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
-            chunk, good = codes.shape[3], stored.bits == 4 and codes.device == device
+            chunk, good = codes.shape[3], codes.device == device
             good = good and scale_pages.data_ptr() == keys.pages.data_ptr()
     if not good or chunk not in CHUNKS:
         return False
@@ -148,8 +149,9 @@ def _supported(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor
             return isinstance(stored, DenseRows) and rows.dtype == torch.bfloat16 and rows.device == device
         case LatentKeys():
             rank, rope = keys.latents.shape[3], keys.rotary.config
+            few_bits = isinstance(stored, QuantisedRows) and stored.bits < 4
             return (
-                keys.latents.dtype in (torch.int8, torch.bfloat16)
+                keys.latents.dtype in ((torch.int8,) if few_bits else (torch.int8, torch.bfloat16))
                 and rank % 32 == 0
                 and rank <= MAX_RANK
                 and keys.basis.dtype == torch.bfloat16

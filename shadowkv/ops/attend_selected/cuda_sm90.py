@@ -1,4 +1,4 @@
-"""Attention over selected tokens from int8 latents and 4-bit values on Hopper: ``attend_latents_sm90.cuh``."""
+"""Attention over selected tokens from int8 latents and coded values on Hopper: ``attend_latents_sm90.cuh``."""
 
 from __future__ import annotations
 
