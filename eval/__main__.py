@@ -92,7 +92,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")  # auto depends on the machine
-    names, shape = args.kv or ["full", "shadowkv"], loaded.config.shape
+    names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:
         names, notes = args.vary.expand(names, shape)
         for note in notes:

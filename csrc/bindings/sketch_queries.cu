@@ -4,34 +4,48 @@
 
 namespace shadowkv {
 
-void sketch_queries(const Tensor q, const Tensor rotation, Tensor whole, Tensor planes, Tensor unit, Tensor sum) {
+void sketch_queries(
+    const Tensor q, const Tensor maps, const Tensor slots, Tensor whole, Tensor unit, Tensor sum, Tensor planes,
+    Tensor plane_sum) {
   check(q, "q", q.scalar_type(), {-1, -1, -1});
   check_dense_from(q, "q", 0);
-  const int64_t batch = q.size(0), heads = q.size(1), dim = q.size(2);
-  check(rotation, "rotation", Dtype::Float, {dim, dim});
-  check_dense_from(rotation, "rotation", 0);
-  STD_TORCH_CHECK(int64_t(rotation.const_data_ptr()) % 16 == 0, "rotation is not aligned to 16 bytes");
-  check(whole, "whole", Dtype::Char, {batch, heads, 8, -1});
+  const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2);
+  check(maps, "maps", Dtype::BFloat16, {-1, -1, dim, dim});
+  check_dense_from(maps, "maps", 1);
+  const int64_t heads = maps.size(1), group = heads ? query_heads / heads : 0;
+  STD_TORCH_CHECK(
+      group > 0 && group <= kQueryWarps && group * heads == query_heads, query_heads, " query heads for ", heads,
+      " kv heads");
+  STD_TORCH_CHECK(
+      (int64_t(maps.const_data_ptr()) | 2 * maps.stride(0)) % 8 == 0, "maps are not aligned to 8 bytes");
+  check(slots, "slots", Dtype::Long, {batch});
+  check_dense_from(slots, "slots", 0);
+  check(whole, "whole", Dtype::Char, {batch, query_heads, 8, -1});
   check_dense_from(whole, "whole", 0);
   const int64_t bytes = whole.size(3);
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "whole has rows of ", bytes, " bytes, not 8, 16 or 32");
   STD_TORCH_CHECK(dim % 8 == 0 && dim <= 8 * bytes, "a head dim of ", dim, " does not suit rows of ", bytes);
-  check(planes, "planes", Dtype::Byte, {batch, heads, 8, bytes});
+  check(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
   check_dense_from(planes, "planes", 0);
-  check(unit, "unit", Dtype::Float, {batch, heads});
+  check(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense_from(unit, "unit", 0);
-  check(sum, "sum", Dtype::Int, {batch, heads});
+  check(sum, "sum", Dtype::Int, {batch, query_heads});
   check_dense_from(sum, "sum", 0);
-  if (batch * heads == 0) return;
+  check(plane_sum, "plane_sum", Dtype::Int, {batch, query_heads});
+  check_dense_from(plane_sum, "plane_sum", 0);
+  if (batch == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const cudaStream_t stream = current_stream(q);
   SketchQueries p{};
-  p.q = q.const_data_ptr(), p.rotation = static_cast<const float*>(rotation.const_data_ptr());
+  p.q = q.const_data_ptr();
+  p.maps = static_cast<const __nv_bfloat16*>(maps.const_data_ptr()), p.maps_stride = maps.stride(0);
+  p.slots = static_cast<const int64_t*>(slots.const_data_ptr());
   p.whole = static_cast<uint32_t*>(whole.mutable_data_ptr());
-  p.planes = static_cast<uint32_t*>(planes.mutable_data_ptr());
   p.unit = static_cast<float*>(unit.mutable_data_ptr()), p.sum = static_cast<int*>(sum.mutable_data_ptr());
-  p.queries = int(batch * heads), p.dim = int(dim);
+  p.planes = static_cast<uint32_t*>(planes.mutable_data_ptr());
+  p.plane_sum = static_cast<int*>(plane_sum.mutable_data_ptr());
+  p.rows = int(batch), p.heads = int(heads), p.group = int(group), p.dim = int(dim);
   cudaError_t error = cudaErrorInvalidValue;
   switch (q.scalar_type()) {
     case Dtype::Float: error = launch_sketch_queries<float>(p, bytes, stream); break;
@@ -46,8 +60,8 @@ void sketch_queries(const Tensor q, const Tensor rotation, Tensor whole, Tensor 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
-      "sketch_queries(Tensor q, Tensor rotation, Tensor(a!) whole, Tensor(b!) planes, Tensor(c!) unit, "
-      "Tensor(d!) sum) -> ()");
+      "sketch_queries(Tensor q, Tensor maps, Tensor slots, Tensor(a!) whole, Tensor(b!) unit, Tensor(c!) sum, "
+      "Tensor(d!) planes, Tensor(e!) plane_sum) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

@@ -1,10 +1,9 @@
 // Scores of runs of 8 tokens by the signs of a 2-bit key sketch, with binary tensor cores. The sum over a token's
-// positive dimensions of a query in whole numbers is that of 8 popcounts of its sign word with the query's bit planes,
-// each times a power of 2: nothing is unpacked, and what is left to do per score is a chain of 8 multiply-adds.
-// With up to 4 query heads a kv head, at head dim 128, that is bound by memory: 18 bytes a token and head, which a warp
-// copies in whole lines to shared memory ahead. With 8 heads, or at head dim 64, instructions bound it: issuing such a
-// multiplication takes the time of four others. Equal shares of all pages for just as many blocks as are resident were
-// slower than runs of 16 pages.
+// positive dimensions of a query in whole numbers is that of 4 popcounts of its sign word with the query's bit planes,
+// each times a power of 2: nothing is unpacked, and what is left to do per score is a chain of 4 multiply-adds. At head
+// dim 128 that is bound by memory: 18 bytes a token and head, which a warp copies in whole lines to shared memory ahead.
+// At head dim 64 instructions bound it: issuing such a multiplication takes the time of four others. Equal shares of all
+// pages for just as many blocks as are resident were slower than runs of 16 pages.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,12 +17,12 @@ namespace shadowkv {
 
 constexpr int kMostWarps = 8;     // heads of a block
 constexpr int kMostRunPages = 32; // a lane holds the name of one page
-constexpr int kPlanes = 8;        // bits of a query's whole numbers
+constexpr int kPlanes = 4;        // bits of a query's whole numbers
 
 // Queries as sketch_queries makes them.
 struct SignScores {
-  const uint32_t* planes; // [B, H G, 8, W]
-  const float* unit;      // [B, H G]
+  const uint32_t* planes; // [B, H G, 4, W]
+  const float* unit;      // [B, H G], of which the whole numbers count sixteen
   const int* sum;         // [B, H G]
   const uint8_t* signs;
   const __half* scale;
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
         b[s][m][f] = kWords == 2 ? (t / 2 == f ? plane[t % 2] : 0) : plane[4 * f + t];
       }
     const int own = first_query + min(4 * s + t, p.group - 1);
-    minus_sum[s] = float(-p.sum[own]) * kFactor, unit[s] = p.unit[own] * (1 / kFactor);
+    minus_sum[s] = float(-p.sum[own]) * kFactor, unit[s] = p.unit[own] * (16 / kFactor);
   }
 
   // Where the lane reads the first of the pieces that it names to ldmatrix.

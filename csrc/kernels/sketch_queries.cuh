@@ -1,6 +1,6 @@
-// Queries as the kernels that search a key sketch take them: rotated, of length 1, in whole numbers of 8 bits, once by
-// bytes and once by bits. Half of the time goes to reading the rotation, 64 KiB for every block at head dim 128: a
-// block makes as many queries as registers allow.
+// Queries as the kernels that search a key sketch take them: mapped, divided by the length that they had before, in
+// whole numbers of 8 bits by bytes, and in 4 bits by bits. A block makes the queries of one row and kv head, which share
+// a map; its bytes, 32 KiB at head dim 128, are under way while the launch before is still running.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,87 +12,92 @@
 
 namespace shadowkv {
 
-constexpr int kQueryWarps = 8;    // each sums over an eighth of the rotation's rows, for all queries of its block
-constexpr int kBlockQueries = 16; // of a block; 8 above head dim 128
+constexpr int kQueryWarps = 8;   // each sums over an eighth of the map's rows, then has a query of its own
+constexpr int kQueryPlanes = 4;  // bits of the rounder whole numbers
 
 struct SketchQueries {
-  const void* q;         // [queries, d]
-  const float* rotation; // [d, d]
-  uint32_t* whole;       // [queries, 8, W]: byte b of row j, signed, is dimension j d/8 + b; bytes from d/8 on are 0
-  uint32_t* planes;      // [queries, 8, W]: bit j of byte b of row p is bit p of byte b of row j of `whole`
-  float* unit;           // [queries], what the whole numbers are multiples of
-  int* sum;              // [queries], of the whole numbers
-  int queries, dim;
+  const void* q;             // [rows, heads, group, d]
+  const __nv_bfloat16* maps; // [slots, heads, d, d], whole slots apart
+  int64_t maps_stride;       // from one slot to the next, in elements
+  const int64_t* slots;      // [rows]
+  uint32_t* whole;           // [queries, 8, W]: byte b of row j, signed, is dimension j d/8 + b; bytes from d/8 on are 0
+  float* unit;               // [queries], what the whole numbers are multiples of
+  int* sum;                  // [queries], of the whole numbers
+  uint32_t* planes;          // [queries, 4, W]: bit j of byte b of row p is bit p of byte b of row j, in sixteenths
+  int* plane_sum;            // [queries], of those
+  int rows, heads, group, dim;
 };
 
-__device__ __forceinline__ void add_product(float4& sum, const float4& x, float y) {
-  sum = {fmaf(x.x, y, sum.x), fmaf(x.y, y, sum.y), fmaf(x.z, y, sum.z), fmaf(x.w, y, sum.w)};
+__device__ __forceinline__ void add_product(float4& sum, uint2 x, float y) {
+  const float2 low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.x));
+  const float2 high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.y));
+  sum = {fmaf(low.x, y, sum.x), fmaf(low.y, y, sum.y), fmaf(high.x, y, sum.z), fmaf(high.y, y, sum.w)};
 }
 
-// Four floats from `at` on, zeros from `end` on; aligned to 16 bytes where `end` is a multiple of 4.
-__device__ __forceinline__ float4 load_floats(const float* p, int at, int end) {
-  if (end % 4 == 0) return at < end ? __ldg(reinterpret_cast<const float4*>(p + at)) : float4{};
-  const auto load = [&](int i) { return i < end ? __ldg(p + i) : 0.f; };
-  return {load(at), load(at + 1), load(at + 2), load(at + 3)};
+// Four entries from `at` on, zeros from `end` on; aligned to 8 bytes where `end` is a multiple of 4.
+__device__ __forceinline__ uint2 load_four(const __nv_bfloat16* p, int at, int end) {
+  if (end % 4 == 0) return at < end ? __ldg(reinterpret_cast<const uint2*>(p + at)) : uint2{};
+  const auto load = [&](int i) {
+    return i < end ? uint32_t(__ldg(reinterpret_cast<const unsigned short*>(p + i))) : 0u;
+  };
+  return {load(at) | load(at + 1) << 16, load(at + 2) | load(at + 3) << 16};
 }
 
-// Where things are in a block's shared memory, in floats. The queries' columns are 4 apart from each other, so that
-// neighbours in a query are written to different banks.
+// Floats of a block's shared memory: queries by dimension, so that a lane reads all of them at once, and sums.
 template <int kWords, int kQueries>
 struct QueryMemory {
-  static constexpr int kParts = kWords == 8 ? 2 : 1, kColumn = kQueries + 4;
-
-  static __host__ __device__ int sums(int dim) { return dim * kColumn; }
-  static int bytes(int dim) { return 4 * (sums(dim) + kQueryWarps * kQueries * kParts * 32 * 4); }
+  static constexpr int kParts = kWords == 8 ? 2 : 1;
+  static int bytes(int dim) { return 4 * (dim * kQueries + kQueryWarps * kQueries * kParts * 32 * 4); }
 };
 
-// q R, first by an eighth of the rows of R a warp, and then a query a warp at a time. Lane 8 w + j is for word w of row
-// j, four dimensions; with 8 words, for word w + 4 too.
+// q M, first by an eighth of the rows of M a warp, and then a query a warp. Lane 8 w + j is for word w of row j, four
+// dimensions; with 8 words, for word w + 4 too.
 template <typename T, int kWords, int kQueries>
-__global__ void __launch_bounds__(32 * kQueryWarps, kQueries > 8 || kWords == 8 ? 1 : 2)
-    sketch_queries_kernel(const SketchQueries p) {
-  using Memory = QueryMemory<kWords, kQueries>;
-  constexpr int kParts = Memory::kParts, kColumn = Memory::kColumn;
-  constexpr int kRows = 16 / kParts; // of R, under way together
-  let_next_launch_begin();
+__global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(const SketchQueries p) {
+  constexpr int kParts = QueryMemory<kWords, kQueries>::kParts;
+  constexpr int kRows = kParts == 1 ? 16 : 4; // of M, under way together
   const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8;
-  const int first = blockIdx.x * kQueries;
-  float4 r[kRows][kParts];
-  const auto load_rows = [&](int row) {
+  const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads, first = blockIdx.x * p.group;
+  const __nv_bfloat16* map = p.maps + p.slots[row] * p.maps_stride + int64_t(head) * p.dim * p.dim;
+  uint2 m[kRows][kParts];
+  const auto load_rows = [&](int from) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const float* from = p.rotation + (warp * bytes + row + i) * p.dim + lane % 8 * bytes;
-        r[i][part] = row + i < bytes ? load_floats(from, lane / 8 * 4 + part * 16, bytes) : float4{};
-      }
+      for (int part = 0; part < kParts; ++part)
+        m[i][part] = from + i < bytes ? load_four(
+                                            map + (warp * bytes + from + i) * p.dim + lane % 8 * bytes,
+                                            lane / 8 * 4 + part * 16, bytes)
+                                      : uint2{};
   };
   load_rows(0);
+  wait_for_launch_before();
+  let_next_launch_begin();
 
   extern __shared__ float4 shared[];
-  float* turned = reinterpret_cast<float*>(shared); // [dims][kColumn], so that a lane reads all queries at once
-  float4* sums = shared + Memory::sums(p.dim) / 4;  // [warp][query][part][lane]
-  for (int i = warp; i < p.dim * kQueries / 32; i += kQueryWarps) {
-    const int at = 32 * i + lane, query = at / p.dim;
-    const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
-    turned[at % p.dim * kColumn + query] = first + query < p.queries ? float(q[at]) : 0.f;
+  float* turned = reinterpret_cast<float*>(shared); // [dims][kQueries]
+  float4* sums = shared + p.dim * kQueries / 4;      // [warp][query][part][lane]
+  const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
+  for (int i = warp * 32 + lane; i < p.dim * kQueries; i += 32 * kQueryWarps) {
+    const int query = i / p.dim;
+    turned[i % p.dim * kQueries + query] = query < p.group ? float(q[i]) : 0.f;
   }
   __syncthreads();
   float4 x[kQueries][kParts] = {};
-  for (int row = 0; row < bytes; row += kRows) {
+  for (int from = 0; from < bytes; from += kRows) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float y[kQueries];
-      const float* column = turned + (warp * bytes + min(row + i, bytes - 1)) * kColumn;
+      const float* column = turned + (warp * bytes + min(from + i, bytes - 1)) * kQueries;
 #pragma unroll
       for (int n = 0; n < kQueries; n += 4)
         *reinterpret_cast<float4*>(y + n) = *reinterpret_cast<const float4*>(column + n);
 #pragma unroll
       for (int n = 0; n < kQueries; ++n)
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) add_product(x[n][part], r[i][part], y[n]);
+        for (int part = 0; part < kParts; ++part) add_product(x[n][part], m[i][part], y[n]);
     }
-    if (row + kRows < bytes) load_rows(row + kRows);
+    if (from + kRows < bytes) load_rows(from + kRows);
   }
 #pragma unroll
   for (int n = 0; n < kQueries; ++n)
@@ -100,69 +105,77 @@ __global__ void __launch_bounds__(32 * kQueryWarps, kQueries > 8 || kWords == 8 
     for (int part = 0; part < kParts; ++part) sums[((warp * kQueries + n) * kParts + part) * 32 + lane] = x[n][part];
   __syncthreads();
 
+  if (warp >= p.group) return;
+  float4 own[kParts] = {};
+  float top = 0, square = 0;
 #pragma unroll
-  for (int n = warp; n < kQueries; n += kQueryWarps) {
-    if (first + n >= p.queries) return;
-    float4 own[kParts] = {};
-    float top = 0, square = 0;
+  for (int part = 0; part < kParts; ++part) {
+    float4& v = own[part];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      float4& v = own[part];
-#pragma unroll
-      for (int i = 0; i < kQueryWarps; ++i)
-        add_product(v, sums[((i * kQueries + n) * kParts + part) * 32 + lane], 1.f);
-      top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-      square += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+    for (int i = 0; i < kQueryWarps; ++i) {
+      const float4 y = sums[((i * kQueries + warp) * kParts + part) * 32 + lane];
+      v.x += y.x, v.y += y.y, v.z += y.z, v.w += y.w;
     }
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) {
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-      square += __shfl_xor_sync(~0u, square, mask);
-    }
-    const float unit = fmaxf(top * (1.f / 127.f), 1e-30f), inverse = __frcp_rn(unit);
-    int sum = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float4& v = own[part];
-      const int whole[4] = {__float2int_rn(v.x * inverse), __float2int_rn(v.y * inverse), __float2int_rn(v.z * inverse),
-                            __float2int_rn(v.w * inverse)};
-      sum += whole[0] + whole[1] + whole[2] + whole[3];
-      const uint32_t four =
-          (whole[0] & 255) | (whole[1] & 255) << 8 | (whole[2] & 255) << 16 | uint32_t(whole[3]) << 24;
-      uint32_t bits = 0; // of the four dimensions in all rows: word w of plane j
-#pragma unroll
-      for (int plane = 0; plane < 8; ++plane) {
-        uint32_t word = (four >> plane & 0x01010101u) << lane % 8;
-#pragma unroll
-        for (int mask = 1; mask < 8; mask *= 2) word |= __shfl_xor_sync(~0u, word, mask);
-        if (lane % 8 == plane) bits = word;
-      }
-      if (lane / 8 < kWords) {
-        const int64_t at = (int64_t(first + n) * 8 + lane % 8) * kWords + lane / 8 + 4 * part;
-        p.whole[at] = four, p.planes[at] = bits;
-      }
-    }
-    sum = __reduce_add_sync(~0u, sum);
-    if (lane == 0) p.sum[first + n] = sum, p.unit[first + n] = square > 0 ? unit / sqrtf(square) : 0.f;
+    top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
   }
+  for (int i = lane; i < p.dim; i += 32) square = fmaf(turned[i * kQueries + warp], turned[i * kQueries + warp], square);
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) {
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+    square += __shfl_xor_sync(~0u, square, mask);
+  }
+  const float unit = fmaxf(top * (1.f / 127.f), 1e-30f), inverse = __frcp_rn(unit);
+  int sum = 0, plane_sum = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const float of_four[4] = {own[part].x, own[part].y, own[part].z, own[part].w};
+    uint32_t four = 0, rounder = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int whole = __float2int_rn(of_four[i] * inverse), sixteenths = min((whole + 8) >> 4, 7);
+      sum += whole, plane_sum += sixteenths;
+      four |= uint32_t(whole & 255) << 8 * i, rounder |= uint32_t(sixteenths & 255) << 8 * i;
+    }
+    uint32_t bits = 0; // of the four dimensions in all rows: word w of plane j
+#pragma unroll
+    for (int plane = 0; plane < kQueryPlanes; ++plane) {
+      uint32_t word = (rounder >> plane & 0x01010101u) << lane % 8;
+#pragma unroll
+      for (int mask = 1; mask < 8; mask *= 2) word |= __shfl_xor_sync(~0u, word, mask);
+      if (lane % 8 == plane) bits = word;
+    }
+    if (lane / 8 < kWords) {
+      const int word = lane / 8 + 4 * part;
+      p.whole[(int64_t(first + warp) * 8 + lane % 8) * kWords + word] = four;
+      if (lane % 8 < kQueryPlanes)
+        p.planes[(int64_t(first + warp) * kQueryPlanes + lane % 8) * kWords + word] = bits;
+    }
+  }
+  sum = __reduce_add_sync(~0u, sum), plane_sum = __reduce_add_sync(~0u, plane_sum);
+  if (lane == 0) {
+    p.sum[first + warp] = sum, p.plane_sum[first + warp] = plane_sum;
+    p.unit[first + warp] = square > 0 ? unit / sqrtf(square) : 0.f;
+  }
+}
+
+template <typename T, int kWords, int kQueries>
+cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
+  return launch_early(
+      sketch_queries_kernel<T, kWords, kQueries>, dim3(p.rows * p.heads), dim3(32, kQueryWarps),
+      QueryMemory<kWords, kQueries>::bytes(p.dim), stream, p);
 }
 
 template <typename T, int kWords>
 cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
-  constexpr int kQueries = kWords == 8 ? 8 : kBlockQueries;
-  const int blocks = (p.queries + kQueries - 1) / kQueries, bytes = QueryMemory<kWords, kQueries>::bytes(p.dim);
-  const auto kernel = sketch_queries_kernel<T, kWords, kQueries>;
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-  kernel<<<blocks, dim3(32, kQueryWarps), bytes, stream>>>(p);
-  return cudaGetLastError();
+  return p.group > 4 ? launch_sketch_queries<T, kWords, 8>(p, stream) : launch_sketch_queries<T, kWords, 4>(p, stream);
 }
 
 // By bytes of a row: 8, 16 or 32.
 template <typename T>
 cudaError_t launch_sketch_queries(const SketchQueries& p, int64_t bytes, cudaStream_t stream) {
-  return bytes == 8    ? launch_sketch_queries<T, 2>(p, stream)
-         : bytes == 16 ? launch_sketch_queries<T, 4>(p, stream)
-                       : launch_sketch_queries<T, 8>(p, stream);
+  if (bytes == 8) return launch_sketch_queries<T, 2>(p, stream);
+  if (bytes == 16) return launch_sketch_queries<T, 4>(p, stream);
+  return launch_sketch_queries<T, 8>(p, stream);
 }
 
 } // namespace shadowkv

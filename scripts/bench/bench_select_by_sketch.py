@@ -19,7 +19,6 @@ from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores.reference import plane_bytes
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
@@ -63,9 +62,9 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.full((rows,), columns, device=device)
     budgets = torch.full((rows,), budget, device=device)
-    rotation = random_rotation(dim, "sketch").to(device)
     planes = (views["signs"], views["rest"], views["scale"], views["excluded"])
-    return sketch_queries(q, rotation), coarse, *planes, pages, counts, budgets, budget
+    queries = sketch_queries(q, torch.eye(dim, device=device)[None, None], torch.zeros_like(counts))
+    return queries, coarse, *planes, pages, counts, budgets, budget
 
 
 def rows_of(args: tuple, some: slice) -> tuple:

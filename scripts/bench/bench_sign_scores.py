@@ -36,7 +36,7 @@ CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
 
 
 def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
-    """Queries, their rotation and the other arguments of a call; rows are full, or of random lengths."""
+    """Queries, their maps and slots and the other arguments of a call; rows are full, or of random lengths."""
     columns, device = tokens // 64, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
@@ -53,14 +53,14 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
-    rotation = random_rotation(dim, "sketch").to(device)
-    return q, rotation, views["signs"], views["scale"], pages, counts.cuda()
+    maps = random_rotation(dim, "sketch").to(device).bfloat16().repeat(rows, heads, 1, 1)
+    return q, maps, torch.arange(rows, device=device), views["signs"], views["scale"], pages, counts.cuda()
 
 
 def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
     """Ends the program where two rows are off by more than rounding."""
-    q, rotation, signs, scale, pages, counts = args
-    queries = queries_reference.sketch_queries(q[:2], rotation)
+    q, maps, slots, signs, scale, pages, counts = args
+    queries = queries_reference.sketch_queries(q[:2], maps, slots[:2])
     exact = reference.sign_scores(queries, signs, scale, pages[:2], counts[:2])
     torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
 
@@ -69,15 +69,15 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     """One row of the table."""
     rows, tokens, heads, group, dim, ragged = case
     args = problem(*case)
-    q, rotation, *fields = args
+    q, maps, slots, *fields = args
 
     def call() -> Tensor:
-        return cuda.sign_scores(queries_cuda.sketch_queries(q, rotation), *fields)
+        return cuda.sign_scores(queries_cuda.sketch_queries(q, maps, slots), *fields)
 
     check(args, call())
     time = microseconds([call] * 10)
-    queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, rotation)] * 10)
-    moved = int(args[5].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
+    queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, slots)] * 10)
+    moved = int(args[6].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
     floor = moved / READ_SPEED * 1e6
     row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,

@@ -32,7 +32,7 @@ class EngineConfig:
     max_cached_seqs: int = 8
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
-    kv: str | KVSpec = "shadowkv"
+    kv: str | KVSpec = "turbo"
     kv_rank: int | None = None
     kv_budget: float | int | None = None
     kv_chunk: int | None = None

@@ -1,8 +1,8 @@
 """Prefill of new tokens into empty or cached sequences: exact attention, and storing, layer by layer.
 
-A new sequence's tokens are stored while the same layer attends to them, where a device can do both at once. New tokens
-of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values, block by block
-with merged softmax, so that nothing is lost to selection outside decode.
+A new sequence's tokens are stored while the last of them attend in the same layer, where a device can do both at once.
+New tokens of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values, block
+by block with merged softmax, so that nothing is lost to selection outside decode.
 """
 
 from __future__ import annotations
@@ -46,20 +46,27 @@ class Prefill:
         batch, rows = block.batch, slice(block.start, block.stop)
         batch.keys[rows], batch.values[rows] = k, v
         batch.rotated[rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
-        if self.side is not None and block.stop == batch.num_tokens and not self.parts.index.observes:
-            self._start_storing(layer, batch, self.side)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
-        """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended."""
+        """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended.
+
+        The last block's attention is under way while the layer is stored: by then all queries are known from which
+        an index learns.
+        """
         batch = block.batch
         q = self.ops.rotate(q, batch.positions[block.start : block.stop], self.store.rotary)
         out = torch.empty_like(q)
+        here = []
         for segment in batch.segments:
             start, stop = max(block.start, segment.start), min(block.stop, segment.stop)
             if start < stop:
                 rows = slice(start - block.start, stop - block.start)
-                out[rows] = self._attend_segment(layer, q[rows], batch, segment, start, stop)
                 batch.keep_queries(segment, q[rows], start)
+                here.append((segment, start, stop, rows))
+        if self.side is not None and block.stop == batch.num_tokens:
+            self._start_storing(layer, batch, self.side)
+        for segment, start, stop, rows in here:
+            out[rows] = self._attend_segment(layer, q[rows], batch, segment, start, stop)
         return out
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:

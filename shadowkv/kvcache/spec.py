@@ -24,6 +24,9 @@ DEFAULT_BUDGET_FLOOR = 256
 FETCH_BUFFER = 2.0
 """Chunks that a buffer keeps of values on the host, in those that a step selects: most of them are selected again."""
 
+ROTATED = "rotated"
+"""Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -34,7 +37,8 @@ class KVSpec:
             ``low-rank-int4``.
         index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
             ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes`` or ``skewed``.
-        values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``.
+        values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``; ``rotated``
+            picks 3 bits, or 4 where the head dim is not a multiple of 64.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
@@ -74,6 +78,8 @@ class KVSpec:
             share = 1 / 2 if shape.kv_dim < 512 else 5 / 32
             rank = round(shape.kv_dim * share)
             spec = replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
+        if spec.values == ROTATED:
+            spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
         reasons = spec._reasons(shape)
         if reasons:
             raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))

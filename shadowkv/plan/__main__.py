@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: bfloat16")
     add("--json", action="store_true", help="unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
-    kv.add_argument("--kv", nargs="+", default=["shadowkv"], metavar="POLICY", help=f"any of {POLICY_HELP}")
+    kv.add_argument("--kv", nargs="+", default=["turbo"], metavar="POLICY", help=f"any of {POLICY_HELP}")
     kv.add_argument("--kv-rank", type=int, help="dimensions of low-rank keys")
     kv.add_argument("--kv-budget", type=parse_budget, help="selected tokens a step: a fraction or a count")
     kv.add_argument("--kv-chunk", type=int, help="tokens selected together; divides 64")

@@ -114,7 +114,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make: Any) -> 
 
 
 def test_without_max_tokens_a_default_is_reserved_not_the_context(make: Any) -> None:
-    engine = make(default_max_tokens=32)
+    engine = make(kv="full", default_max_tokens=32)
     assert engine.max_tokens(100, SamplingParams()) == 32
     assert engine.max_tokens(2040, SamplingParams()) == 8
 

@@ -189,6 +189,7 @@ class Graph:
 
 def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Graph]) -> Engine:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "_Captured", graph)
     engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner._step, engine.config.max_num_seqs)
     engine._steps.run_ahead = True

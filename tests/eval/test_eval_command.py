@@ -24,7 +24,7 @@ def niah(tiny: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.Mo
     text.write_text("One sentence is here. Another one is there! And is this a third? " * 20)
     model = ["--model", str(tiny), "--load-format", "dummy", "--data", str(text), "--out", str(tmp_path / "out")]
     what = ["--tasks", "niah_single", "--length", "1300", "--depths", "0", "100", "--samples", "1"]
-    return ["niah", *model, *what, "--kv", "full", "quest", "--budget", "64", "0.25"]
+    return ["niah", *model, *what, "--kv", "full", "quest", "--budget", "80", "0.25"]
 
 
 def test_a_run_and_its_files(niah: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,16 +32,16 @@ def test_a_run_and_its_files(niah: list[str], tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "out"
     assert (out / "summary.md").read_text() in capsys.readouterr().out
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-    assert [line["policy"] for line in lines] == ["full", "quest@64", "quest@0.25"] * 2
+    assert [line["policy"] for line in lines] == ["full", "quest@80", "quest@0.25"] * 2
     with (out / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["kv"], float(row["budget"]), row["samples"]) for row in rows] == [
         ("full", 1.0, "2"),
-        ("quest", round(64 / 1300, 6), "2"),
+        ("quest", round(80 / 1300, 6), "2"),
         ("quest", 0.25, "2"),
     ]
     config = json.loads((out / "config.json").read_text())
-    assert config["policies"]["quest@64"]["budget"] == 64
+    assert config["policies"]["quest@80"]["budget"] == 80
     assert config["runs"][0]["command"][3:] == niah
     assert (config["settings"]["seed"], config["settings"]["dtype"]) == (0, "float32")
 
@@ -64,7 +64,7 @@ def test_going_on_where_a_run_was_torn(niah: list[str], tmp_path: Path, monkeypa
     again = PredictionFile(path).predictions
     assert [(p.sample, p.policy, p.predictions) for p in again] == [(p.sample, p.policy, p.predictions) for p in whole]
     assert command.main([*niah, "--kv", "full", "turbo"]) == 0
-    assert asked == ["quest@0.25", *(["turbo@64", "turbo@0.25"] * 2)]
+    assert asked == ["quest@0.25", *(["turbo@80", "turbo@0.25"] * 2)]
 
 
 def test_an_interrupt_leaves_what_is_done(niah: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

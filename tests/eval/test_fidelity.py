@@ -63,7 +63,7 @@ def test_prompts_together_measure_as_each_alone(loaded: LoadedModel) -> None:
     another token is selected.
     """
     torch.manual_seed(20241028)
-    policies = local_policies(["turbo:budget=32", "shadowkv:budget=32,outliers=2"], [], loaded.config.shape)
+    policies = local_policies(["turbo:budget=80", "shadowkv:budget=32,outliers=2"], [], loaded.config.shape)
     several = prompts(3)
     together = follow(loaded, policies, several, 8, 2)
     alone = [one for prompt in several for one in follow(loaded, policies, [prompt], 8, 2)]

@@ -22,7 +22,7 @@ def arguments(tiny: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pyte
     text.write_text("".join(chr(97 + i * i % 23) for i in range(900)))
     model = ["--model", str(tiny), "--load-format", "dummy", "--text", str(text), "--out", str(tmp_path / "out")]
     what = ["--prompts", "2", "--prompt-tokens", "400", "--new-tokens", "4", "--measure-every", "2"]
-    return ["fidelity", *model, *what, "--kv", "full", "turbo", "--budget", "64"]
+    return ["fidelity", *model, *what, "--kv", "full", "turbo", "--budget", "80"]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -42,7 +42,7 @@ def test_files_and_going_on(
     assert 0 <= float(turbo["hit_rate_1x"]) <= float(turbo["hit_rate_4x"]) <= 1
     assert [row["layer"] for row in rows(out / "layers.csv")] == ["0", "1"] * 2
     config = json.loads((out / "config.json").read_text())
-    assert config["policies"]["turbo@64"]["rank"] == 32
+    assert config["policies"]["turbo@80"]["rank"] == 32
     assert (config["settings"]["prompts"], config["runs"][0]["command"][3:]) == (2, arguments)
     for plot in ("kl", "mass_recall", "output_error", "hit_rate"):
         assert (out / f"{plot}.png").stat().st_size > 1000
@@ -50,7 +50,7 @@ def test_files_and_going_on(
     follow = fidelity.follow
     monkeypatch.setattr(fidelity, "follow", lambda *all: asked.extend(one.label for one in all[1]) or follow(*all))
     assert command.main([*arguments, "--kv", "turbo", "quest"]) == 0
-    assert asked == ["quest@64"] * 2
+    assert asked == ["quest@80"] * 2
     assert [row["kv"] for row in rows(out / "fidelity.csv")] == ["full", "turbo", "quest"]
     assert command.main([*arguments, "--new-tokens", "5"]) == 2
     assert "new_tokens=4, not 5; use another folder" in capsys.readouterr().err

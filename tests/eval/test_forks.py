@@ -23,7 +23,7 @@ SAMPLE = Sample("t", "0", (TEXT, "and then?", "and last?"), (("x",), ("y",), ("z
 
 
 def test_a_fork_answers_as_a_run_of_its_own(loaded: LoadedModel) -> None:
-    policies = local_policies(["full", "shadowkv", "quest", "turbo"], [64, 0.25], loaded.config.shape)
+    policies = local_policies(["full", "shadowkv", "quest", "turbo"], [80, 0.25], loaded.config.shape)
     together = list(Forks(loaded).answers([(SAMPLE, policies)]))
     assert [p.policy for p in together] == [policy.label for policy in policies]
     forks = Forks(loaded)
@@ -32,14 +32,14 @@ def test_a_fork_answers_as_a_run_of_its_own(loaded: LoadedModel) -> None:
         assert alone.predictions == forked.predictions
         assert len(alone.predictions) == 3
     attended = {p.policy: p.attended_tokens for p in together}
-    assert attended["quest@64"] < attended["quest@0.25"] < attended["full"]
-    assert [p.budget for p in together[:3]] == [1, round(64 / 1240, 6), 0.25]
+    assert attended["quest@80"] < attended["quest@0.25"] < attended["full"]
+    assert [p.budget for p in together[:3]] == [1, round(80 / 1240, 6), 0.25]
 
 
 def test_a_batch_answers_as_its_samples_alone(loaded: LoadedModel) -> None:
     """Lengths differ, answers end at different steps, and each later turn comes after all have ended the one before."""
     samples = [replace(SAMPLE, id=str(i), turns=(TEXT[: 1200 - 90 * i], *SAMPLE.turns[1:])) for i in range(5)]
-    policies = local_policies(["full", "shadowkv", "turbo:budget=64", "turbo:budget=0.25"], [], loaded.config.shape)
+    policies = local_policies(["full", "shadowkv", "turbo:budget=80", "turbo:budget=0.25"], [], loaded.config.shape)
     alone, together = Forks(loaded, batch=1), Forks(loaded, batch=3)
     work = [(sample, policies) for sample in samples]
     common = Counter(token for one in samples for token in _greedy(loaded, policies[0], one.turns[0])).most_common(3)
@@ -59,7 +59,7 @@ def test_a_batch_answers_as_its_samples_alone(loaded: LoadedModel) -> None:
 def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel) -> None:
     tokens = loaded.tokenizer.encode(TEXT)
     for kv in ("shadowkv", "turbo"):
-        caches = [open_cache(loaded, preset(kv, budget=budget), 1300) for budget in (32, 0.5, 0.5)]
+        caches = [open_cache(loaded, preset(kv, budget=budget), 1300) for budget in (80, 0.5, 0.5)]
         assert stored_alike(caches[0], caches[1], len(tokens))
         assert not stored_alike(caches[0], caches[1], caches[1].spec.dense_limit)
         sequences = [cache.pool.allocate(len(tokens), 1300) for cache in caches]
@@ -109,10 +109,10 @@ def test_too_long_a_sample_is_named(loaded: LoadedModel) -> None:
 
 
 def test_a_policy_may_name_its_budget(loaded: LoadedModel) -> None:
-    names = ["full", "turbo", "turbo:budget=0.03125", "turbo:chunk=8,budget=64", "turbo"]
+    names = ["full", "turbo", "turbo:budget=0.03125", "turbo:chunk=8,budget=80", "turbo"]
     policies = local_policies(names, [0.5], loaded.config.shape)
-    assert [policy.label for policy in policies] == ["full", "turbo@0.5", "turbo@0.03125", "turbo:chunk=8@64"]
+    assert [policy.label for policy in policies] == ["full", "turbo@0.5", "turbo@0.03125", "turbo:chunk=8@80"]
     assert [policy.kv for policy in policies] == ["full", "turbo", "turbo", "turbo:chunk=8"]
-    assert [policy.spec and policy.spec.budget for policy in policies] == [None, 0.5, 0.03125, 64]
+    assert [policy.spec and policy.spec.budget for policy in policies] == [None, 0.5, 0.03125, 80]
     with pytest.raises(ValueError, match="attends to every token"):
         local_policies(["full:budget=0.5"], [], loaded.config.shape)

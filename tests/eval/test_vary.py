@@ -44,8 +44,8 @@ def test_a_label_without_a_field(label: str, field: str, parts: tuple[str, str |
 
 
 def test_budgets_are_varied_beside_those_of_the_flag() -> None:
-    names, _ = Variation.parse("budget=64,0.5").expand(["full", "turbo"], SHAPE)
-    assert [policy.label for policy in local_policies(names, [0.25], SHAPE)] == ["full", "turbo@64", "turbo@0.5"]
+    names, _ = Variation.parse("budget=80,0.5").expand(["full", "turbo"], SHAPE)
+    assert [policy.label for policy in local_policies(names, [0.25], SHAPE)] == ["full", "turbo@80", "turbo@0.5"]
 
 
 def test_scores_by_value(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     selected, store = cache.select(1, q, batch), cache.store
     assert (selected[1] == -1).all()  # dense
     fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
-    queries = store.ops.sketch_queries(q, store.rotation("sketch"))
+    queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.slots)
     scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
     for row in (0, 2):
         barred = store.page["excluded"][1][batch.pages[row]].transpose(0, 1).flatten(1)

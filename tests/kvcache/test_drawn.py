@@ -40,7 +40,7 @@ def test_found_chunks_fill_tiles_and_nothing_is_drawn_where_all_could_be_found()
     assert spec.drawn_chunks(budget, sealed).tolist() == [0, 300 - 192, 300 - 192]
     spec = preset("turbo", drawn=0.4, budget=300, chunk=8)
     assert spec.drawn_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 24]
-    assert preset("turbo").drawn_chunks(budget, sealed).tolist() == [0, 0, 0]
+    assert preset("turbo", drawn=0.0).drawn_chunks(budget, sealed).tolist() == [0, 0, 0]
     assert preset("turbo", drawn=0.7).drawn_chunks(np.array([640]), np.array([64000])).tolist() == [448]
 
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_drawn_from_is_refused(kv: str, reason: str) -> None:
 def test_every_index_names_what_it_found_in_order() -> None:
     """Draws look for themselves among the found by bisection."""
     for kv in ("exact-top-k", "quest", "shadowkv:place=device", "loki", "turbo", "turbo:index=sketch-1bit,chunk=8"):
-        cache = make_cache(preset(kv, budget=256))
+        cache = make_cache(preset(kv, budget=256, drawn=0.0))
         stream = Stream(7, cache.pool.allocate(S, S + 1))
         prefill(cache, [(stream, S)])
         batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed

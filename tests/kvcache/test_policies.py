@@ -346,7 +346,7 @@ def test_mass_is_the_fewest_best_chunks_with_that_share_in_every_query_head(chun
     [
         SHADOWKV,
         QUEST,
-        *(preset(name) for name in ("full", "turbo:budget=64", "streaming-llm:budget=64", "loki:budget=64")),
+        *(preset(name) for name in ("full", "turbo:budget=80", "streaming-llm:budget=64", "loki:budget=64")),
         preset("infinigen:budget=64"),
         *(preset(name) for name in ("snapkv:budget=64", "exact-top-k:budget=64", "exact-top-k:budget=0.5,mass=0.8")),
     ],

@@ -317,11 +317,19 @@ def test_packing_wastes_little_in_small_blocks(exact, sealed):
         assert 1 - min(count * exact, other * sealed) / size <= max(LEAST_WASTE, 1 / 8)
 
 
+@pytest.mark.parametrize(("dim", "bits"), [(64, 3), (96, 4), (80, 4), (128, 3), (256, 3)])
+def test_rotated_values_have_as_few_bits_as_the_head_dim_allows(dim, bits):
+    shape = ModelShape(2, 8, 2, dim)
+    assert preset("turbo").resolve(shape).values == f"rotated-{bits}bit"
+    assert preset("turbo:values=rotated-4bit").resolve(shape).values == "rotated-4bit"
+
+
 def test_turbo_pages_of_an_8b_model_fill_their_blocks():
     layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
-    assert (layout.exact_per_block, layout.sealed_per_block) == (4, 17)
-    assert layout.block_bytes == 17 * layout.sealed_bytes
-    assert layout.block_bytes - 4 * layout.exact_bytes < LEAST_WASTE * layout.block_bytes
+    assert (layout.exact_per_block, layout.sealed_per_block) == (5, 24)
+    assert layout.block_bytes == max(24 * layout.sealed_bytes, 5 * layout.exact_bytes)
+    assert layout.block_bytes - 5 * layout.exact_bytes < LEAST_WASTE * layout.block_bytes
+    assert layout.block_bytes - 24 * layout.sealed_bytes < LEAST_WASTE * layout.block_bytes
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMALL])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
@@ -16,7 +15,8 @@ pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and th
 
 
 def queries_of(q: Tensor) -> SketchQueries:
-    return sketch_queries(q, random_rotation(q.shape[-1], "sketch").to(q.device))
+    slots = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    return sketch_queries(q, torch.eye(q.shape[-1], device=q.device)[None, None], slots)
 
 
 def problem(
@@ -32,7 +32,6 @@ def problem(
     """Arguments: shuffled pages of an arena whose other bytes are all NaN, counts as valid pages of each row."""
     chunks, device = 64 // chunk, torch.device("cuda")
     columns = columns or max(1, *counts)
-    matrix = random_rotation(dim, "sketch").to(device)
     fields = [
         Field("other", (100,), torch.uint8),
         Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
@@ -47,7 +46,7 @@ def problem(
     names = torch.tensor(tier.allocate(sum(counts)), dtype=torch.int64)[torch.randperm(sum(counts))].cuda()
     pages = torch.full((len(counts), columns), tier.spare, dtype=torch.int64, device=device)
     for own in names.split(1024):
-        signs, rest, scale = pack_sketch(torch.randn(len(own), heads, 64, dim, device=device), matrix)
+        signs, rest, scale = pack_sketch(torch.randn(len(own), heads, 64, dim, device=device))
         excluded = torch.rand(len(own), heads, chunks, device=device) < 0.2
         views["signs"][own], views["rest"][own], views["excluded"][own] = signs, rest, excluded
         views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), math.nan)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
@@ -18,13 +17,13 @@ Arguments = tuple[SketchQueries, Tensor, Tensor, Tensor, Tensor]
 
 
 def queries_of(q: Tensor) -> SketchQueries:
-    return sketch_queries(q, random_rotation(q.shape[-1], "sketch").to(q.device))
+    slots = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    return sketch_queries(q, torch.eye(q.shape[-1], device=q.device)[None, None], slots)
 
 
 def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -> Arguments:
     """Arguments: shuffled pages of an arena whose other bytes are all NaN; ``counts`` pages of each row."""
     device = torch.device("cuda")
-    rotation = random_rotation(dim, "sketch").to(device)
     fields = [
         Field("other", (100,), torch.uint8),
         Field("signs", (heads, 64, reference.plane_bytes(dim)), torch.uint8),
@@ -42,7 +41,7 @@ def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -
     for row, count in enumerate(counts):
         own = pages[row, :count]
         keys = torch.randn(count, heads, 64, dim, device=device)
-        views["signs"][own], _, views["scale"][own] = reference.pack_sketch(keys, rotation)
+        views["signs"][own], _, views["scale"][own] = reference.pack_sketch(keys)
     queries = queries_of(torch.randn(len(counts), heads * group, dim, device=device))
     return queries, views["signs"], views["scale"], pages, torch.tensor(counts).cuda()
 

@@ -115,6 +115,7 @@ else:
     def test_sketched_keys(heads: int, dim: int, shared: bool, dtype: torch.dtype) -> None:
         skip_what_compiles_for_long(dim, dtype)
         x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "sketch").to(DEVICE)
+        maps = (rotation + 0.3 * torch.randn(LAYERS, 9, heads, dim, dim, device=DEVICE) / dim**0.5).bfloat16()
         mean = 0.5 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)
         mean[0, 4, 0] = 0
         slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
@@ -123,8 +124,8 @@ else:
         )
         scale, wanted_scale = (arena(heads, 64, dtype=torch.float16) for _ in range(2))
         pages = names()
-        sketch_triton.sketch_keys(x, mean, slots, rotation, signs, rest, scale, pages)
-        sketch_reference.sketch_keys(x, mean, slots, rotation, wanted_signs, wanted_rest, wanted_scale, pages)
+        sketch_triton.sketch_keys(x, mean, maps, slots, signs, rest, scale, pages)
+        sketch_reference.sketch_keys(x, mean, maps, slots, wanted_signs, wanted_rest, wanted_scale, pages)
         for field in (signs, rest, scale):
             untouched(field, pages)
         codes = [
@@ -134,8 +135,9 @@ else:
         assert (signs[:, pages][..., dim // 8 :] == 0).all()
         assert (rest[:, pages][..., dim // 8 :] == 0).all()
         centred = x.double() - mean[:, slots].unsqueeze(2).double()
-        sigma = centred.norm(dim=-1, keepdim=True) / dim**0.5
-        differing(*codes, centred @ rotation.double() / (STEP * sigma).clamp(min=1e-30))
+        mapped = (centred.transpose(2, 3) @ maps[:, slots].double()).transpose(2, 3)
+        sigma = mapped.norm(dim=-1, keepdim=True) / dim**0.5
+        differing(*codes, mapped / (STEP * sigma).clamp(min=1e-30))
         same = (codes[0] == codes[1]).all(-1).transpose(2, 3)
         torch.testing.assert_close(scale[:, pages][same], wanted_scale[:, pages][same], rtol=2e-3, atol=0)
         assert scale[0, pages[0], 0, 5] == 0

@@ -15,7 +15,7 @@ import torch
 
 from shadowkv.kvcache.parts.base import IndexPart, KeyPart, ValuePart
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import ROTATED, KVSpec
 
 KEY_PARTS = {
     "dense": "keys_dense:DenseKeys",
@@ -43,7 +43,7 @@ VALUE_PARTS = {
     "rotated-2bit": "values_rotated:RotatedValues2Bit",
 }
 PLACES = ("device", "host")
-AXES = {"keys": KEY_PARTS, "index": INDEX_PARTS, "values": VALUE_PARTS, "place": PLACES}
+AXES = {"keys": KEY_PARTS, "index": INDEX_PARTS, "values": (*VALUE_PARTS, ROTATED), "place": PLACES}
 """The names that each of these fields of a KVSpec can have."""
 
 

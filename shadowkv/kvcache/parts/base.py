@@ -111,13 +111,7 @@ class KeyPart(Part):
 
 
 class IndexPart(Part):
-    """How chunks are found.
-
-    Attributes:
-        observes: whether ``fit`` learns from queries, so that a layer's prompt is stored after it has attended.
-    """
-
-    observes = False
+    """How chunks are found."""
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:

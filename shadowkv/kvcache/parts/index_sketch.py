@@ -2,7 +2,9 @@
 
 Randomly rotated coordinates are near Gaussian, so one fixed quantiser fits all keys (TurboQuant, arXiv:2504.19874).
 The prompt's mean key is taken off first: it shifts the scores of all sketched tokens alike, and what is left of the
-keys is coded in finer steps.
+keys is coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments of the
+prompt's last queries, and queries by its inverse: products stay as they are, but a sketch's error counts as much as
+queries will look at it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
+
+
+ISOTROPIC = 0.85
+"""Share of the identity in the moments that a sketch is made for: queries to come are others than those observed. Of
+the tokens with 3 % of a head's attention or more, on RULER prompts of 16K and 32K, signs overlook 0.6 to 1.3 % so, 2 %
+with the identity alone and up to 5 % with a share of 0.3."""
 
 
 class Sketch(IndexPart):
@@ -51,22 +59,30 @@ class Sketch(IndexPart):
         return whole - rest.nbytes / PAGE + whole / KEPT_SHARE
 
     def state_fields(self) -> tuple[Field, ...]:
-        return (Field("sketch_mean", (self.shape.num_kv_heads, self.shape.head_dim), torch.float32),)
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        return (
+            Field("sketch_mean", (heads, dim), torch.float32),
+            Field("sketch_key_map", (heads, dim, dim), torch.bfloat16),
+            Field("sketch_query_map", (heads, dim, dim), torch.bfloat16),
+        )
 
     def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         store.state["sketch_mean"][layer, slot] = rotated.mean(0, dtype=torch.float32)
+        key_map, query_map = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
+        store.state["sketch_key_map"][layer, slot] = key_map
+        store.state["sketch_query_map"][layer, slot] = query_map
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        mean, rotation = store.state["sketch_mean"][tokens.layers], store.rotation("sketch")
+        mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
         fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
-        store.ops.sketch_keys(tokens.rotated, mean, tokens.slots, rotation, *fields, tokens.pages)
+        store.ops.sketch_keys(tokens.rotated, mean, maps, tokens.slots, *fields, tokens.pages)
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         signs, rest, scale, excluded = (
             store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale", "excluded")
         )
         k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
-        queries = store.ops.sketch_queries(q, store.rotation("sketch"))
+        queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
         coarse = store.ops.sign_scores(queries, signs, scale, *places)
         return store.ops.select_by_sketch(queries, coarse, signs, rest, scale, excluded, *places, batch.budget, k)
 
@@ -90,9 +106,37 @@ class SignSketch(Sketch):
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", "excluded"))
-        queries = store.ops.sketch_queries(q, store.rotation("sketch"))
+        queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)
         scores = mask_logits(scores, excluded, batch.pages, batch.num_chunks)[0].squeeze(2)
         best, chosen = scores.topk(min(batch.max_budget, scores.shape[-1]), dim=-1)
         within = torch.arange(best.shape[-1], device=best.device) < batch.budget[:, None, None]
         return in_order(chosen, within & (best > float("-inf")))
+
+
+def sketch_maps(queries: Tensor, heads: int, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """What the keys and the queries of each kv head are multiplied by: L R and the transposed inverse of L, times R.
+
+    L L^T = d C, where C is the second moment of queries of length 1, mixed with that of all directions alike.
+
+    Args:
+        queries: [w, H_q, d], w may be 0.
+        heads: H.
+        rotation: float32 [d, d], orthogonal.
+
+    Returns:
+        Two float32 [H, d, d], whose rows' products are those of the unit vectors.
+    """
+    dim = rotation.shape[0]
+    one = torch.eye(dim, device=rotation.device)
+    moments = one.expand(heads, dim, dim)
+    if len(queries):
+        units = (
+            torch.nn.functional.normalize(queries.float(), dim=-1)
+            .unflatten(1, (heads, -1))
+            .transpose(0, 1)
+            .flatten(1, 2)
+        )
+        moments = ISOTROPIC * one + (1 - ISOTROPIC) * dim / units.shape[1] * (units.transpose(1, 2) @ units)
+    root = torch.linalg.cholesky_ex(moments).L  # its smallest eigenvalue is ISOTROPIC at least: it exists
+    return root @ rotation, torch.linalg.solve_triangular(root.transpose(1, 2), rotation.expand_as(root), upper=True)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 class Skewed(ScoredIndex):
-    observes = True
     kept = 0.3
     """Share of the columns that is kept: the paper's partial weight ratio."""
 

@@ -31,8 +31,6 @@ LEAST = 1e-37
 
 
 class Votes(RankedIndex):
-    observes = True
-
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("votes", (self.shape.num_kv_heads, PAGE), torch.float32),)
 

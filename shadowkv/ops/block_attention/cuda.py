@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp through PyTorch's flash attention for GPUs, with no scores in memory."""
+"""Attention with its log-sum-exp through PyTorch's fused kernels for GPUs, with no scores in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.block_attention import reference
+from shadowkv.ops.fused_attention import attend
 
 
 def available() -> bool:
@@ -19,6 +20,4 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tu
     dim = q.shape[-1]
     if q.dtype == torch.float32 or dim % 8 or dim > 256:
         return reference.block_attention(q, k, v, causal)
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse, *_ = attend(q.transpose(0, 1)[None], k[None], v[None], 0.0, causal)
-    return out[0].transpose(0, 1), lse[0].T
+    return attend(q, k, v, causal)

@@ -31,8 +31,8 @@ def draw_chunks(
         excluded: bool [N, H, C], chunks that may not be selected, views over all pages.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row.
-        found, drawn: int64 [B]; their sum is k at most. 0 drawn leaves a row as it is, and so does a head where fewer
-            were found, so that -1s are last.
+        found, drawn: int64 [B]; their sum is k at most where any are drawn. 0 drawn leaves a row as it is, and so does
+            a head where fewer were found, so that -1s are last.
         seeds: int64 [B]; rows of the same seed and number of chunks draw from the same places.
         layer: other layers and heads draw from other places.
     """
@@ -54,7 +54,7 @@ def draw_chunks(
     place = (number - found[:, None, None]).clamp(min=0).expand(batch, heads, k)
     tail = chunk.gather(2, place)
     tail = tail.masked_fill(tail == last, -1)
-    last_found = selected.gather(2, (found - 1).clamp(min=0)[:, None, None].expand(-1, heads, 1))
+    last_found = selected.gather(2, (found - 1).clamp(0, k - 1)[:, None, None].expand(-1, heads, 1))
     enough = (found == 0)[:, None, None] | (last_found >= 0)
     active = (drawn > 0)[:, None, None] & (number >= found[:, None, None]) & enough
     selected.copy_(torch.where(active, tail, selected))

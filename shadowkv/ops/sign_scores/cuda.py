@@ -48,5 +48,5 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
         return reference.sign_scores(queries, signs, scale, pages, num_pages)
     scores = torch.empty(batch, heads, 64 // reference.RUN * columns, dtype=torch.float16, device=signs.device)
     places = (pages, num_pages, run_pages(batch, columns))
-    torch.ops.shadowkv_cuda.sign_scores(queries.planes, queries.unit, queries.sum, signs, scale, *places, scores)
+    torch.ops.shadowkv_cuda.sign_scores(queries.planes, queries.unit, queries.plane_sum, signs, scale, *places, scores)
     return scores

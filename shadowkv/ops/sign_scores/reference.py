@@ -1,8 +1,8 @@
 """The 2-bit key sketch, and the scores of its sign plane, in PyTorch.
 
-A fixed random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels
-serves all keys (TurboQuant, arXiv:2504.19874); the scale of a key makes its inner product with itself exact. The two
-bits lie in two planes: signs alone say where to look, and only there the other bits are read (``select_by_sketch``).
+A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels serves
+all keys (TurboQuant, arXiv:2504.19874); the scale of a key makes its inner product with itself exact. The two bits lie
+in two planes: signs alone say where to look, and only there the other bits are read (``select_by_sketch``).
 """
 
 from __future__ import annotations
@@ -31,22 +31,19 @@ def plane_bytes(dim: int) -> int:
     return -(-dim // 64) * 8
 
 
-def pack_sketch(keys: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales of keys.
+def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of keys by their coordinates.
 
     Args:
-        keys: [..., d] with d a multiple of 8, rotated by RoPE.
-        rotation: float32 [d, d].
+        x: float32 [..., d] with d a multiple of 8, centred keys times their sequence's map.
 
     Returns:
         Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the signs (1 for positive) and the lower bits of codes
         from 0 to 3: bit j of byte b < d/8 is that of dimension j d/8 + b, other bytes are 0; and float16 [...] scales,
-        0 for a key that is 0. A key is about (code - 1.5) * scale, times the transposed rotation.
+        0 for a key that is 0. ``x`` is about (code - 1.5) * scale.
     """
-    dim = keys.shape[-1]
-    x = keys.float() @ rotation
-    norm = keys.float().norm(dim=-1, keepdim=True)
-    sigma = (norm / math.sqrt(dim)).clamp_min(torch.finfo(torch.float32).tiny)
+    norm = x.norm(dim=-1, keepdim=True)
+    sigma = (norm / math.sqrt(x.shape[-1])).clamp_min(torch.finfo(torch.float32).tiny)
     codes = (x / (STEP * sigma)).floor().add(2).clamp(0, 3)
     overlap = (x * (codes - 1.5)).sum(-1)
     scale = (norm.squeeze(-1).square() / overlap).where(overlap > 0, 0)
@@ -69,7 +66,7 @@ def plane_bits(plane: Tensor, dim: int) -> Tensor:
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Largest score of any token of each run of 8 with any query of its kv head; keys of signs, queries of length 1.
+    """Largest score of any token of each run of 8 with any query of its kv head; keys of signs, queries in 4 bits.
 
     Queries of one length make the heads of a group comparable without a softmax: measured on attention of real
     prompts, an eighth of all runs found so holds as much mass as one found by shares of a softmax.
@@ -84,7 +81,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     Returns:
         float16 [B, H, 8 P], -inf for runs of pages that are not valid.
     """
-    whole, unit = queries.of_heads(signs.shape[1])
+    whole, unit = queries.rounded_of_heads(signs.shape[1])
     batch, bits = len(whole), whole.shape[-1]
     parts = []
     for names in pages.split(max(1, PAGES_AT_ONCE // batch), dim=1):

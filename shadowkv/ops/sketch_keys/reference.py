@@ -10,8 +10,8 @@ from shadowkv.ops.sign_scores.reference import pack_sketch
 def sketch_keys(
     keys: Tensor,
     mean: Tensor,
+    maps: Tensor,
     slots: Tensor,
-    rotation: Tensor,
     signs: Tensor,
     rest: Tensor,
     scale: Tensor,
@@ -22,12 +22,12 @@ def sketch_keys(
     Args:
         keys: [L, n, 64, H, d], rotated by RoPE.
         mean: float32 [L, slots, H, d].
-        slots: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean``.
-        rotation: float32 [d, d].
+        maps: bfloat16 [L, slots, H, d, d], what the keys of each sequence and kv head are multiplied by.
+        slots: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.
         signs, rest: uint8 [L, N, H, 64, S], views over all pages.
         scale: float16 [L, N, H, 64].
         pages: int64 [n], which of the N take them.
     """
-    centred = keys - mean[:, slots].unsqueeze(2)
-    for field, packed in zip((signs, rest, scale), pack_sketch(centred, rotation), strict=True):
-        field[:, pages] = packed.transpose(2, 3)
+    centred = (keys - mean[:, slots].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]
+    for field, packed in zip((signs, rest, scale), pack_sketch(centred @ maps[:, slots].float()), strict=True):
+        field[:, pages] = packed

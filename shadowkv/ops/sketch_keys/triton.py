@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS, arranged, rotate_rows
+from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS
 from shadowkv.ops.sign_scores.reference import STEP, plane_bytes
 from shadowkv.ops.sketch_keys import reference
 
@@ -17,49 +17,47 @@ from shadowkv.ops.sketch_keys import reference
 def sketch_keys(
     keys: Tensor,
     mean: Tensor,
+    maps: Tensor,
     slots: Tensor,
-    rotation: Tensor,
     signs: Tensor,
     rest: Tensor,
     scale: Tensor,
     pages: Tensor,
 ) -> None:
-    """As the reference; the last dimension of ``keys`` must be dense. Up to 128 dimensions, beyond by the reference."""
+    """As the reference; the last dimension of ``keys`` and the matrices in ``maps`` must be dense.
+
+    Up to 128 dimensions, beyond by the reference.
+    """
     layers, count, _, heads, dim = keys.shape
     if dim > MOST_DIMS:
-        reference.sketch_keys(keys, mean, slots, rotation, signs, rest, scale, pages)
+        reference.sketch_keys(keys, mean, maps, slots, signs, rest, scale, pages)
         return
     if not layers * count:
         return
     width = plane_bytes(dim)
-    block = triton.next_power_of_2(width)
-    sources = tuple(bit * (dim // 8) + byte if byte < dim // 8 else -1 for bit in range(8) for byte in range(block))
-    parts, exact = arranged(rotation, sources)
     _sketch_keys[(count, layers, triton.cdiv(heads, HEADS_AT_ONCE))](
-        keys, mean, slots, parts, exact, signs, rest, scale, pages,
-        *keys.stride()[:4], mean.stride(0), mean.stride(1), signs.stride(0), signs.stride(1),
+        keys, mean, maps, slots, signs, rest, scale, pages,
+        *keys.stride()[:4], *mean.stride()[:2], *maps.stride()[:2], signs.stride(0), signs.stride(1),
         scale.stride(0), scale.stride(1), SHARED=len(slots) == 1, HEADS=heads, AT_ONCE=HEADS_AT_ONCE, DIM=dim,
-        DIM_BLOCK=exact.shape[0], WIDTH=width, BYTES=block, STEP=STEP / dim**0.5, num_warps=WARPS,
+        DIM_BLOCK=triton.next_power_of_2(dim), WIDTH=width, BYTES=triton.next_power_of_2(width), STEP=STEP / dim**0.5,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
 @triton.jit
 def _sketch_keys(
-    keys, mean, slots, parts, exact, signs, rest, scale, pages,
-    key_layer, key_page, key_token, key_head, mean_layer, mean_slot, plane_layer, plane_page, scale_layer, scale_page,
+    keys, mean, maps, slots, signs, rest, scale, pages,
+    key_layer, key_page, key_token, key_head, mean_layer, mean_slot, map_layer, map_slot,
+    plane_layer, plane_page, scale_layer, scale_page,
     SHARED: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one page of one layer. Column ``bit * BYTES + byte`` of the rotated tile is dimension
+    """Some heads of one page of one layer. Column ``bit * BYTES + byte`` of the mapped tile is dimension
     bit * DIM / 8 + byte."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column, token, dim = tl.arange(0, 8 * BYTES), tl.arange(0, 64), tl.arange(0, DIM_BLOCK)
     used = (column % BYTES < DIM // 8)[None, :]
-    entry = dim[:, None] * (8 * BYTES) + column[None, :]
-    matrix = tl.load(exact + entry)
-    near, far = matrix, matrix
-    if keys.dtype.element_ty == tl.bfloat16:
-        near, far = tl.load(parts + entry), tl.load(parts + DIM_BLOCK * 8 * BYTES + entry)
+    entry = dim[:, None] * DIM + (column // BYTES * (DIM // 8) + column % BYTES)[None, :]
     name = tl.load(pages + page)
     slot = tl.load(slots) if SHARED else tl.load(slots + page)
     byte, bit = tl.arange(0, BYTES)[None, :], tl.arange(0, 8)[None, :, None]
@@ -67,17 +65,19 @@ def _sketch_keys(
     scale_row = scale + layer * scale_layer + name * scale_page + token
     row = keys + layer * key_layer + page * key_page + token[:, None] * key_token + dim[None, :]
     centre_row = mean + layer * mean_layer + slot * mean_slot + dim
+    map_of_slot = maps + layer * map_layer + slot * map_slot + entry
     first = tl.program_id(2) * AT_ONCE
     for head in range(first, min(first + AT_ONCE, HEADS)):
         x = tl.load(row + head * key_head, mask=(dim < DIM)[None, :], other=0.0)
         centred = x.to(tl.float32) - tl.load(centre_row + head * DIM, mask=dim < DIM, other=0.0)[None, :]
+        matrix = tl.load(map_of_slot + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
         if x.dtype == tl.bfloat16:
             # A centred key has more bits than one bfloat16 holds.
             held = centred.to(tl.bfloat16)
-            y = tl.dot((centred - held.to(tl.float32)).to(tl.bfloat16), near, rotate_rows(held, near, far, matrix))
+            y = tl.dot((centred - held.to(tl.float32)).to(tl.bfloat16), matrix, tl.dot(held, matrix))
         else:
-            y = rotate_rows(centred, near, far, matrix)
-        square = tl.sum(centred * centred, 1)
+            y = tl.dot(centred, matrix.to(tl.float32), input_precision="ieee")
+        square = tl.sum(y * y, 1)
         step = tl.maximum(STEP * tl.sqrt(square), 1e-37)
         code = tl.minimum(tl.maximum(tl.floor(y / step[:, None]) + 2, 0.0), 3.0)
         overlap = tl.sum(tl.where(used, y * (code - 1.5), 0.0), 1)
