@@ -25,7 +25,7 @@ def mean_error(kv: str, bias: float) -> float:
 @pytest.mark.parametrize(
     "kv",
     [
-        "turbo:budget=1.0",  # 8-bit latents and 4-bit values
+        "turbo:budget=1.0",  # 8-bit latents and 3-bit values
         "turbo:budget=1.0,values=dense",  # 8-bit latents
         "turbo:budget=256,values=dense",  # and the sketch
         "turbo-host:budget=256",

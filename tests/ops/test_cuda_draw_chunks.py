@@ -90,8 +90,9 @@ def test_budgets_that_are_left_to_the_reference(seed, monkeypatch):
 def test_draws_that_begin_before_the_search_is_over(seed):
     """Each of many layers in a captured graph, whose launches overlap, against the same calls one at a time."""
     layers, heads, pages, k = 12, 8, 96, 64
-    rotation = random_rotation(128, "sketch").cuda()
-    signs, rest, scale = pack_sketch(torch.randn(4 * pages, heads, 64, 128, device="cuda"), rotation)
+    maps = random_rotation(128, "sketch").cuda().bfloat16().repeat(1, heads, 1, 1)
+    slots = torch.zeros(4, dtype=torch.int64, device="cuda")
+    signs, rest, scale = pack_sketch(torch.randn(4 * pages, heads, 64, 128, device="cuda"))
     excluded = torch.rand(4 * pages, heads, 64, device="cuda") < 0.1
     names = torch.randperm(4 * pages, device="cuda").view(4, pages)
     q = torch.randn(layers, 4, 4 * heads, 128, device="cuda").bfloat16()
@@ -100,7 +101,7 @@ def test_draws_that_begin_before_the_search_is_over(seed):
     ).cuda()
 
     def search(layer: int, pause: bool) -> Tensor:
-        queries = sketching.sketch_queries(q[layer], rotation)
+        queries = sketching.sketch_queries(q[layer], maps, slots)
         coarse = scoring.sign_scores(queries, signs, scale, names, counts)
         sketch = (coarse, signs, rest, scale, excluded, names, counts)
         selected = selecting.select_by_sketch(queries, *sketch, found, k)
