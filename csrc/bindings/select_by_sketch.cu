@@ -56,15 +56,13 @@ void select_by_sketch(
   check_dense_from(selected, "selected", 0);
   const int64_t k = selected.size(2);
   const Region region(columns, int64_t(1) << log, k);
-  check(workspace, "workspace", Dtype::Byte, {batch * heads, -1});
-  if (workspace.size(1) != 0) {
-    check(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
-    check_dense_from(workspace, "workspace", 0);
-  }
+  check(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
+  check_dense_from(workspace, "workspace", 0);
+  STD_TORCH_CHECK(batch * heads < 65536, batch, " rows of ", heads, " kv heads are 65536 or more");
   if (batch * heads == 0 || k == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(whole.get_device());
-  SelectBySketch p{.region = region, .row_bytes = region.bytes()};
+  SelectBySketch p{.region = region};
   p.whole = static_cast<const uint8_t*>(whole.const_data_ptr());
   p.unit = static_cast<const float*>(unit.const_data_ptr()), p.sum = static_cast<const int*>(sum.const_data_ptr());
   p.coarse = static_cast<const uint4*>(coarse.const_data_ptr());
@@ -77,7 +75,7 @@ void select_by_sketch(
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
-  p.workspace = workspace.size(1) ? static_cast<uint8_t*>(workspace.mutable_data_ptr()) : nullptr;
+  p.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   p.selected = static_cast<int64_t*>(selected.mutable_data_ptr());
   p.rows = unsigned(batch * heads), p.heads = int(heads), p.group = int(group);
   p.num_pages_most = int(columns), p.log_chunk = int(log), p.k = int(k);

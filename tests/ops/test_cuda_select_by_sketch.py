@@ -152,8 +152,9 @@ def test_many_rows(seed, rows, heads):
     check(problem(counts, torch.randint(0, 161, (rows,)).tolist(), 160, heads, columns=160))
 
 
-def test_rows_that_do_not_fit_in_shared_memory(seed):
-    check(problem([7000, 900], [3000, 3000], 3000, 1, 2, 64))
+def test_rows_that_are_looked_at_in_global_memory(seed):
+    check(problem([11000, 900], [3000, 3000], 3000, 1, 2, 64))
+    check(problem([2000, 900], [30000, 3000], 30000, 1, 2, 64))
 
 
 def test_equal_coarse_scores(seed):

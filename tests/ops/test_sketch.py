@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import kept_runs, select_by_sketch
+from shadowkv.ops.select_by_sketch.reference import KEPT_SHARE, kept_runs, select_by_sketch
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, sign_scores
@@ -168,7 +168,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])
-        assert int(keep[b]) == min(runs, max(-(-runs // 8), -(-budgets[b] * chunk // 2)))
+        assert int(keep[b]) == min(runs, max(-(-runs // KEPT_SHARE), -(-budgets[b] * chunk // 2)))
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):

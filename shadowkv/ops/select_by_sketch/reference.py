@@ -9,7 +9,7 @@ from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-KEPT_SHARE = 8
+KEPT_SHARE = 12
 """One of so many runs is looked at closely."""
 
 KEPT_OVER_BUDGET = 4
