@@ -72,7 +72,7 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv = parser.add_argument_group("KV cache")
-    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"of {POLICY_HELP} (default: full shadowkv)")
+    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"of {POLICY_HELP} (default: full turbo)")
     kv.add_argument(
         "--budget",
         nargs="+",
