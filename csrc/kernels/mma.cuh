@@ -78,6 +78,19 @@ __device__ __forceinline__ void copy16_async(uint32_t to, const void* from, bool
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 
+// The same of 8 bytes.
+__device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The bits of x where the mask has ones, those of y elsewhere: one instruction.
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(z) : "n"(kMask), "r"(x), "r"(y));
+  return z;
+}
+
 __device__ __forceinline__ void close_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kLeft of this thread's youngest copy groups are under way.

@@ -19,7 +19,6 @@ constexpr int kScoreWarps = 8;  // of a block that scores
 constexpr int kWarpRuns = 32;   // that a warp scores, a lane holds the name of each
 constexpr int kKeptShare = 12;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
-constexpr int kMostCopied = 160 * 1024; // bytes of values that a block copies to shared memory, to look at them again
 
 // What a row leaves in memory for the next launch: scores of the kept runs' chunks, 8 bytes each of these runs, and
 // how many there are.
@@ -70,18 +69,6 @@ struct Stage {
   static constexpr int kSize = kFlags + kBatch * 8;
 };
 
-__device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-
-// a where the mask has ones, b elsewhere: one instruction.
-template <uint32_t kMask>
-__device__ __forceinline__ uint32_t choose_bits(uint32_t a, uint32_t b) {
-  uint32_t x;
-  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(x) : "n"(kMask), "r"(a), "r"(b));
-  return x;
-}
-
 __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
   uint32_t x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
@@ -123,11 +110,12 @@ __device__ __forceinline__ void load_plane(uint32_t (&x)[(kBytes + 15) / 16][kBa
   }
 }
 
-// Bytes of shared memory for the largest of 8 `groups` values: two bit sets and, where there is room, the values.
+// Bytes of shared memory, `most` at the most, for the largest of 8 `groups` values: two bit sets and, where there is
+// room, the values, to look at them again.
 struct LargestMemory {
   int bits, values;
-  explicit LargestMemory(int64_t groups)
-      : bits(int(((groups + 3) / 4 * 8 + 15) / 16 * 16)), values(16 * groups <= kMostCopied ? int(16 * groups) : 0) {}
+  LargestMemory(int64_t groups, int64_t most)
+      : bits(int(((groups + 3) / 4 * 8 + 15) / 16 * 16)), values(bits + 16 * groups <= most ? int(16 * groups) : 0) {}
   int bytes() const { return bits + values; }
 };
 
@@ -285,8 +273,8 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : 4) score_
       uint32_t codes[2][kBatch]; // of even bits and of odd bits
 #pragma unroll
       for (int r = 0; r < kBatch; ++r) {
-        codes[0][r] = choose_bits<0xaaaaaaaa>(sign[half][r] << 1, low[half][r]);
-        codes[1][r] = choose_bits<0xaaaaaaaa>(sign[half][r], low[half][r] >> 1);
+        codes[0][r] = select_bits<0xaaaaaaaa>(sign[half][r] << 1, low[half][r]);
+        codes[1][r] = select_bits<0xaaaaaaaa>(sign[half][r], low[half][r] >> 1);
       }
       const auto plane = [&](int r, int j) {
         return codes[j & 1][r] >> (j & 4) & (j & 2 ? 0x0c0c0c0cu : 0x03030303u);
@@ -378,7 +366,11 @@ cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream
   const dim3 threads(select_threads(p.rows, processors)), score_threads(32 * kScoreWarps);
   const int block_runs = kScoreWarps * kWarpRuns;
   const dim3 score_blocks((p.region.keep + block_runs - 1) / block_runs, p.rows);
-  const SelectPhase find{p, LargestMemory(p.num_pages_most)}, choose{p, LargestMemory(p.region.values / 16)};
+  int most = 0;
+  if (const auto error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
+  most -= int(sizeof(RadixShared)) + 16;
+  const SelectPhase find{p, LargestMemory(p.num_pages_most, most)};
+  const SelectPhase choose{p, LargestMemory(p.region.values / 16, most)};
   if (const auto error = launch_early(find_runs_kernel, dim3(p.rows), threads, find.memory.bytes(), stream, find))
     return error;
   const auto score = p.log_chunk ? score_runs_kernel<kBytes, kWide, false> : score_runs_kernel<kBytes, kWide, true>;

@@ -14,14 +14,6 @@ __device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
   return y;
 }
 
-// The bits of x where the mask has ones, those of y elsewhere.
-template <uint32_t kMask>
-__device__ __forceinline__ uint32_t select_bits(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(z) : "n"(kMask), "r"(x), "r"(y));
-  return z;
-}
-
 // Codes of one token that a lane owns, of dimensions 16 i + g and 16 i + 8 + g in this order from the low bits up: all
 // 4 bits, or the lower 2; of 3 bits the upper ones are the second plane.
 template <int kDim, int kBits>

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,7 +98,8 @@ class CudaGraphs:
     def _capture(self, key: tuple[int, ...], numbers: np.ndarray, step: Callable[[Tensor], Any]) -> _Captured | None:
         """The new graph, which has run; None where it does not fit in memory."""
         try:
-            captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self._stream)
+            with _capturing:
+                captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self._stream)
         except torch.OutOfMemoryError as error:
             if not self._without:
                 logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
@@ -119,6 +121,10 @@ class CudaGraphs:
                 raise
 
         return run
+
+
+_capturing = threading.Lock()
+"""Engines on threads of their own share that stream: what one runs on it another must not capture."""
 
 
 @functools.cache

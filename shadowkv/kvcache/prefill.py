@@ -42,15 +42,16 @@ class Prefill:
         return PrefillBatch(segments, self.store.compute, self.shape, self.store.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
-        """Takes keys (before the rotation) and values [n, H, d] of a block of tokens, the last block last."""
+        """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
         batch, rows = block.batch, slice(block.start, block.stop)
         batch.keys[rows], batch.values[rows] = k, v
         batch.rotated[rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
-        """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended.
+        """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the
+        last block last.
 
-        The last block's attention is under way while the layer is stored: by then all queries are known from which
+        Its attention is under way while the layer is stored: by then all queries are known from which
         an index learns.
         """
         batch = block.batch

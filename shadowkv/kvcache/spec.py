@@ -47,8 +47,8 @@ class KVSpec:
             budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
         drawn: share of the budget that goes to chunks drawn at random, one from each of as many equal runs of the
             context: each stands for its run, less what was found there, so that attention that is spread thin is not
-            lost (vAttention, arXiv:2510.05688). The rest is rounded up to whole tiles of 64 tokens; nothing is drawn
-            where the budget holds the whole context.
+            lost (vAttention, arXiv:2510.05688). The rest is rounded up to whole tiles of 64 tokens, so that a budget of
+            64 draws nothing; nor is anything drawn where the budget holds the whole context.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
@@ -119,16 +119,7 @@ class KVSpec:
             reasons.append("drawn chunks are others at every step: their values must be on the device, not the host")
         if self.index == "none" and (self.budget is not None or self.mass is not None or self.drawn or self.outliers):
             reasons.append("index='none' attends to every token: budget, mass, drawn, outliers have no meaning with it")
-        if not reasons and self._draws_nothing:
-            reasons.append(f"drawn={self.drawn} of budget={self.budget} draws nothing: 64 tokens at a time are found")
         return reasons
-
-    @property
-    def _draws_nothing(self) -> bool:
-        """Whether a fixed budget is found to the last chunk, although a share of it was to be drawn."""
-        if not self.drawn or not isinstance(self.budget, int):
-            return False
-        return not self.drawn_chunks(self.budget_chunks(np.asarray(0)), np.asarray(np.inf))
 
     @property
     def low_rank(self) -> bool:

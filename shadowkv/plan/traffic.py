@@ -65,7 +65,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
         index=sealed * parts.index.scored_bytes_per_token() + pages * excluded,
-        state=sum(field.nbytes for field in layout.state_fields),
+        state=parts.keys.state_bytes_read() + parts.index.state_bytes_read(),
         keys=keys * parts.keys.bytes_per_token(),
         values=values - missed,
         host_values=missed,

@@ -154,7 +154,12 @@ def test_many_rows(seed, rows, heads):
 
 def test_rows_that_are_looked_at_in_global_memory(seed):
     check(problem([11000, 900], [3000, 3000], 3000, 1, 2, 64))
-    check(problem([2000, 900], [30000, 3000], 30000, 1, 2, 64))
+    check(problem([4000, 900], [130000, 3000], 130000, 1, 2, 64))
+
+
+def test_rows_that_are_left_to_the_reference(seed, monkeypatch):
+    monkeypatch.setattr(cuda, "most_groups", lambda device: 40)
+    check(problem([60, 20], [30, 30], 30))
 
 
 def test_equal_coarse_scores(seed):

@@ -47,10 +47,6 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
   return x;
 }
 
-__device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-
 __device__ __forceinline__ void copy4_async(uint32_t to, const void* from, bool wanted) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
 }

@@ -87,6 +87,10 @@ class Part(ABC):
         """Arrays of one sequence in one layer."""
         return ()
 
+    def state_bytes_read(self) -> int:
+        """Bytes of them that a decode step reads."""
+        return sum(field.nbytes for field in self.state_fields())
+
     def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         """Learns a sequence's state from its whole prompt.
 

@@ -66,6 +66,10 @@ class Sketch(IndexPart):
             Field("sketch_query_map", (heads, dim, dim), torch.bfloat16),
         )
 
+    def state_bytes_read(self) -> int:
+        """The map of queries: the others are for keys that are sealed."""
+        return self.state_fields()[-1].nbytes
+
     def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
         store.state["sketch_mean"][layer, slot] = rotated.mean(0, dtype=torch.float32)
         key_map, query_map = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))

@@ -12,6 +12,9 @@ from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
+COUNTS_BYTES = 12 * 1024
+"""Shared memory that the kernels use besides those, at most."""
+
 
 @cache
 def available() -> bool:
@@ -20,6 +23,13 @@ def available() -> bool:
         return False
     torch.library.register_fake("shadowkv_cuda::select_by_sketch", lambda *_: None)
     return True
+
+
+@cache
+def most_groups(device: torch.device) -> int:
+    """Groups of 8 values, of which a thread block can find the largest: it keeps two bits of each."""
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.shared_memory_per_block_optin - COUNTS_BYTES) // 2  # type: ignore[attr-defined]  # stub is behind
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
@@ -44,14 +54,16 @@ def select_by_sketch(
     """As the reference; scores are compared as float16 numbers.
 
     In CUDA for a head dim that is a multiple of 8 up to 128, or from 200 to 256, and up to 8 query heads a kv head;
-    otherwise by the reference.
+    otherwise by the reference, as where there are more runs or chunks to choose from than bits fit in shared memory: on
+    an H200 contexts of 7 million tokens, or a million to choose from.
     """
     batch, query_heads, _, plane = queries.whole.shape
     heads, chunks, columns, device = signs.shape[1], excluded.shape[-1], pages.shape[1], signs.device
     fields = (coarse, signs, rest, scale, excluded, pages, num_pages, budget)
-    if plane not in (8, 16, 32) or query_heads > 8 * heads or chunks not in (8, 16, 32, 64):
-        return reference.select_by_sketch(queries, *fields, k)
     region = region_bytes(columns, 64 // chunks, k)
+    fits = 0 < columns <= most_groups(device) and region // 16 <= most_groups(device)
+    if plane not in (8, 16, 32) or query_heads > 8 * heads or chunks not in (8, 16, 32, 64) or not fits:
+        return reference.select_by_sketch(queries, *fields, k)
     workspace = torch.empty(batch * heads, region, dtype=torch.uint8, device=device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
     torch.ops.shadowkv_cuda.select_by_sketch(queries.whole, queries.unit, queries.sum, *fields, workspace, selected)

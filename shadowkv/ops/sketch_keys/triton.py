@@ -1,7 +1,4 @@
-"""Sketched keys in one Triton kernel: keys are read once, both planes written straight into their pages.
-
-61440 tokens of 8 heads take 0.17 ms on an H200.
-"""
+"""Sketched keys in one Triton kernel: keys are read once, both planes written straight into their pages."""
 
 from __future__ import annotations
 
