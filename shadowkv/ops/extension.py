@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ def load_cpu() -> bool:
         return False
     torch.library.register_fake("shadowkv::paged_attention", _paged_attention_shapes)
     return True
+
+
+def block_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one thread block can have on a GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _paged_attention_shapes(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

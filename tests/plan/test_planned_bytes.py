@@ -118,6 +118,16 @@ def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> Non
         assert reads.values == pytest.approx(2048 * ((1 - share) * codes + scale))
 
 
+def test_of_a_sketchs_maps_a_step_reads_that_of_the_queries() -> None:
+    spec = preset("turbo").resolve(LLAMA)
+    layout = make_layout(spec, LLAMA, torch.bfloat16)
+    fields = {field.name: field.nbytes for field in layout.state_fields}
+    unread = fields["sketch_mean"] + fields["sketch_key_map"]
+    assert fields["sketch_query_map"] == fields["sketch_key_map"] == 8 * 128 * 128 * 2
+    reads = step_reads(layout, build_parts(spec, LLAMA, torch.bfloat16), 131072, 0.0)
+    assert reads.state == sum(fields.values()) - unread
+
+
 @pytest.mark.parametrize("name", ["full", "shadowkv", "quest"])
 def test_dense_sequences_read_all_of_themselves(name: str) -> None:
     spec = SPECS[name].resolve(SHAPE)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
-from shadowkv.kvcache.parts.token_scores import chunk_scores
+from shadowkv.kvcache.parts.token_scores import projected_scores
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -58,7 +58,5 @@ class PCA(ScoredIndex):
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        basis = store.state["pca_basis"][layer][batch.slots]
-        projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis  # [B, H, G, w]
-        fields = store.page["pca_keys"][layer], store.page["excluded"][layer]
-        return chunk_scores(projected.flatten(1, 2), *fields, batch, q.shape[-1] ** -0.5)
+        fields = store.state["pca_basis"][layer], store.page["pca_keys"][layer], store.page["excluded"][layer]
+        return projected_scores(q, *fields, batch)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
-from shadowkv.kvcache.parts.token_scores import chunk_scores
+from shadowkv.kvcache.parts.token_scores import projected_scores
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -58,7 +58,5 @@ class Skewed(ScoredIndex):
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        skew = store.state["skew"][layer][batch.slots]
-        skewed = q.float().unflatten(1, (skew.shape[1], -1)) @ skew  # [B, H, G, w]
-        fields = store.page["skewed_keys"][layer], store.page["excluded"][layer]
-        return chunk_scores(skewed.flatten(1, 2), *fields, batch, q.shape[-1] ** -0.5)
+        fields = store.state["skew"][layer], store.page["skewed_keys"][layer], store.page["excluded"][layer]
+        return projected_scores(q, *fields, batch)

@@ -32,3 +32,17 @@ def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, 
     if chunk > 1:
         logits = logits.unflatten(-1, (-1, chunk)).logsumexp(-1)
     return mask_logits(logits, excluded, batch.pages, batch.num_chunks)
+
+
+def projected_scores(
+    q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch
+) -> tuple[Tensor, Tensor]:
+    """The same of keys that are kept in a basis of their sequence and kv head.
+
+    Args:
+        q: [B, H_q, d].
+        basis: float32 [slots, H, d, w].
+        keys: [N, H, C, c, w], in it.
+    """
+    projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.slots]  # [B, H, G, w]
+    return chunk_scores(projected.flatten(1, 2), keys, excluded, batch, q.shape[-1] ** -0.5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.draw_chunks import reference
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import block_memory, load_cuda
 
 RUN_BYTES = 5
 """Shared memory that the kernel uses for each chunk that may be selected."""
@@ -28,8 +28,7 @@ def available() -> bool:
 @cache
 def most_chunks(device: torch.device) -> int:
     """The largest k for which a row fits in a multiprocessor's memory: 46,000 on an H200, 20,000 on other GPUs."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin - OTHER_BYTES) // RUN_BYTES  # type: ignore[attr-defined]
+    return (block_memory(device) - OTHER_BYTES) // RUN_BYTES
 
 
 def draw_chunks(

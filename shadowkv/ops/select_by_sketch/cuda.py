@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.extension import block_memory, load_cuda
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import SketchQueries
@@ -28,8 +28,7 @@ def available() -> bool:
 @cache
 def most_groups(device: torch.device) -> int:
     """Groups of 8 values, of which a thread block can find the largest: it keeps two bits of each."""
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.shared_memory_per_block_optin - COUNTS_BYTES) // 2  # type: ignore[attr-defined]  # stub is behind
+    return (block_memory(device) - COUNTS_BYTES) // 2
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
