@@ -15,14 +15,10 @@ static void check_field(
   STD_TORCH_CHECK((step | start) % aligned == 0, name, " has pages that are not aligned to ", aligned, " bytes");
 }
 
-static int64_t log_chunk(int64_t chunks) {
-  return chunks == 64 ? 0 : chunks == 32 ? 1 : chunks == 16 ? 2 : chunks == 8 ? 3 : -1;
-}
-
 void select_by_sketch(
     const Tensor whole, const Tensor unit, const Tensor sum, const Tensor coarse, const Tensor signs,
-    const Tensor rest, const Tensor scale, const Tensor excluded, const Tensor pages, const Tensor num_pages,
-    const Tensor budget, Tensor workspace, Tensor selected) {
+    const Tensor rest, const Tensor scale, const Tensor pages, const Tensor num_pages, const Tensor budget,
+    const int64_t chunk, Tensor workspace, Tensor selected) {
   STD_TORCH_CHECK(whole.dim() == 4, "whole has ", whole.dim(), " dimensions, not 4");
   const int64_t batch = whole.size(0), query_heads = whole.size(1);
   STD_TORCH_CHECK(signs.dim() == 4, "signs has ", signs.dim(), " dimensions, not 4");
@@ -40,9 +36,7 @@ void select_by_sketch(
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
   check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
   check_field(scale, "scale", Dtype::Half, {-1, heads, kPage}, 2, 16);
-  check_field(excluded, "excluded", Dtype::Bool, {-1, heads, -1}, 1, 8);
-  const int64_t log = log_chunk(excluded.size(2));
-  STD_TORCH_CHECK(log >= 0, excluded.size(2), " chunks of a page, not 64, 32, 16 or 8");
+  STD_TORCH_CHECK(chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks of ", chunk, " tokens, not 1, 2, 4 or 8");
   check(coarse, "coarse", Dtype::Half, {batch, heads, kPageRuns * columns});
   check_dense_from(coarse, "coarse", 0);
   STD_TORCH_CHECK(int64_t(coarse.const_data_ptr()) % 16 == 0, "coarse is not aligned to 16 bytes");
@@ -55,7 +49,7 @@ void select_by_sketch(
   check(selected, "selected", Dtype::Long, {batch, heads, -1});
   check_dense_from(selected, "selected", 0);
   const int64_t k = selected.size(2);
-  const Region region(columns, int64_t(1) << log, k);
+  const Region region(columns, chunk, k);
   check(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
   check_dense_from(workspace, "workspace", 0);
   STD_TORCH_CHECK(batch * heads < 65536, batch, " rows of ", heads, " kv heads are 65536 or more");
@@ -69,16 +63,15 @@ void select_by_sketch(
   p.signs = static_cast<const uint8_t*>(signs.const_data_ptr());
   p.rest = static_cast<const uint8_t*>(rest.const_data_ptr());
   p.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
-  p.excluded = static_cast<const uint8_t*>(excluded.const_data_ptr());
   p.signs_stride = uint32_t(signs.stride(0)), p.rest_stride = uint32_t(rest.stride(0));
-  p.scale_stride = uint32_t(2 * scale.stride(0)), p.excluded_stride = uint32_t(excluded.stride(0));
+  p.scale_stride = uint32_t(2 * scale.stride(0));
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
   p.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   p.selected = static_cast<int64_t*>(selected.mutable_data_ptr());
   p.rows = unsigned(batch * heads), p.heads = int(heads), p.group = int(group);
-  p.num_pages_most = int(columns), p.log_chunk = int(log), p.k = int(k);
+  p.num_pages_most = int(columns), p.log_chunk = chunk == 8 ? 3 : int(chunk / 2), p.k = int(k);
   const cudaError_t error = launch_select_by_sketch(p, bytes, current_stream(whole));
   STD_TORCH_CHECK(error == cudaSuccess, "select_by_sketch could not be launched: ", cudaGetErrorString(error));
 }
@@ -88,7 +81,7 @@ void select_by_sketch(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "select_by_sketch(Tensor whole, Tensor unit, Tensor sum, Tensor coarse, Tensor signs, Tensor rest, "
-      "Tensor scale, Tensor excluded, Tensor pages, Tensor num_pages, Tensor budget, Tensor(a!) workspace, "
+      "Tensor scale, Tensor pages, Tensor num_pages, Tensor budget, int chunk, Tensor(a!) workspace, "
       "Tensor(b!) selected) -> ()");
 }
 

@@ -1,9 +1,12 @@
 // Selection by a 2-bit key sketch in two levels and three launches: a block a row and kv head finds the runs with the
 // best signs, warps all over the GPU score the tokens of those by int8 tensor cores, and a block a row and head chooses
-// the best chunks. Rows are seldom a whole number per multiprocessor: in one launch, with a block for all of a row and
-// head, 288 of them took 114 us where 256 took 75. A warp that scores copies 4 runs at a time to shared memory, a lane
-// each token, two copies ahead, and ldmatrix makes fragments of them.
+// the best chunks. Rows are seldom a whole number per multiprocessor, nor are the parts of rows that warps score: in one
+// launch, with a block for all of a row and head, 288 of them took 114 us where 256 took 75. So as many blocks score as
+// are resident, each warp a slice of some row's kept runs after another: it copies 4 runs at a time to shared memory, a
+// lane each token, two copies ahead and on into its next slice, and ldmatrix makes fragments of them.
 #pragma once
+
+#include <algorithm>
 
 #include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
@@ -16,9 +19,12 @@ constexpr int kPageRuns = kPage / kRun;
 constexpr int kBatch = 4;       // runs that a warp scores at once
 constexpr int kStages = 2;      // batches that a warp copies ahead
 constexpr int kScoreWarps = 8;  // of a block that scores
-constexpr int kWarpRuns = 32;   // that a warp scores, a lane holds the name of each
-constexpr int kKeptShare = 12;  // one of so many runs is kept,
+constexpr int kScoreBlocks = 3; // of a multiprocessor
+constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
+constexpr int kShortSlice = 8;  // so many
+constexpr int kKeptShare = 16;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
+constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
 // What a row leaves in memory for the next launch: scores of the kept runs' chunks, 8 bytes each of these runs, and
 // how many there are.
@@ -38,17 +44,31 @@ struct SelectBySketch {
   const float* unit;    // [B, H, G]
   const int* sum;       // [B, H, G]
   const uint4* coarse;  // [B, H, P], 8 halves each
-  const uint8_t *signs, *rest, *scale, *excluded;
-  uint32_t signs_stride, rest_stride, scale_stride, excluded_stride; // from one page name to the next, in bytes
-  const int64_t* pages;                                              // [B, P]
-  int64_t pages_stride;                                              // of a row, in names
-  const int64_t* num_pages;                                          // [B]
-  const int64_t* budget;                                             // [B]
+  const uint8_t *signs, *rest, *scale;
+  uint32_t signs_stride, rest_stride, scale_stride; // from one page name to the next, in bytes
+  const int64_t* pages;                             // [B, P]
+  int64_t pages_stride;                             // of a row, in names
+  const int64_t* num_pages;                         // [B]
+  const int64_t* budget;                            // [B]
   uint8_t* workspace; // [B, H, region]
   int64_t* selected;  // [B, H, k]
   Region region;      // of a row
   int heads, group, num_pages_most, log_chunk, k;
   unsigned rows; // B H
+  int slice;     // runs that a warp scores at a time
+
+  __device__ int pages_of(unsigned sequence) const {
+    return int(max(int64_t(0), min(num_pages[sequence], int64_t(num_pages_most))));
+  }
+  __device__ int budget_of(unsigned sequence) const {
+    return int(max(int64_t(0), min(budget[sequence], int64_t(k))));
+  }
+  // Runs that are kept of each of a sequence's rows, unless their scores are -inf.
+  __device__ int kept_of(unsigned sequence) const {
+    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence);
+    const int least = ((int64_t(wanted) << log_chunk) * kKeptFactor + kRun - 1) / kRun;
+    return wanted ? min(runs, max((runs + kKeptShare - 1) / kKeptShare, least)) : 0;
+  }
 
   __device__ uint16_t* values(unsigned row) const {
     return reinterpret_cast<uint16_t*>(workspace + row * region.bytes());
@@ -65,8 +85,7 @@ struct SelectBySketch {
 template <int kBytes>
 struct Stage {
   static constexpr int kPlane = kBatch * kRun * kBytes;
-  static constexpr int kRest = kPlane, kScale = 2 * kPlane, kFlags = kScale + kBatch * kRun * 2;
-  static constexpr int kSize = kFlags + kBatch * 8;
+  static constexpr int kRest = kPlane, kScale = 2 * kPlane, kSize = kScale + kBatch * kRun * 2;
 };
 
 __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
@@ -75,16 +94,14 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
   return x;
 }
 
-// 16 bits at `low` and below, 8 bits at `high` above: one register, which the compiler would make two of.
-__device__ __forceinline__ uint32_t load_shared_pair(uint32_t low, uint32_t high) {
+__device__ __forceinline__ uint32_t load_shared2(uint32_t from) {
   uint32_t x;
-  asm volatile(
-      "{\n.reg .u32 low, high;\nld.shared.u16 low, [%1];\nld.shared.u8 high, [%2];\n"
-      "prmt.b32 %0, low, high, 0x5410;\n}"
-      : "=r"(x)
-      : "r"(low), "r"(high));
+  asm volatile("{\n.reg .u16 x;\nld.shared.u16 x, [%1];\ncvt.u32.u16 %0, x;\n}" : "=r"(x) : "r"(from));
   return x;
 }
+
+// Does nothing, but the compiler cannot make x and y again from what they were made of.
+__device__ __forceinline__ void keep_in_registers(uint32_t& x, uint32_t& y) { asm volatile("" : "+r"(x), "+r"(y)); }
 
 // Tokens of a plane are 16 bytes apart; of 32 bytes, the second halves follow all the first.
 template <int kBytes>
@@ -119,6 +136,8 @@ struct LargestMemory {
   int bytes() const { return bits + values; }
 };
 
+constexpr int kFewBlocks = 3, kManyBlocks = 5; // that a multiprocessor holds, of 512 threads or of 256
+
 struct SelectPhase {
   SelectBySketch of;
   LargestMemory memory;
@@ -148,188 +167,219 @@ count_values(RadixShared& shared, const LargestMemory& memory, uint4* room, cons
   return memory.values ? copies : values;
 }
 
-__global__ void __launch_bounds__(1024) find_runs_kernel(const SelectPhase phase) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kManyBlocks)
+    find_runs_kernel(const SelectPhase phase) {
   const SelectBySketch& p = phase.of;
   extern __shared__ uint4 room[];
   __shared__ RadixShared shared;
   wait_for_launch_before();
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
-  const int pages = int(max(int64_t(0), min(p.num_pages[sequence], int64_t(p.num_pages_most))));
-  const int budget = int(max(int64_t(0), min(p.budget[sequence], int64_t(p.k))));
+  const int pages = p.pages_of(sequence), wanted = p.kept_of(sequence);
   int count = 0;
-  if (budget > 0 && pages > 0) {
+  if (wanted > 0) {
     const uint4* values =
         count_values(shared, phase.memory, room, p.coarse + int64_t(row) * p.num_pages_most, pages);
     const int64_t* names = p.pages + sequence * p.pages_stride;
     uint2* kept = p.kept(row);
-    const int runs = kPageRuns * pages, share = (runs + kKeptShare - 1) / kKeptShare;
-    const int wanted = ((int64_t(budget) << p.log_chunk) * kKeptFactor + kRun - 1) / kRun;
     count = select_largest(
-        shared, values, pages, min(runs, max(share, wanted)), reinterpret_cast<uint32_t*>(room),
+        shared, values, pages, wanted, reinterpret_cast<uint32_t*>(room),
         [&](uint32_t place, uint32_t run) { kept[place] = {uint32_t(names[run / kPageRuns]), run}; });
   }
   if (threadIdx.x == 0) p.count(row) = count;
 }
 
+// A slice of the kept runs of a row, as a lane knows it.
+struct Slice {
+  uint2 named; // the page name and run of the lane's run
+  unsigned row, head, first;
+  int left; // runs from the first on, at most those of a slice: 0 or less of one that there is not
+};
+
 // kBytes: of a token in a plane, 8, 16 or 32. kWide: more than 4 query heads. kSingle: chunks of one token.
 template <int kBytes, bool kWide, bool kSingle>
-__global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : 4) score_runs_kernel(const SelectBySketch p) {
+__global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlocks)
+    score_runs_kernel(const SelectBySketch p) {
   using Stage = Stage<kBytes>;
   constexpr int kHalves = (kBytes + 15) / 16, kPlanes = kBytes == 8 ? 4 : 8; // a lane's words and bits of a token
   // Codes of weight 4 in sums of their own; floats that begin with these bits are kMagic + a whole number.
   constexpr int kMagicBits = 0x4b400000;
   constexpr float kMagic = 12582912;
   __shared__ __align__(128) uint8_t memory[kScoreWarps * kStages * Stage::kSize];
+  extern __shared__ uint32_t before[]; // slices of a head before each sequence, and those of all
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const unsigned row = blockIdx.y, head = row % p.heads;
   const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
+  const unsigned sequences = p.rows / p.heads;
 
-  // Queries as fragments: lane 4 g + t has those of query g, or of g % 4, of which the first four meet runs 0 and 1 and
-  // the others runs 2 and 3. Queries that there are none of are copies of the last. They were there before the launch
-  // that found the runs.
-  uint32_t b[kHalves][kPlanes][kWide ? 1 : 2];
-  const auto query = [&](int column) { return row * p.group + min(kWide ? column : column % 4, p.group - 1); };
-  const uint8_t* whole = p.whole + query(g) * 8 * kBytes + (kBytes == 8 ? (t & 2) * 2 * kBytes + t % 2 * 4 : 4 * t);
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half)
-#pragma unroll
-    for (int j = 0; j < kPlanes; ++j) {
-      const uint32_t x = *reinterpret_cast<const uint32_t*>(whole + j * kBytes + 16 * half);
-      b[half][j][0] = kWide || g < 4 ? x : 0;
-      if (!kWide) b[half][j][kWide ? 0 : 1] = g < 4 ? 0 : x;
+  // What is read here was there before the launch that finds the runs.
+  if (warp == 0) {
+    uint32_t sum = 0;
+    for (unsigned first = 0; first < sequences; first += 32) {
+      const unsigned sequence = first + lane;
+      const uint32_t slices = sequence < sequences ? (p.kept_of(sequence) + p.slice - 1) / p.slice : 0;
+      const uint32_t inclusive = scan_warp(slices);
+      if (sequence < sequences) before[sequence] = sum + inclusive - slices;
+      sum += __shfl_sync(~0u, inclusive, 31);
     }
-  float unit[2];
-  int start[2]; // 4 times the sum of codes less their mean begins with this
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    unit[e] = 0.25f * p.unit[query(2 * t + e)], start[e] = kMagicBits - 6 * p.sum[query(2 * t + e)];
+    if (lane == 0) before[sequences] = sum;
   }
+  __syncthreads();
+  const unsigned all = before[sequences] * p.heads;
   wait_for_launch_before();
   let_next_launch_begin();
 
-  const int first_run = (blockIdx.x * kScoreWarps + warp) * kWarpRuns;
-  const int left = min(p.count(row) - first_run, kWarpRuns);
-  if (left <= 0) return;
-  const uint2 own = lane < left ? p.kept(row)[first_run + lane] : uint2{};
-  uint16_t* values = p.values(row) + (first_run << log_run);
+  const auto slice_of = [&](unsigned number) {
+    Slice x{};
+    if (number >= all) return x;
+    const unsigned place = number / p.heads;
+    int sequence = -1; // the last that begins with it or before
+    for (unsigned first = 0; first < sequences; first += 32)
+      sequence += __popc(__ballot_sync(~0u, first + lane < sequences && before[first + lane] <= place));
+    x.head = number % p.heads, x.row = sequence * p.heads + x.head, x.first = (place - before[sequence]) * p.slice;
+    x.named = p.kept(x.row)[min(x.first + lane, unsigned(p.region.keep - 1))];
+    x.left = min(p.count(x.row) - int(x.first), p.slice);
+    return x;
+  };
 
-  // A batch of runs to a stage: lane 8 r + i copies token i of run r; lanes 8 r and 8 r + 1 its scales, lane 8 r + 2 its
-  // flags, or the 8 flags that they are among.
+  // A batch of runs to a stage: lane 8 r + i copies token i of run r, lane 8 r its scales.
   const uint32_t stages = shared_address(memory) + warp * kStages * Stage::kSize;
   const int token = lane % kRun;
-  const bool is_flags = token == 2;
   const uint32_t to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
-  const uint32_t to_other =
-      stages + (is_flags ? Stage::kFlags + lane / kRun * 8 : Stage::kScale + lane / kRun * 16 + token * 8);
-  const uint32_t from_codes = (head * kPage + token) * kBytes;
-  const uint8_t* from_other =
-      is_flags ? p.excluded + (head * kPage >> log_chunk) : p.scale + head * kPage * 2 + token * 8;
-  const uint32_t other_stride = is_flags ? p.excluded_stride : p.scale_stride;
-  const uint32_t other_step = is_flags ? 1 << log_run : 2 * kRun;
-  const auto copy = [&](int first, int slot) {
+  const uint32_t to_scale = stages + Stage::kScale + lane / kRun * 16;
+  const auto copy = [&](uint2 named, unsigned head, int left, int first, int slot) {
     const int at = first + lane / kRun;
-    const uint32_t name = __shfl_sync(~0u, own.x, at % kWarpRuns);
-    const uint32_t run = __shfl_sync(~0u, own.y, at % kWarpRuns) % kPageRuns;
+    const uint32_t name = __shfl_sync(~0u, named.x, at);
+    const uint32_t run = head * kPageRuns + __shfl_sync(~0u, named.y, at) % kPageRuns;
     if (at < left) {
-      const uint32_t codes = from_codes + run * (kRun * kBytes);
+      const uint32_t codes = (run * kRun + token) * kBytes;
       copy_token<kBytes>(to_codes + slot * Stage::kSize, p.signs + uint64_t(name) * p.signs_stride + codes);
       copy_token<kBytes>(
           to_codes + slot * Stage::kSize + Stage::kRest, p.rest + uint64_t(name) * p.rest_stride + codes);
-      if (token < 3)
-        copy8_async(
-            to_other + slot * Stage::kSize, from_other + uint64_t(name) * other_stride + (run * other_step & ~7));
+      if (token == 0)
+        copy16_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + run * (2 * kRun));
     }
     close_copy_group();
   };
+
+  // Each in another block, that the last, fewer ones are of as many multiprocessors as can be.
+  unsigned number = warp * gridDim.x + blockIdx.x;
+  Slice own = slice_of(number);
 #pragma unroll
-  for (int slot = 0; slot < kStages; ++slot) copy(slot * kBatch, slot);
+  for (int slot = 0; slot < kStages; ++slot) copy(own.named, own.head, own.left, slot * kBatch, slot);
 
   const uint32_t codes_here =
       kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes; // ldmatrix takes addresses where the lane copied to
   const uint32_t scale_here = stages + Stage::kScale + t * 16 + g * 2;
-  const uint32_t flags_here = stages + Stage::kFlags + t * 8 + (g >> log_chunk); // of the first of runs copied along
-  const auto score_batch = [&](int first, int slot) {
-    wait_copy_groups<kStages - 1>();
-    __syncwarp(); // all lanes' copies are there
-    uint32_t sign[kHalves][kBatch], low[kHalves][kBatch];
-    load_plane<kBytes>(sign, codes_here + slot * Stage::kSize);
-    load_plane<kBytes>(low, codes_here + slot * Stage::kSize + Stage::kRest);
-    // In the end, a lane has token g of run t.
-    const int at = first + t;
-    const uint32_t run = kSingle ? 0 : __shfl_sync(~0u, own.y, at % kWarpRuns);
-    const uint32_t scale_and_flag = load_shared_pair(
-        scale_here + slot * Stage::kSize,
-        flags_here + slot * Stage::kSize + ((run & ((1 << log_chunk) - 1)) << log_run));
-    __syncwarp(); // all lanes are done with the stage
-    copy(first + kStages * kBatch, slot);
-
-    constexpr int kTiles = kWide ? 2 : 1;
-    int32_t ones[kTiles][4] = {}, fours[kTiles][4];
-#pragma unroll
-    for (int e = 0; e < 4 * kTiles; ++e) fours[e / 4][e % 4] = start[e % 2];
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      uint32_t codes[2][kBatch]; // of even bits and of odd bits
-#pragma unroll
-      for (int r = 0; r < kBatch; ++r) {
-        codes[0][r] = select_bits<0xaaaaaaaa>(sign[half][r] << 1, low[half][r]);
-        codes[1][r] = select_bits<0xaaaaaaaa>(sign[half][r], low[half][r] >> 1);
-      }
-      const auto plane = [&](int r, int j) {
-        return codes[j & 1][r] >> (j & 4) & (j & 2 ? 0x0c0c0c0cu : 0x03030303u);
-      };
-      if constexpr (kWide) {
-#pragma unroll
-        for (int j = 0; j < kPlanes / 2; ++j) {
-          const int first = kPlanes == 8 ? j : 2 * j, second = kPlanes == 8 ? j + 4 : 2 * j + 1; // of one weight
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile)
-            mma_u8s8(
-                first & 2 ? fours[tile] : ones[tile],
-                {plane(2 * tile, first), plane(2 * tile + 1, first), plane(2 * tile, second),
-                 plane(2 * tile + 1, second)},
-                {b[half][first][0], b[half][second][0]});
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kPlanes; ++j)
-          mma_u8s8(
-              j & 2 ? fours[0] : ones[0], {plane(0, j), plane(1, j), plane(2, j), plane(3, j)}, b[half][j]);
-      }
-    }
-    float best[2 * kTiles]; // of tokens g of two runs, of a tile
-#pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
-      float score[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        score[e] = (__int_as_float(4 * ones[r / 2][r % 2 * 2 + e] + fours[r / 2][r % 2 * 2 + e]) - kMagic) * unit[e];
-      best[r] = fmaxf(score[0], score[1]);
-    }
-    // The maximum over a quad's lanes, of another run in each of them.
-    const auto exchange = [](bool odd, float x, float y, int mask) {
-      return fmaxf(odd ? y : x, __shfl_xor_sync(~0u, odd ? x : y, mask));
-    };
-    float score = exchange(t & 1, best[0], best[1], 1);
-    if constexpr (kWide) score = exchange(t & 2, score, exchange(t & 1, best[2], best[3], 1), 2);
-    score = fmaf(score, __half2float(__ushort_as_half(uint16_t(scale_and_flag))), 0.f); // never -0
-#pragma unroll
-    for (int i = 0; i < 3; ++i)
-      if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));
-    if (at < left && (g & ((1 << log_chunk) - 1)) == 0)
-      values[at * kRun + g >> log_chunk] =
-          scale_and_flag >> 16 ? kNever : __half_as_ushort(__float2half_rn(fmaxf(score, -65504.f)));
-  };
 #pragma unroll 1
-  for (int first = 0; first < left; first += kStages * kBatch) {
+  for (; number < all; number += kScoreWarps * gridDim.x) {
+    const Slice next = slice_of(number + kScoreWarps * gridDim.x);
+    // Queries as fragments: lane 4 g + t has those of query g, or of g % 4, of which the first four meet runs 0 and 1
+    // and the others runs 2 and 3. Queries that there are none of are copies of the last.
+    uint32_t b[kHalves][kPlanes][kWide ? 1 : 2];
+    const auto query = [&](int column) { return own.row * p.group + min(kWide ? column : column % 4, p.group - 1); };
+    const uint8_t* whole = p.whole + query(g) * 8 * kBytes + (kBytes == 8 ? (t & 2) * 2 * kBytes + t % 2 * 4 : 4 * t);
 #pragma unroll
-    for (int slot = 0; slot < kStages; ++slot)
-      if (first + slot * kBatch < left) score_batch(first + slot * kBatch, slot);
+    for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+      for (int j = 0; j < kPlanes; ++j) {
+        const uint32_t x = *reinterpret_cast<const uint32_t*>(whole + j * kBytes + 16 * half);
+        b[half][j][0] = kWide || g < 4 ? x : 0;
+        if (!kWide) {
+          b[half][j][kWide ? 0 : 1] = g < 4 ? 0 : x;
+          if (kBytes == 16) keep_in_registers(b[half][j][0], b[half][j][kWide ? 0 : 1]);
+        }
+      }
+    float unit[2];
+    int start[2]; // 4 times the sum of codes less their mean begins with this
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      unit[e] = 0.25f * p.unit[query(2 * t + e)], start[e] = kMagicBits - 6 * p.sum[query(2 * t + e)];
+    }
+    uint16_t* values = p.values(own.row) + (own.first << log_run) + (t * kRun + g >> log_chunk);
+
+    const auto score_batch = [&](int first, int slot) {
+      wait_copy_groups<kStages - 1>();
+      __syncwarp(); // all lanes' copies are there
+      uint32_t sign[kHalves][kBatch], low[kHalves][kBatch];
+      load_plane<kBytes>(sign, codes_here + slot * Stage::kSize);
+      load_plane<kBytes>(low, codes_here + slot * Stage::kSize + Stage::kRest);
+      const uint32_t scale = load_shared2(scale_here + slot * Stage::kSize); // in the end, a lane has token g of run t
+      __syncwarp(); // all lanes are done with the stage
+      const int ahead = first + kStages * kBatch;
+      const bool here = ahead < p.slice;
+      copy(
+          {here ? own.named.x : next.named.x, here ? own.named.y : next.named.y}, here ? own.head : next.head,
+          here ? own.left : next.left, here ? ahead : ahead - p.slice, slot);
+      if (first >= own.left) return;
+
+      constexpr int kTiles = kWide ? 2 : 1;
+      int32_t ones[kTiles][4] = {}, fours[kTiles][4];
+#pragma unroll
+      for (int e = 0; e < 4 * kTiles; ++e) fours[e / 4][e % 4] = start[e % 2];
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        uint32_t codes[2][kBatch]; // of even bits and of odd bits
+#pragma unroll
+        for (int r = 0; r < kBatch; ++r) {
+          codes[0][r] = select_bits<0xaaaaaaaa>(sign[half][r] << 1, low[half][r]);
+          codes[1][r] = select_bits<0xaaaaaaaa>(sign[half][r], low[half][r] >> 1);
+        }
+        const auto plane = [&](int r, int j) {
+          return codes[j & 1][r] >> (j & 4) & (j & 2 ? 0x0c0c0c0cu : 0x03030303u);
+        };
+        if constexpr (kWide) {
+#pragma unroll
+          for (int j = 0; j < kPlanes / 2; ++j) {
+            const int first = kPlanes == 8 ? j : 2 * j, second = kPlanes == 8 ? j + 4 : 2 * j + 1; // of one weight
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+              mma_u8s8(
+                  first & 2 ? fours[tile] : ones[tile],
+                  {plane(2 * tile, first), plane(2 * tile + 1, first), plane(2 * tile, second),
+                   plane(2 * tile + 1, second)},
+                  {b[half][first][0], b[half][second][0]});
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kPlanes; ++j)
+            mma_u8s8(j & 2 ? fours[0] : ones[0], {plane(0, j), plane(1, j), plane(2, j), plane(3, j)}, b[half][j]);
+        }
+      }
+      float best[2 * kTiles]; // of tokens g of two runs, of a tile
+#pragma unroll
+      for (int r = 0; r < 2 * kTiles; ++r) {
+        float score[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          score[e] = (__int_as_float(4 * ones[r / 2][r % 2 * 2 + e] + fours[r / 2][r % 2 * 2 + e]) - kMagic) * unit[e];
+        best[r] = fmaxf(score[0], score[1]);
+      }
+      // The maximum over a quad's lanes, of another run in each of them.
+      const auto exchange = [](bool odd, float x, float y, int mask) {
+        return fmaxf(odd ? y : x, __shfl_xor_sync(~0u, odd ? x : y, mask));
+      };
+      float score = exchange(t & 1, best[0], best[1], 1);
+      if constexpr (kWide) score = exchange(t & 2, score, exchange(t & 1, best[2], best[3], 1), 2);
+      score = fmaf(score, __half2float(__ushort_as_half(uint16_t(scale))), 0.f); // never -0
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));
+      if (first + t < own.left && (g & ((1 << log_chunk) - 1)) == 0)
+        values[first * kRun >> log_chunk] =
+            scale == kExcluded ? kNever : __half_as_ushort(__float2half_rn(fmaxf(score, -65504.f)));
+    };
+#pragma unroll 1
+    for (int first = 0; first < p.slice; first += kStages * kBatch)
+#pragma unroll
+      for (int slot = 0; slot < kStages; ++slot) score_batch(first + slot * kBatch, slot);
+    own = next;
   }
 }
 
-__global__ void __launch_bounds__(1024) choose_chunks_kernel(const SelectPhase phase) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kManyBlocks)
+    choose_chunks_kernel(const SelectPhase phase) {
   const SelectBySketch& p = phase.of;
   extern __shared__ uint4 room[];
   __shared__ RadixShared shared;
@@ -344,38 +394,49 @@ __global__ void __launch_bounds__(1024) choose_chunks_kernel(const SelectPhase p
     if (chunks + int(threadIdx.x) < 8 * groups) scores[chunks + threadIdx.x] = kNever;
     const uint4* values = count_values(shared, phase.memory, room, reinterpret_cast<const uint4*>(scores), groups);
     const uint2* kept = p.kept(row);
-    const int budget = int(max(int64_t(0), min(p.budget[sequence], int64_t(p.k))));
     count = select_largest(
-        shared, values, groups, budget, reinterpret_cast<uint32_t*>(room), [&](uint32_t place, uint32_t i) {
+        shared, values, groups, p.budget_of(sequence), reinterpret_cast<uint32_t*>(room), [&](uint32_t place, uint32_t i) {
           selected[place] = (int64_t(kept[i >> log_run].y) << log_run) + (i & ((1 << log_run) - 1));
         });
   }
   for (int i = count + int(threadIdx.x); i < p.k; i += blockDim.x) selected[i] = -1;
 }
 
-// Multiprocessors hold 4, 2 or 1 blocks so that all rows run at once where they can.
-inline int select_threads(int64_t rows, int processors) {
-  return rows > 2 * processors ? 256 : rows > processors ? 512 : 1024;
+// A row's block has 16 warps where multiprocessors hold all of these blocks at once, or 8.
+inline bool is_few(int64_t rows, int processors) { return rows <= kFewBlocks * processors; }
+
+template <int kThreads>
+cudaError_t launch_find(const SelectPhase& phase, cudaStream_t stream) {
+  return launch_early(
+      find_runs_kernel<kThreads>, dim3(phase.of.rows), dim3(kThreads), phase.memory.bytes(), stream, phase);
+}
+
+template <int kThreads>
+cudaError_t launch_choose(const SelectPhase& phase, cudaStream_t stream) {
+  return launch_early(
+      choose_chunks_kernel<kThreads>, dim3(phase.of.rows), dim3(kThreads), phase.memory.bytes(), stream, phase);
 }
 
 template <int kBytes, bool kWide>
-cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
+cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
+  int device = 0, processors = 0, most = 0;
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
-  const dim3 threads(select_threads(p.rows, processors)), score_threads(32 * kScoreWarps);
-  const int block_runs = kScoreWarps * kWarpRuns;
-  const dim3 score_blocks((p.region.keep + block_runs - 1) / block_runs, p.rows);
-  int most = 0;
   if (const auto error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
   most -= int(sizeof(RadixShared)) + 16;
+  const int blocks = (kBytes == 32 ? 2 : kScoreBlocks) * processors;
+  p.slice = int64_t(p.rows) * p.region.keep / kSliceRuns >= 2 * kScoreWarps * blocks ? kSliceRuns : kShortSlice;
+  const int64_t slices = int64_t(p.rows) * ((p.region.keep + p.slice - 1) / p.slice);
+  const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kScoreWarps - 1) / kScoreWarps, blocks)));
+  const int before_bytes = int((p.rows / p.heads + 1) * sizeof(uint32_t));
   const SelectPhase find{p, LargestMemory(p.num_pages_most, most)};
   const SelectPhase choose{p, LargestMemory(p.region.values / 16, most)};
-  if (const auto error = launch_early(find_runs_kernel, dim3(p.rows), threads, find.memory.bytes(), stream, find))
-    return error;
+  const bool few = is_few(p.rows, processors);
+  if (const auto error = few ? launch_find<512>(find, stream) : launch_find<256>(find, stream)) return error;
   const auto score = p.log_chunk ? score_runs_kernel<kBytes, kWide, false> : score_runs_kernel<kBytes, kWide, true>;
-  if (const auto error = launch_early(score, score_blocks, score_threads, 0, stream, p)) return error;
-  return launch_early(choose_chunks_kernel, dim3(p.rows), threads, choose.memory.bytes(), stream, choose);
+  if (const auto error = launch_early(score, score_blocks, dim3(32 * kScoreWarps), before_bytes, stream, p))
+    return error;
+  return few ? launch_choose<512>(choose, stream) : launch_choose<256>(choose, stream);
 }
 
 template <int kBytes>

@@ -2,7 +2,7 @@
 
 ``python scripts/bench/bench_select_by_sketch.py [--out file.json]``: pages lie shuffled in an arena among other bytes,
 as in the KV cache; kept runs are random ones. Counted bytes: both planes and the scales of the kept runs, and the
-coarse scores; the floor is those at 4.5 TB/s. Excluded bits, page names and the result come besides. Times are medians
+coarse scores; the floor is those at 4.5 TB/s. Page names and the result come besides. Times are medians
 over replays of a CUDA graph of several calls; where a call reads less than the second-level cache holds, each has rows
 of its own. Every shape is checked against the reference on its first rows.
 """
@@ -25,7 +25,7 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
 OTHER_BYTES = 16 * 1024
 UNCACHED_BYTES = 200e6
-PER_ROW = (1, 6, 7, 8)  # arguments that have rows, besides the queries
+PER_ROW = (1, 5, 6, 7)  # arguments that have rows, besides the queries
 CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select
     (63, 61440, 8, 4, 128, 1, 960),
     (63, 61440, 8, 4, 128, 8, 120),
@@ -41,13 +41,12 @@ CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select
 
 def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int) -> tuple:
     """Arguments of a call; every row is full."""
-    chunks, columns, device = 64 // chunk, tokens // 64, torch.device("cuda")
+    columns, device = tokens // 64, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
         Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
         Field("rest", (heads, 64, plane_bytes(dim)), torch.uint8),
         Field("scale", (heads, 64), torch.float16),
-        Field("excluded", (heads, chunks), torch.bool),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     tier = Tier("device", 1, size, rows * columns, device)
@@ -55,16 +54,17 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     views = {name: layers[0] for name, layers in tier.views(fields).items()}
     names = torch.tensor(tier.allocate(rows * columns)).cuda()
     for some in names.split(4096):
-        views["scale"][some] = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
-        views["excluded"][some] = torch.rand(len(some), heads, chunks, device=device) < 0.01
+        excluded = torch.rand(len(some), heads, 64 // chunk, device=device) < 0.01
+        scale = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
+        views["scale"][some] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), -0.0)
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     coarse = (5 + 2 * torch.randn(rows, heads, 8 * columns, device=device)).half()
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.full((rows,), columns, device=device)
     budgets = torch.full((rows,), budget, device=device)
-    planes = (views["signs"], views["rest"], views["scale"], views["excluded"])
+    planes = (views["signs"], views["rest"], views["scale"])
     queries = sketch_queries(q, torch.eye(dim, device=device)[None, None], torch.zeros_like(counts))
-    return queries, coarse, *planes, pages, counts, budgets, budget
+    return queries, coarse, *planes, pages, counts, budgets, chunk, budget
 
 
 def rows_of(args: tuple, some: slice) -> tuple:

@@ -44,6 +44,8 @@ class Sealing:
             shape = layers, len(tokens.pages), *self.store.page["excluded"].shape[2:]
             # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
+        else:
+            self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)
         self.store.write("excluded", tokens.layers, tokens.pages, excluded)
 
     def _launch(self, numbers: np.ndarray) -> None:

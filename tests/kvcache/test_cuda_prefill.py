@@ -1,5 +1,7 @@
 """Storing a prompt beside its attention, on a stream of its own; needs a GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,9 +41,9 @@ def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
     return cache, runner, cache.pool.allocate(TOKENS, TOKENS + 64)
 
 
-def slow_storing(cache: KVCache, cycles: int = SLEEP) -> None:
+def slow_storing(cache: KVCache) -> None:
     with torch.cuda.stream(cache.prefill.side):
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(SLEEP)
 
 
 @torch.inference_mode()
@@ -72,14 +74,18 @@ def test_what_is_stored_beside_attention_is_what_is_stored_after_it(kv: str) -> 
 
 
 @torch.inference_mode()
-def test_a_prefill_that_is_given_up_leaves_nothing_running() -> None:
+def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, runner, sequence = make("turbo")
+    write = cache.prefill._write
+
+    def write_slowly(*args: Any) -> None:
+        write(*args)
+        torch.cuda._sleep(20 * SLEEP)
+
+    monkeypatch.setattr(cache.prefill, "_write", write_slowly)
     prefill = runner.prefill([(sequence, list(range(500)) * 6)])
-    next(prefill)  # what has to be compiled is
-    next(prefill)
-    slow_storing(cache, 20 * SLEEP)
-    next(prefill)
-    next(prefill)  # the second layer's, whose storing has started
+    for _ in range(3):
+        next(prefill)  # the first layer's blocks; it is stored beside the last one
     assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
     prefill.close()
     torch.cuda.current_stream().synchronize()

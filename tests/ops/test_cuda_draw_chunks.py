@@ -94,6 +94,7 @@ def test_draws_that_begin_before_the_search_is_over(seed):
     slots = torch.zeros(4, dtype=torch.int64, device="cuda")
     signs, rest, scale = pack_sketch(torch.randn(4 * pages, heads, 64, 128, device="cuda"))
     excluded = torch.rand(4 * pages, heads, 64, device="cuda") < 0.1
+    scale = scale.masked_fill(excluded, -0.0)
     names = torch.randperm(4 * pages, device="cuda").view(4, pages)
     q = torch.randn(layers, 4, 4 * heads, 128, device="cuda").bfloat16()
     counts, chunks, found, drawn, seeds = torch.tensor(
@@ -103,8 +104,8 @@ def test_draws_that_begin_before_the_search_is_over(seed):
     def search(layer: int, pause: bool) -> Tensor:
         queries = sketching.sketch_queries(q[layer], maps, slots)
         coarse = scoring.sign_scores(queries, signs, scale, names, counts)
-        sketch = (coarse, signs, rest, scale, excluded, names, counts)
-        selected = selecting.select_by_sketch(queries, *sketch, found, k)
+        sketch = (coarse, signs, rest, scale, names, counts)
+        selected = selecting.select_by_sketch(queries, *sketch, found, 1, k)
         if pause:
             torch.cuda.synchronize()
         cuda.draw_chunks(selected, excluded, names, chunks, found, drawn, seeds, layer)

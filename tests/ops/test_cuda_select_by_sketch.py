@@ -30,12 +30,11 @@ def problem(
     columns: int | None = None,
 ) -> tuple:
     """Arguments: shuffled pages of an arena whose other bytes are all NaN, counts as valid pages of each row."""
-    chunks, device = 64 // chunk, torch.device("cuda")
+    device = torch.device("cuda")
     columns = columns or max(1, *counts)
     fields = [
         Field("other", (100,), torch.uint8),
         Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
-        Field("excluded", (heads, chunks), torch.bool),
         Field("rest", (heads, 64, plane_bytes(dim)), torch.uint8),
         Field("scale", (heads, 64), torch.float16),
     ]
@@ -47,38 +46,39 @@ def problem(
     pages = torch.full((len(counts), columns), tier.spare, dtype=torch.int64, device=device)
     for own in names.split(1024):
         signs, rest, scale = pack_sketch(torch.randn(len(own), heads, 64, dim, device=device))
-        excluded = torch.rand(len(own), heads, chunks, device=device) < 0.2
-        views["signs"][own], views["rest"][own], views["excluded"][own] = signs, rest, excluded
-        views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), math.nan)
+        excluded = torch.rand(len(own), heads, 64 // chunk, device=device) < 0.2
+        views["signs"][own], views["rest"][own] = signs, rest
+        views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), -0.0)
     coarse = torch.full((len(counts), heads, 8 * columns), -math.inf, dtype=torch.float16, device=device)
     for row, count in enumerate(counts):
         pages[row, :count], names = names[:count], names[count:]
         coarse[row, :, : 8 * count] = torch.randn(heads, 8 * count, device=device)
     queries = queries_of(torch.randn(len(counts), heads * group, dim, device=device))
-    planes = (views["signs"], views["rest"], views["scale"], views["excluded"])
-    return queries, coarse, *planes, pages, torch.tensor(counts).cuda(), torch.tensor(budgets).cuda(), k
+    planes = (views["signs"], views["rest"], views["scale"])
+    return queries, coarse, *planes, pages, torch.tensor(counts).cuda(), torch.tensor(budgets).cuda(), chunk, k
 
 
 def chunk_scores(args: tuple, row: int) -> Tensor:
     """Float32 [H, chunks] of a row's valid pages, -inf where excluded."""
-    queries, _, signs, rest, scale, excluded, pages, num_pages, _, _ = args
+    queries, _, signs, rest, scale, pages, num_pages, _, chunk, _ = args
     names, bits = pages[row, : num_pages[row]], 8 * signs.shape[-1]
     whole, unit = (x[row] for x in queries.of_heads(signs.shape[1]))
     parts = []
     for some in names.split(512):
         levels = 2 * plane_bits(signs[some], bits).float() + plane_bits(rest[some], bits) - 1.5
         scores = torch.einsum("hgd,nhtd->hgnt", whole, levels).mul_(unit[..., None, None]).amax(1)
-        scores = (scores * scale[some].transpose(0, 1).float()).unflatten(-1, (excluded.shape[-1], -1)).amax(-1)
-        parts.append(scores.masked_fill(excluded[some].transpose(0, 1), -math.inf))
+        own = scale[some].transpose(0, 1)
+        scores = (scores * own.float()).masked_fill(own.view(torch.int16) == reference.EXCLUDED, -math.inf)
+        parts.append(scores.unflatten(-1, (-1, chunk)).amax(-1))
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 def check(args: tuple) -> None:
     selected = cuda.select_by_sketch(*args)
-    coarse, excluded, num_pages, budget, k = args[1], args[5], args[7], args[8], args[9]
-    per_run = excluded.shape[-1] // 8
+    coarse, num_pages, budget, chunk, k = args[1], args[6], args[7], args[8], args[9]
+    per_run = 8 // chunk
     assert selected.shape == (*coarse.shape[:2], k)
-    keep = reference.kept_runs(num_pages, budget, 8 // per_run)
+    keep = reference.kept_runs(num_pages, budget, chunk)
     for row, (count, runs) in enumerate(zip(budget.tolist(), (8 * num_pages).tolist())):
         if count == 0 or runs == 0:
             assert (selected[row] == -1).all()
@@ -179,14 +179,14 @@ def test_queries_and_keys_of_zero(seed):
 
 def test_scores_beyond_float16(seed):
     args = problem([50, 40], [40, 5], 50)
-    args[4].mul_(60000)
+    args[4].mul_(60000)  # which leaves -0 what it is
     selected = cuda.select_by_sketch(*args)
     assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
 
 
 def test_all_chunks_excluded(seed):
     args = problem([50, 40], [40, 5], 50)
-    args[5][args[6][0]] = True
+    args[4][args[5][0]] = -0.0
     check(args)
     assert (cuda.select_by_sketch(*args)[0] == -1).all()
 
@@ -199,8 +199,8 @@ def test_a_captured_call_follows_its_inputs(seed):
     with torch.cuda.graph(graph):
         captured = cuda.select_by_sketch(*args)
     args[0].unit.uniform_()
-    args[7].copy_(torch.tensor([9, 24, 0]))
-    args[8].copy_(torch.tensor([64, 1, 3]))
+    args[6].copy_(torch.tensor([9, 24, 0]))
+    args[7].copy_(torch.tensor([64, 1, 3]))
     for _ in range(3):
         graph.replay()
         assert torch.equal(captured, cuda.select_by_sketch(*args))
@@ -209,6 +209,6 @@ def test_a_captured_call_follows_its_inputs(seed):
 
 def test_wrong_arguments_are_named(seed):
     args = list(problem([8], [4], 4))
-    args[7] = args[7].int()
+    args[6] = args[6].int()
     with pytest.raises(RuntimeError, match="num_pages has dtype"):
         cuda.select_by_sketch(*args)

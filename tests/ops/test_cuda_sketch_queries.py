@@ -117,7 +117,6 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
     layers, heads, pages, k = 12, 8, 96, 64
     maps, slots = maps_of(heads, 128), torch.tensor([2, 0, 1, 0], device="cuda")
     signs, rest, scale = pack_sketch(torch.randn(4 * pages, heads, 64, 128, device="cuda"))
-    excluded = torch.zeros(4 * pages, heads, 64, dtype=torch.bool, device="cuda")
     names = torch.randperm(4 * pages, device="cuda").view(4, pages)
     q = torch.randn(layers, 4, 4 * heads, 128, device="cuda").bfloat16()
     counts, budget = torch.tensor([pages, 1, 0, 50]).cuda(), torch.tensor([k, 3, k, 40]).cuda()
@@ -129,7 +128,7 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
         coarse = scoring.sign_scores(queries, signs, scale, names, counts)
         if pause:
             torch.cuda.synchronize()
-        return selecting.select_by_sketch(queries, coarse, signs, rest, scale, excluded, names, counts, budget, k)
+        return selecting.select_by_sketch(queries, coarse, signs, rest, scale, names, counts, budget, 1, k)
 
     search(0, pause=True)
     torch.cuda.synchronize()

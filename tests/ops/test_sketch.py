@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import KEPT_SHARE, kept_runs, select_by_sketch
+from shadowkv.ops.select_by_sketch.reference import EXCLUDED, KEPT_SHARE, kept_runs, select_by_sketch
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, sign_scores
@@ -117,10 +117,11 @@ def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> t
         "signs": signs,
         "rest": rest,
         "scale": scale,
-        "excluded": torch.rand(len(names.flatten()) + 1, heads, 64 // chunk) < 0.2,
         "pages": names,
         "num_pages": torch.tensor(pages),
     }
+    excluded = (torch.rand(*scale.shape[:2], 64 // chunk) < 0.2).repeat_interleave(chunk, -1)
+    args["scale"] = scale.masked_fill(excluded & scale.isfinite(), -0.0)
     return args, rounded.unflatten(1, (heads, -1))
 
 
@@ -133,7 +134,7 @@ sizes = pytest.mark.parametrize(
 def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, monkeypatch, heads, group, dim, chunk):
     monkeypatch.setattr(reference, "PAGES_AT_ONCE", 5)
     args, queries = problem(heads, group, dim, chunk, [5, 1, 0])
-    del args["rest"], args["excluded"]
+    del args["rest"]
     scores = sign_scores(**args)
     assert (scores.shape, scores.dtype) == ((3, heads, 40), torch.float16)
     for b in range(3):
@@ -150,7 +151,7 @@ def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, mo
 
 def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(seed):
     args, _ = problem(1, 2, 64, 8, [2])
-    del args["rest"], args["excluded"]
+    del args["rest"]
     zeros = sketch_queries(torch.zeros(1, 2, 64), random_rotation(64, "sketch"))
     assert not sign_scores(**args | {"queries": zeros}).any()
     assert sign_scores(**args | {"scale": torch.full_like(args["scale"], 65504.0)}).isfinite().all()
@@ -163,7 +164,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
     coarse = torch.rand(4, heads, 240).argsort(dim=-1).half()  # no ties, of which an op may keep either
     coarse.masked_fill_(torch.arange(240) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
-    selected = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), k=k, **args)
+    selected = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
     assert selected.shape == (4, heads, k)
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
@@ -173,7 +174,8 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):
             scores = (tokens[:, h].flatten(0, 1) @ queries[b, h].T).amax(-1).unflatten(0, (-1, chunk)).amax(-1)
-            scores[args["excluded"][own, h].flatten()] = -math.inf
+            excluded = args["scale"][own, h].flatten().view(torch.int16) == EXCLUDED
+            scores[excluded.unflatten(0, (-1, chunk)).all(-1)] = -math.inf
             kept = coarse[b, h, :runs].sort(descending=True).values[: int(keep[b])]
             allowed = (coarse[b, h, :runs] >= kept.min()) if len(kept) else torch.zeros(0, dtype=torch.bool)
             scores[~allowed.repeat_interleave(8 // chunk)] = -math.inf

@@ -127,6 +127,11 @@ class IndexPart(Part):
         """Bytes of a sealed token that a step reads to find chunks, in one layer, all kv heads."""
         return self.bytes_per_token()
 
+    def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
+        """Marks chunks of pages just sealed that may not be selected, for an index that does not look at the field
+        ``excluded``; bool [L, n, H, C]."""
+        return
+
     @abstractmethod
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to, as many as the batch's budget, ascending;

@@ -81,14 +81,19 @@ class Sketch(IndexPart):
         fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         store.ops.sketch_keys(tokens.rotated, mean, maps, tokens.slots, *fields, tokens.pages)
 
+    def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
+        scale = store.page["sketch_scale"][layers, pages]
+        marked = excluded.repeat_interleave(self.spec.chunk, dim=-1)
+        store.write("sketch_scale", layers, pages, scale.masked_fill(marked, -0.0))
+
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        signs, rest, scale, excluded = (
-            store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale", "excluded")
-        )
+        signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
         coarse = store.ops.sign_scores(queries, signs, scale, *places)
-        return store.ops.select_by_sketch(queries, coarse, signs, rest, scale, excluded, *places, batch.budget, k)
+        return store.ops.select_by_sketch(
+            queries, coarse, signs, rest, scale, *places, batch.budget, self.spec.chunk, k
+        )
 
 
 class SignSketch(Sketch):

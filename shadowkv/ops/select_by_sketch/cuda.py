@@ -44,10 +44,10 @@ def select_by_sketch(
     signs: Tensor,
     rest: Tensor,
     scale: Tensor,
-    excluded: Tensor,
     pages: Tensor,
     num_pages: Tensor,
     budget: Tensor,
+    chunk: int,
     k: int,
 ) -> Tensor:
     """As the reference; scores are compared as float16 numbers.
@@ -57,11 +57,11 @@ def select_by_sketch(
     an H200 contexts of 7 million tokens, or a million to choose from.
     """
     batch, query_heads, _, plane = queries.whole.shape
-    heads, chunks, columns, device = signs.shape[1], excluded.shape[-1], pages.shape[1], signs.device
-    fields = (coarse, signs, rest, scale, excluded, pages, num_pages, budget)
-    region = region_bytes(columns, 64 // chunks, k)
+    heads, columns, device = signs.shape[1], pages.shape[1], signs.device
+    fields = (coarse, signs, rest, scale, pages, num_pages, budget, chunk)
+    region = region_bytes(columns, chunk, k)
     fits = 0 < columns <= most_groups(device) and region // 16 <= most_groups(device)
-    if plane not in (8, 16, 32) or query_heads > 8 * heads or chunks not in (8, 16, 32, 64) or not fits:
+    if plane not in (8, 16, 32) or query_heads > 8 * heads or chunk not in (1, 2, 4, 8) or not fits:
         return reference.select_by_sketch(queries, *fields, k)
     workspace = torch.empty(batch * heads, region, dtype=torch.uint8, device=device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
