@@ -54,10 +54,11 @@ class Decoder(nn.Module):
         """Token ids, int64 [T] -> the residual stream [T, D]."""
         return F.embedding(token_ids, self.embedding)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last layer [n, D] -> float32 [n, V]."""
+    def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+        """Residual stream [n, D] after the last layer, or before it and what that adds -> float32 [n, V]."""
         head = self.embedding if self.head is None else self.head
-        return F.linear(self.norm(hidden), head).float()
+        normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
+        return F.linear(normed, head).float()
 
     @property
     def num_parameters(self) -> int:

@@ -14,7 +14,7 @@ void sketch_queries(
   check_dense_from(maps, "maps", 1);
   const int64_t heads = maps.size(1), group = heads ? query_heads / heads : 0;
   STD_TORCH_CHECK(
-      group > 0 && group <= kQueryWarps && group * heads == query_heads, query_heads, " query heads for ", heads,
+      group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
       " kv heads");
   STD_TORCH_CHECK(
       (int64_t(maps.const_data_ptr()) | 2 * maps.stride(0)) % 8 == 0, "maps are not aligned to 8 bytes");

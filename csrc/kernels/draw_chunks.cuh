@@ -13,13 +13,13 @@ constexpr int kDrawThreads = 512;
 
 struct DrawChunks {
   int64_t* selected;       // [B, H, k]
-  const uint8_t* excluded; // [H, C] of each page name
+  const uint8_t* excluded; // [H, C] of each page name, or null
   int64_t excluded_stride; // from one page name to the next, in bytes
   const int64_t* pages;    // [B, P]
   int64_t pages_stride;    // of a row, in names
   const int64_t *num_chunks, *found, *drawn, *seeds; // [B]
   uint32_t first_head;                               // of this layer, among all layers' heads
-  int heads, page_chunks, columns, k;
+  int heads, page_chunks, columns, first, k;
 
   int bytes() const { return k * int(sizeof(int) + 1); }
 };
@@ -39,15 +39,18 @@ __global__ void __launch_bounds__(kDrawThreads, 2048 / kDrawThreads) draw_chunks
   const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int before = int(max(int64_t(0), min(p.found[row], int64_t(p.k))));
   const int runs = int(max(int64_t(0), min(p.drawn[row], int64_t(p.k - before))));
-  const uint64_t total = p.num_chunks[row];
+  const uint64_t total = uint64_t(max(int64_t(0), p.num_chunks[row] - p.first));
 
   const uint32_t state = mix_bits(uint32_t(p.seeds[row]) * 0x9e3779b1u + p.first_head + head);
   for (int run = threadIdx.x; run < runs; run += kDrawThreads) {
     const uint64_t start = run * total / runs, size = (run + 1) * total / runs - start;
-    const int chunk = int(start + (mix_bits(state + run * 0x85ebca77u) * size >> 32));
-    const int64_t name = p.pages[row * p.pages_stride + min(chunk / p.page_chunks, p.columns - 1)];
+    const int chunk = p.first + int(start + (mix_bits(state + run * 0x85ebca77u) * size >> 32));
     draws[run] = chunk;
-    dropped[run] = p.excluded[name * p.excluded_stride + head * p.page_chunks + chunk % p.page_chunks];
+    dropped[run] = total == 0;
+    if (p.excluded && total) {
+      const int64_t name = p.pages[row * p.pages_stride + min(chunk / p.page_chunks, p.columns - 1)];
+      dropped[run] = p.excluded[name * p.excluded_stride + head * p.page_chunks + chunk % p.page_chunks];
+    }
   }
   __syncthreads();
   wait_for_launch_before();
@@ -59,10 +62,10 @@ __global__ void __launch_bounds__(kDrawThreads, 2048 / kDrawThreads) draw_chunks
   for (int i = threadIdx.x; i < before; i += kDrawThreads) {
     const int64_t chunk = selected[i];
     missing |= chunk < 0;
-    if (chunk < 0) continue;
+    if (chunk < p.first || total == 0) continue;
     // The last run that begins with it or before. Runs of no chunks, where there are more runs than chunks, come before
     // the one that has the chunk they draw.
-    const uint64_t owner = (uint64_t(chunk + 1) * runs - 1) / total;
+    const uint64_t owner = (uint64_t(chunk - p.first + 1) * runs - 1) / total;
     for (int run = int(min(owner, uint64_t(runs - 1))); run >= 0 && draws[run] == chunk; --run) dropped[run] = true;
   }
   if (__syncthreads_or(missing)) return;

@@ -12,8 +12,8 @@
 
 namespace shadowkv {
 
-constexpr int kQueryWarps = 8;   // each sums over an eighth of the map's rows, then has a query of its own
-constexpr int kQueryPlanes = 4;  // bits of the rounder whole numbers
+constexpr int kMostQueries = 8; // of a kv head
+constexpr int kQueryPlanes = 4; // bits of the rounder whole numbers
 
 struct SketchQueries {
   const void* q;             // [rows, heads, group, d]
@@ -47,16 +47,18 @@ __device__ __forceinline__ uint2 load_four(const __nv_bfloat16* p, int at, int e
 template <int kWords, int kQueries>
 struct QueryMemory {
   static constexpr int kParts = kWords == 8 ? 2 : 1;
-  static int bytes(int dim) { return 4 * (dim * kQueries + kQueryWarps * kQueries * kParts * 32 * 4); }
+  static int bytes(int dim) { return 4 * (dim * kQueries + kQueries * kQueries * kParts * 32 * 4); }
 };
 
-// q M, first by an eighth of the rows of M a warp, and then a query a warp. Lane 8 w + j is for word w of row j, four
-// dimensions; with 8 words, for word w + 4 too.
+// q M by kQueries warps, first by a share of the rows of M each, and then by a query each. Lane 8 w + j is for word w of
+// row j, four dimensions; with 8 words, for word w + 4 too. Blocks are small so that all rows and heads of a large batch
+// are under way at once.
 template <typename T, int kWords, int kQueries>
-__global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(const SketchQueries p) {
+__global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 2 : 6)
+    sketch_queries_kernel(const SketchQueries p) {
   constexpr int kParts = QueryMemory<kWords, kQueries>::kParts;
   constexpr int kRows = kParts == 1 ? 16 : 4; // of M, under way together
-  const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8;
+  const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8, rows = p.dim / kQueries;
   const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads, first = blockIdx.x * p.group;
   const __nv_bfloat16* map = p.maps + p.slots[row] * p.maps_stride + int64_t(head) * p.dim * p.dim;
   uint2 m[kRows][kParts];
@@ -65,10 +67,10 @@ __global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(con
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int part = 0; part < kParts; ++part)
-        m[i][part] = from + i < bytes ? load_four(
-                                            map + (warp * bytes + from + i) * p.dim + lane % 8 * bytes,
-                                            lane / 8 * 4 + part * 16, bytes)
-                                      : uint2{};
+        m[i][part] = from + i < rows ? load_four(
+                                           map + (warp * rows + from + i) * p.dim + lane % 8 * bytes,
+                                           lane / 8 * 4 + part * 16, bytes)
+                                     : uint2{};
   };
   load_rows(0);
   wait_for_launch_before();
@@ -78,17 +80,17 @@ __global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(con
   float* turned = reinterpret_cast<float*>(shared); // [dims][kQueries]
   float4* sums = shared + p.dim * kQueries / 4;      // [warp][query][part][lane]
   const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
-  for (int i = warp * 32 + lane; i < p.dim * kQueries; i += 32 * kQueryWarps) {
+  for (int i = warp * 32 + lane; i < p.dim * kQueries; i += 32 * kQueries) {
     const int query = i / p.dim;
     turned[i % p.dim * kQueries + query] = query < p.group ? float(q[i]) : 0.f;
   }
   __syncthreads();
   float4 x[kQueries][kParts] = {};
-  for (int from = 0; from < bytes; from += kRows) {
+  for (int from = 0; from < rows; from += kRows) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float y[kQueries];
-      const float* column = turned + (warp * bytes + min(from + i, bytes - 1)) * kQueries;
+      const float* column = turned + (warp * rows + min(from + i, rows - 1)) * kQueries;
 #pragma unroll
       for (int n = 0; n < kQueries; n += 4)
         *reinterpret_cast<float4*>(y + n) = *reinterpret_cast<const float4*>(column + n);
@@ -97,7 +99,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(con
 #pragma unroll
         for (int part = 0; part < kParts; ++part) add_product(x[n][part], m[i][part], y[n]);
     }
-    if (from + kRows < bytes) load_rows(from + kRows);
+    if (from + kRows < rows) load_rows(from + kRows);
   }
 #pragma unroll
   for (int n = 0; n < kQueries; ++n)
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(con
   for (int part = 0; part < kParts; ++part) {
     float4& v = own[part];
 #pragma unroll
-    for (int i = 0; i < kQueryWarps; ++i) {
+    for (int i = 0; i < kQueries; ++i) {
       const float4 y = sums[((i * kQueries + warp) * kParts + part) * 32 + lane];
       v.x += y.x, v.y += y.y, v.z += y.z, v.w += y.w;
     }
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps, 2) sketch_queries_kernel(con
 template <typename T, int kWords, int kQueries>
 cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
   return launch_early(
-      sketch_queries_kernel<T, kWords, kQueries>, dim3(p.rows * p.heads), dim3(32, kQueryWarps),
+      sketch_queries_kernel<T, kWords, kQueries>, dim3(p.rows * p.heads), dim3(32, kQueries),
       QueryMemory<kWords, kQueries>::bytes(p.dim), stream, p);
 }
 

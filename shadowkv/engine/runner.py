@@ -66,7 +66,7 @@ class Runner:
         try:
             for number, layer in enumerate(self.layers):
                 if len(blocks) == 1:
-                    hidden = layer(hidden, cache, blocks[0])
+                    hidden = torch.add(*layer(hidden, None, cache, blocks[0]))
                     yield
                 else:
                     for block in blocks:
@@ -115,6 +115,7 @@ class Runner:
         batch = self.cache.decode_batch(plan, numbers)
         tokens, sources = inputs
         hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
+        added = None
         for layer in self.layers:
-            hidden = layer(hidden, self.cache, batch)
-        return self.model.logits(hidden)
+            hidden, added = layer(hidden, added, self.cache, batch)
+        return self.model.logits(hidden, added)

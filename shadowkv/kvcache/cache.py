@@ -6,6 +6,7 @@ prefill in ``prefill.py``, sealing in ``sealing.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, Draw, PrefillBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.fetching import Fetching
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
@@ -73,6 +75,7 @@ class KVCache:
         rotary = RotaryTables(rope, max_model_len, self.device)
         self.store = Store(self.layout, self.ops, rotary, slots, memory.device, memory.host, self.device)
         self.fetching = Fetching(self.store) if self.store.buffer is not None else None
+        self.beside = Beside(self.store.compute)
         self.pool = SequencePool(self.store, slots, max_model_len)
         self.sealing = Sealing(self.store, self.parts, self.pool.table)
         self.prefill = Prefill(self.store, self.parts, self.pool, self.sealing)
@@ -171,7 +174,7 @@ class KVCache:
         )
 
     def _draw(self, length: Tensor, chunks: Tensor, found: Tensor, drawn: Tensor) -> Draw:
-        log_weight = (chunks / (drawn + PRIOR_TOKENS // self.spec.chunk)).clamp(min=1).log()
+        log_weight = ((chunks - self.spec.sink_chunks) / (drawn + PRIOR_TOKENS // self.spec.chunk)).clamp(min=1).log()
         return Draw(length, drawn, DrawnWeights(found, log_weight))
 
     def end_decode(self, plan: DecodePlan) -> None:
@@ -187,8 +190,10 @@ class KVCache:
         if isinstance(batch, PrefillBlock):
             self.prefill.append(layer, k, v, batch)
             return
-        pages = self.store.k[layer], self.store.v[layer]
-        self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
+        if batch.sealed is None:
+            self._append_exact(layer, k, v, batch)
+        else:  # where exact attention, which reads them, is as well
+            self.beside.start(lambda: self._append_exact(layer, k, v, batch))
 
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before the rotation.
@@ -198,13 +203,13 @@ class KVCache:
         if isinstance(batch, PrefillBlock):
             return self.prefill.attend(layer, q, batch)
         q = self.ops.rotate(q, batch.positions, self.store.rotary)
-        if batch.sealed is not None and self.fetching is not None:
-            return self._attend_fetched(layer, q, batch, batch.sealed, self.fetching)
-        out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
-        if batch.sealed is not None:
-            found = self._attend_sealed(layer, q, batch.sealed)
-            out = self.ops.merge_attention([(out, lse), found])
-        return out
+        if batch.sealed is None:
+            return self._attend_exact(layer, q, batch)[0]
+        exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
+        if self.fetching is not None:
+            return self._attend_fetched(layer, q, batch.sealed, self.fetching, exact)
+        found = self._attend_sealed(layer, q, batch.sealed)
+        return self.ops.merge_attention([exact(), found])
 
     def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
         """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to; -1 is none, after the others.
@@ -213,9 +218,20 @@ class KVCache:
         """
         selected = self.parts.index.select(self.store, layer, q, batch)
         if batch.draw is not None:
-            excluded, places = self.store.page["excluded"][layer], (batch.pages, batch.num_chunks)
-            self.ops.draw_chunks(selected, excluded, *places, batch.budget, batch.draw.counts, batch.draw.seeds, layer)
+            excluded = self.store.page["excluded"][layer] if self.spec.outliers else None  # of the sink it is known
+            counts = batch.num_chunks, batch.budget, batch.draw.counts
+            self.ops.draw_chunks(
+                selected, self.spec.sink_chunks, excluded, batch.pages, *counts, batch.draw.seeds, layer
+            )
         return selected
+
+    def _append_exact(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
+        pages = self.store.k[layer], self.store.v[layer]
+        self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
+
+    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
+        return out, lse
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         selected = self.select(layer, q, batch)
@@ -224,7 +240,12 @@ class KVCache:
         return self.ops.attend_selected(q, keys, values, selected, batch.draw and batch.draw.weights)
 
     def _attend_fetched(
-        self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
+        self,
+        layer: int,
+        q: Tensor,
+        sealed: SealedBatch,
+        fetching: Fetching,
+        exact: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """In portions of the rows: values of one cross the bus while others are scored or attended."""
         started = []
@@ -233,12 +254,11 @@ class KVCache:
             selected = self.select(layer, q[rows], portion)
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        exact = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
-        outs = []
+        attended, outs = exact(), []
         for rows, portion, selected, fetch in started:
             keys = self.parts.keys.source(self.store, layer, portion)
             found = self.ops.attend_selected(q[rows], keys, fetch.wait(), selected)
-            outs.append(self.ops.merge_attention([(exact[0][rows], exact[1][rows]), found]))
+            outs.append(self.ops.merge_attention([(attended[0][rows], attended[1][rows]), found]))
         return torch.cat(outs)
 
 

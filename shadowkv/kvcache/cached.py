@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import ExactRows, SealedBatch
+from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
@@ -27,9 +28,7 @@ class CachedTokens:
         self.store, self.parts, self.ops = store, parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         self.across_bus = self.spec.place == "host"
-        # Of high priority: its few thread blocks find their way between those of attention, which take all.
-        beside = self.across_bus and store.compute.type == "cuda"
-        self.side = torch.cuda.Stream(store.compute, priority=-1) if beside else None
+        self.beside = Beside(store.compute, self.across_bus)
 
     def blocks(self, layer: int, row: SealedBatch, static: ExactRows) -> Iterator[tuple[Tensor, Tensor]]:
         """Rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for.
@@ -52,7 +51,7 @@ class CachedTokens:
             """Starts reading a block's values; returns what makes this stream wait for them."""
             first, last = spans[i]
             out = buffers[i % 2][1, :, : (last - first) * PAGE]
-            return self._start(lambda: self.ops.rebuild_rows(values, first, out, self.across_bus))
+            return self.beside.start(lambda: self.ops.rebuild_rows(values, first, out, self.across_bus))
 
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
@@ -64,17 +63,6 @@ class CachedTokens:
             wait()
             block[:, head, places[i]] = exact
             yield block[0, :, :count], block[1, :, :count]
-
-    def _start(self, read: Callable[[], None]) -> Callable[[], None]:
-        if self.side is None:
-            read()
-            return lambda: None
-        main = torch.cuda.current_stream(self.store.compute)
-        self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            read()
-        done = self.side.record_event()
-        return lambda: main.wait_event(done)
 
     def _places(self, layer: int, row: SealedBatch, step: int, count: int) -> Tensor:
         """Where in each of ``count`` blocks of ``step`` pages the exact tokens belong, int64 [count, H, n]."""

@@ -35,9 +35,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
 
-    def forward(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
-        """The whole layer (decode): residual stream [T, D] -> [T, D]."""
-        return self._finish(x, self.attention(self.attention_norm(x), cache, batch))
+    def forward(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:
+        """The whole layer (decode): residual stream [T, D] and what the layer before adds to it -> the same two.
+
+        They are added where the next norm is taken, in one launch.
+        """
+        x, normed = (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
+        return self._finish(x, self.attention(normed, cache, batch))
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
         """Keys and values of a block [T, D] of the residual stream into the cache."""
@@ -45,13 +49,14 @@ class DecoderLayer(nn.Module):
 
     def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
         """The rest of the layer for a block [T, D] whose sequences' keys and values are all in the cache -> [T, D]."""
-        return self._finish(x, self.attention.attend(self.attention_norm(x), cache, batch))
+        x, added = self._finish(x, self.attention.attend(self.attention_norm(x), cache, batch))
+        return x + added
 
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
         x, normed = self.mlp_norm.after_add(x, attended)
         hidden = self.mlp(normed)
         if self.post_mlp_norm is not None:
             hidden = self.post_mlp_norm(hidden)
-        return x + hidden
+        return x, hidden

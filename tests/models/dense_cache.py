@@ -71,5 +71,5 @@ def packed_logits(model: Decoder, sequences: list[list[int]], max_positions: int
     cache = DenseCache(model.config.rope, max_positions)
     x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
     for layer in model.layers:
-        x = layer(x, cache, batch)
+        x = torch.add(*layer(x, None, cache, batch))
     return list(model.logits(x).split([len(sequence) for sequence in sequences]))

@@ -83,7 +83,7 @@ def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> 
     batch = DenseBatch.of(list(LENGTHS))
     total = sum(LENGTHS)
     x = torch.randn(total, TINY["hidden_size"], generator=torch.Generator().manual_seed(1))
-    whole = layer(x, DenseCache(model.config.rope), batch)
+    whole = torch.add(*layer(x, None, DenseCache(model.config.rope), batch))
     cache = DenseCache(model.config.rope)
     blocks = [(start, min(start + block, total)) for start in range(0, total, block)]
     for start, stop in blocks:
@@ -102,7 +102,7 @@ def test_decode_steps_equal_one_pass(tmp_path: Path) -> None:
         batch = DenseBatch.of([1, 1, 1], start=position)
         x = model.embed(torch.tensor([text[position] for text in texts]))
         for layer in model.layers:
-            x = layer(x, cache, batch)
+            x = torch.add(*layer(x, None, cache, batch))
         step = model.logits(x)
         torch.testing.assert_close(step, torch.stack([logits[position] for logits in whole]), atol=1e-4, rtol=0)
 

@@ -1,5 +1,7 @@
 """Draws of chunks on a GPU against the reference there, number for number."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ Row = tuple[int, int, int]
 """Chunks of a row, those found and those to draw."""
 
 
-def problem(rows: list[Row], heads: int, page_chunks: int, k: int) -> tuple[Tensor, ...]:
+def problem(rows: list[Row], heads: int, page_chunks: int, k: int, first: int = 0) -> tuple[Any, ...]:
     """Ragged rows in shuffled pages of one arena, found at random; columns behind hold what was there."""
     batch, columns = len(rows), max(1, *(-(-count // page_chunks) for count, _, _ in rows))
     selected = torch.randint(2**40, (batch, heads, k))
@@ -32,10 +34,10 @@ def problem(rows: list[Row], heads: int, page_chunks: int, k: int) -> tuple[Tens
     excluded = arena.cuda().as_strided((len(arena), heads, page_chunks), (arena.shape[1], page_chunks, 1))
     names = torch.randperm(batch * columns).view(batch, columns)
     numbers = (*torch.tensor(rows).t().contiguous(), torch.randint(2**31 + 7, (batch,)))
-    return selected.cuda(), excluded, names.cuda(), *(x.cuda() for x in numbers)
+    return selected.cuda(), first, excluded, names.cuda(), *(x.cuda() for x in numbers)
 
 
-def check(args: tuple[Tensor, ...], layer: int = 3) -> Tensor:
+def check(args: tuple[Any, ...], layer: int = 3) -> Tensor:
     expected, made = args[0].clone(), args[0].clone()
     torch.cuda.synchronize()
     reference.draw_chunks(expected, *args[1:], layer)
@@ -57,6 +59,15 @@ def test_any_budget(seed, k):
     """Up to all chunks that there are, found or drawn: what is found is then drawn too."""
     rows = [(k, k // 2, k - k // 2), (3 * k + 1, k - k // 3, k // 3), (61440, k // 2, k // 2), (2 * k, k, 0)]
     check(problem(rows, 2, 64, k))
+
+
+@pytest.mark.parametrize("first", [1, 8, 40, 41])
+def test_chunks_before_the_first_are_not_drawn(seed, first):
+    args = list(problem([(1000, 30, 60), (40, 0, 60), (0, 0, 9), (41, 0, 1)], 3, 64, 90, first))
+    check(tuple(args))
+    args[2] = None
+    made = check(tuple(args))
+    assert made[1:].max() < max(first, 41)
 
 
 @pytest.mark.parametrize("batch", [1, 65, 300])
@@ -108,7 +119,7 @@ def test_draws_that_begin_before_the_search_is_over(seed):
         selected = selecting.select_by_sketch(queries, *sketch, found, 1, k)
         if pause:
             torch.cuda.synchronize()
-        cuda.draw_chunks(selected, excluded, names, chunks, found, drawn, seeds, layer)
+        cuda.draw_chunks(selected, 0, excluded, names, chunks, found, drawn, seeds, layer)
         return selected
 
     search(0, pause=True)
@@ -138,8 +149,8 @@ def test_the_reference_can_be_captured(seed):
 
 
 def test_wrong_arguments_are_named(seed):
-    selected, excluded, *rest = problem([(100, 4, 4)], 2, 64, 8)
+    selected, first, excluded, *rest = problem([(100, 4, 4)], 2, 64, 8)
     with pytest.raises(RuntimeError, match="excluded has dtype"):
-        cuda.draw_chunks(selected, excluded.float(), *rest, 0)
+        cuda.draw_chunks(selected, first, excluded.float(), *rest, 0)
     with pytest.raises(RuntimeError, match="selected has stride"):
-        cuda.draw_chunks(selected.repeat(1, 1, 2)[..., :8], excluded, *rest, 0)
+        cuda.draw_chunks(selected.repeat(1, 1, 2)[..., :8], first, excluded, *rest, 0)

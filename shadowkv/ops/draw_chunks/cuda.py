@@ -33,7 +33,8 @@ def most_chunks(device: torch.device) -> int:
 
 def draw_chunks(
     selected: Tensor,
-    excluded: Tensor,
+    first: int,
+    excluded: Tensor | None,
     pages: Tensor,
     num_chunks: Tensor,
     found: Tensor,
@@ -45,7 +46,7 @@ def draw_chunks(
 
     All but ``selected`` is read before the launch that comes before this one is over: nothing that it writes.
     """
-    args = (selected, excluded, pages, num_chunks, found, drawn, seeds, layer)
+    args = (selected, first, excluded, pages, num_chunks, found, drawn, seeds, layer)
     if selected.shape[-1] > most_chunks(selected.device):
         reference.draw_chunks(*args)
     else:

@@ -15,7 +15,8 @@ WORD = 0xFFFFFFFF
 
 def draw_chunks(
     selected: Tensor,
-    excluded: Tensor,
+    first: int,
+    excluded: Tensor | None,
     pages: Tensor,
     num_chunks: Tensor,
     found: Tensor,
@@ -28,7 +29,8 @@ def draw_chunks(
     Args:
         selected: int64 [B, H, k]; the first ``found`` of a row are the chunks found, ascending, -1s last. What comes
             after is overwritten: with the drawn ones, ascending, and -1s.
-        excluded: bool [N, H, C], chunks that may not be selected, views over all pages.
+        first: chunks before this one are not drawn.
+        excluded: bool [N, H, C], other chunks that may not be selected, views over all pages; None if there are none.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row.
         found, drawn: int64 [B]; their sum is k at most where any are drawn. 0 drawn leaves a row as it is, and so does
@@ -37,18 +39,24 @@ def draw_chunks(
         layer: other layers and heads draw from other places.
     """
     batch, heads, k = selected.shape
-    chunks, device = excluded.shape[-1], selected.device
+    device = selected.device
     number = torch.arange(k, device=device)
     head = torch.arange(heads, device=device)[:, None]
     state = mix(mix(seeds[:, None, None] * 0x9E3779B1 + (layer * heads + head)) + number * 0x85EBCA77)
     runs = drawn.clamp(min=1)[:, None, None]
-    start, stop = (end * num_chunks[:, None, None] // runs for end in (number, number + 1))
-    chunk = start + (state * (stop - start) >> 32)  # [B, H, k]
-    names = pages.gather(1, (chunk // chunks).clamp(0, max(pages.shape[1] - 1, 0)).flatten(1)).view_as(chunk)
-    bad = excluded[names, head, chunk % chunks] | (number >= drawn[:, None, None])
-    first = torch.where(number < found[:, None, None], selected, -1)
+    left = (num_chunks - first).clamp(min=0)[:, None, None]
+    start, stop = (end * left // runs for end in (number, number + 1))
+    chunk = first + start + (state * (stop - start) >> 32)  # [B, H, k]
+    bad = (number >= drawn[:, None, None]) | (left == 0)
+    if excluded is not None:
+        chunks = excluded.shape[-1]
+        names = pages.gather(1, (chunk // chunks).clamp(0, max(pages.shape[1] - 1, 0)).flatten(1)).view_as(chunk)
+        bad = bad | excluded[names, head, chunk % chunks]
+    else:
+        bad = bad.repeat(1, heads, 1)
+    before = torch.where(number < found[:, None, None], selected, -1)
     for row in range(batch):  # rows apart: all pairs of a batch would be many
-        bad[row] |= (chunk[row].unsqueeze(-1) == first[row].unsqueeze(-2)).any(-1)
+        bad[row] |= (chunk[row].unsqueeze(-1) == before[row].unsqueeze(-2)).any(-1)
     last = torch.iinfo(torch.int64).max
     chunk = chunk.masked_fill(bad, last).sort(dim=-1).values
     place = (number - found[:, None, None]).clamp(min=0).expand(batch, heads, k)

@@ -1,0 +1,40 @@
+"""Work on a CUDA stream of its own, beside what the current stream does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Beside:
+    """Where there is no GPU, or nothing is to be gained, work is done at once.
+
+    The stream is of high priority: what takes few thread blocks finds its way between those of kernels that take all.
+    Memory that the work allocates is reused by later work of this stream only, which begins after the current one.
+    """
+
+    def __init__(self, device: torch.device, wanted: bool = True) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1) if wanted and device.type == "cuda" else None
+
+    def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Launches ``work`` after all that the current stream has; what is returned makes the current stream wait for
+        it and returns its result."""
+        if self.stream is None:
+            result = work()
+            return lambda: result
+        main = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            result = work()
+        done = self.stream.record_event()
+
+        def wait() -> Result:
+            main.wait_event(done)
+            return result
+
+        return wait
