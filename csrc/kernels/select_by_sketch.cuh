@@ -262,8 +262,7 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
     close_copy_group();
   };
 
-  // Each in another block, that the last, fewer ones are of as many multiprocessors as can be.
-  unsigned number = warp * gridDim.x + blockIdx.x;
+  unsigned number = blockIdx.x * kScoreWarps + warp; // a block's first are of one slice of several heads: of equal pages
   Slice own = slice_of(number);
 #pragma unroll
   for (int slot = 0; slot < kStages; ++slot) copy(own.named, own.head, own.left, slot * kBatch, slot);

@@ -35,7 +35,7 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
     attended = torch.ones(len(seen.q), shape.num_kv_heads, length, dtype=torch.bool, device=seen.q.device)
     if sealed is None or seen.selected is None:
         return attended
-    elsewhere = cache.store.page["excluded"][seen.layer][sealed.pages].transpose(1, 2).flatten(2)  # exact, so read
+    elsewhere = cache.store.excluded(seen.layer, sealed.pages)  # exact, so read
     chunks = elsewhere.shape[-1]
     chosen = torch.zeros(*elsewhere.shape[:2], chunks + 1, dtype=torch.bool, device=elsewhere.device)
     chosen.scatter_(2, seen.selected.where(seen.selected >= 0, chunks), True)

@@ -1,8 +1,8 @@
 """Drawn chunks behind those found on a GPU: time of a call.
 
-``python scripts/bench/bench_draw_chunks.py [--out file.json]``: counted bytes are the selection, its found part read and
-the rest written; the floor is those at 4.5 TB/s. Calls go through copies of the selection that are together larger than
-the L2 cache. Times are medians over replays of a CUDA graph. Every shape is checked against the reference first.
+``python scripts/bench/bench_draw_chunks.py [--out file.json]``: counted bytes are the selection, its found part read
+and the rest written; the floor is those at 4.5 TB/s. Calls go through copies of the selection that are together larger
+than the L2 cache. Times are medians over replays of a CUDA graph. Every shape is checked against the reference first.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class CachedTokens:
     def _places(self, layer: int, row: SealedBatch, step: int, count: int) -> Tensor:
         """Where in each of ``count`` blocks of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
         chunk, rows = self.spec.chunk, step * PAGE
-        excluded = self.store.page["excluded"][layer][row.pages[0]].transpose(0, 1).flatten(1)
+        excluded = self.store.excluded(layer, row.pages)[0]
         chunks = excluded.to(torch.uint8).topk(self.spec.static_tokens // chunk).indices  # as many of every head
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
         place = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]

@@ -106,14 +106,15 @@ class Layout:
         heads = (shape.num_kv_heads, PAGE, shape.head_dim)
         self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
-        # A bit per kv head and chunk: exact elsewhere (sink, outlier), so neither scored nor selected.
-        excluded = Field("excluded", (shape.num_kv_heads, PAGE // spec.chunk), torch.bool)
+        if spec.outliers or parts.index.reads_excluded:
+            # A byte per kv head and chunk: exact elsewhere (sink, outlier), so neither scored nor selected.
+            on_device.append(Field("excluded", (shape.num_kv_heads, PAGE // spec.chunk), torch.bool))
         values = parts.values.page_fields()
         self.sealed_fields: tuple[Field, ...] = ()
         self.host_fields: tuple[Field, ...] = ()
         if spec.seals:
             self.host_fields = tuple(x for x in values if x.name == "values") if spec.place == "host" else ()
-            self.sealed_fields = (*on_device, excluded, *(x for x in values if x not in self.host_fields))
+            self.sealed_fields = (*on_device, *(x for x in values if x not in self.host_fields))
         self.state_fields = (*parts.keys.state_fields(), *parts.index.state_fields()) if spec.seals else ()
         self.buffer_fields = self._buffer_fields()
         self.exact_bytes = page_bytes(self.exact_fields)

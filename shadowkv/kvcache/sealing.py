@@ -40,12 +40,14 @@ class Sealing:
         for part in (self.parts.keys, self.parts.index, self.parts.values):
             for some in tokens.split(max(1, PAGES_AT_ONCE // layers)):
                 part.seal(self.store, some)
+        if excluded is not None:
+            self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)
+        if "excluded" not in self.store.page:
+            return
         if excluded is None:
             shape = layers, len(tokens.pages), *self.store.page["excluded"].shape[2:]
             # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
-        else:
-            self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)
         self.store.write("excluded", tokens.layers, tokens.pages, excluded)
 
     def _launch(self, numbers: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from shadowkv.kvcache.batch import ExactRows
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Field, Tier
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops import Ops
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.rotate.tables import RotaryTables
@@ -74,6 +75,14 @@ class Store:
     def read_exact(self, layer: int, rows: ExactRows) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [n, H, d] of exact pages."""
         return self.k[layer][rows.pages, :, rows.offsets], self.v[layer][rows.pages, :, rows.offsets]
+
+    def excluded(self, layer: int, pages: Tensor) -> Tensor:
+        """Which chunks bool [B, H, P * C] of sequences' sealed pages [B, P] are exact elsewhere."""
+        if "excluded" in self.page:
+            return self.page["excluded"][layer][pages].transpose(1, 2).flatten(2)
+        spec = self.layout.spec  # has no outliers
+        sink = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device) < spec.sink_chunks
+        return sink.expand(len(pages), self.layout.shape.num_kv_heads, -1)
 
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
         """Writes pages [L, n, *field.shape] of some layers."""

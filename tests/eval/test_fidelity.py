@@ -117,7 +117,7 @@ def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed
     scripted = replace(seen[0], selected=torch.tensor([[[3, 9], [5, -1]]]))
     read = attended_positions(cache, scripted, 448)[0]
     sealed = cache.spec.sealed_pages(400) * 64
-    excluded = cache.store.page["excluded"][0][scripted.batch.sealed.pages[0]].transpose(0, 1).flatten(1)
+    excluded = cache.store.excluded(0, scripted.batch.sealed.pages)[0]
     assert excluded.sum(1).tolist() == [3, 3]  # one of the sink, two outliers
     for head, chosen in enumerate(((3, 9), (5,))):
         chunks = set(chosen) | set(excluded[head].nonzero().flatten().tolist())

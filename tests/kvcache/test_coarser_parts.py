@@ -44,7 +44,7 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.slots)
     scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
     for row in (0, 2):
-        barred = store.page["excluded"][1][batch.pages[row]].transpose(0, 1).flatten(1)
+        barred = store.excluded(1, batch.pages[row : row + 1])[0]
         for head in range(SHAPE.num_kv_heads):
             chosen = selected[row, head]
             assert len(set(chosen.tolist())) == 10

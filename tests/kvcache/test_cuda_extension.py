@@ -28,7 +28,7 @@ def stored(cache: KVCache, stream: Stream, layer: int) -> list[torch.Tensor]:
     if places.cached is None:
         return tail
     every = torch.arange(int(places.cached.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
-    excluded = cache.store.page["excluded"][layer][places.cached.pages[0]].transpose(0, 1).flatten(1)
+    excluded = cache.store.excluded(layer, places.cached.pages)[0]
     keep = ~excluded.repeat_interleave(cache.spec.chunk, dim=1)
     static = [x.transpose(0, 1).float() for x in cache.store.read_exact(layer, places.static)]
     sources = [part.source(cache.store, layer, places.cached) for part in (cache.parts.keys, cache.parts.values)]

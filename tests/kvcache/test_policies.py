@@ -121,7 +121,7 @@ def test_landmarks_are_chunk_means_and_outliers_are_marked() -> None:
         rotated = rotate_plainly(stream.k[layer, :sealed], torch.arange(sealed, device=DEVICE))
         stored = cache.store.page["landmarks"][layer][row.pages[0]].transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(stored, rotated.unflatten(0, (-1, 8)).mean(1).transpose(0, 1))
-        marked = cache.store.page["excluded"][layer][row.pages[0]].transpose(0, 1).flatten(1)
+        marked = cache.store.excluded(layer, row.pages)[0]
         wanted = plain_outliers(rotated, sealed, SHADOWKV)
         for head in range(SHAPE.num_kv_heads):
             assert set(marked[head].nonzero().flatten().tolist()) == wanted[head] | {0}

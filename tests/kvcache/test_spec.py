@@ -326,10 +326,9 @@ def test_rotated_values_have_as_few_bits_as_the_head_dim_allows(dim, bits):
 
 def test_turbo_pages_of_an_8b_model_fill_their_blocks():
     layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
-    assert (layout.exact_per_block, layout.sealed_per_block) == (5, 24)
-    assert layout.block_bytes == max(24 * layout.sealed_bytes, 5 * layout.exact_bytes)
-    assert layout.block_bytes - 5 * layout.exact_bytes < LEAST_WASTE * layout.block_bytes
-    assert layout.block_bytes - 24 * layout.sealed_bytes < LEAST_WASTE * layout.block_bytes
+    assert (layout.exact_per_block, layout.sealed_per_block) == (1, 5)
+    assert layout.block_bytes == 5 * layout.sealed_bytes
+    assert layout.block_bytes - layout.exact_bytes < LEAST_WASTE * layout.block_bytes
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMALL])

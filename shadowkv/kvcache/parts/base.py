@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -115,7 +115,14 @@ class KeyPart(Part):
 
 
 class IndexPart(Part):
-    """How chunks are found."""
+    """How chunks are found.
+
+    Attributes:
+        reads_excluded: whether the field ``excluded`` of pages says what may not be selected. An index for which it
+            does not is told by ``exclude``.
+    """
+
+    reads_excluded: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -128,8 +135,7 @@ class IndexPart(Part):
         return self.bytes_per_token()
 
     def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
-        """Marks chunks of pages just sealed that may not be selected, for an index that does not look at the field
-        ``excluded``; bool [L, n, H, C]."""
+        """Marks chunks of pages just sealed that may not be selected, bool [L, n, H, C]."""
         return
 
     @abstractmethod

@@ -35,6 +35,8 @@ with the identity alone and up to 5 % with a share of 0.3."""
 
 
 class Sketch(IndexPart):
+    reads_excluded = False
+
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         reasons = super().unsupported(spec, shape)
@@ -101,6 +103,8 @@ class SignSketch(Sketch):
 
     It keeps those bits without reading them.
     """
+
+    reads_excluded = True
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
