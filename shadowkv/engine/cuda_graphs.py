@@ -110,14 +110,13 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """``function``; where it fails, captured fetches are joined, without which a capture cannot end."""
+        """``function``; where it fails, what is captured beside it is joined, without which a capture cannot end."""
 
         def run(numbers: Tensor) -> Any:
             try:
                 return function(numbers)
             except torch.OutOfMemoryError:
-                if self.cache.fetching is not None:
-                    self.cache.fetching.join_capture()
+                self.cache.beside.join_capture()
                 raise
 
         return run

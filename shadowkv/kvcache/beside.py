@@ -38,3 +38,12 @@ class Beside:
             return result
 
         return wait
+
+    def join_capture(self) -> None:
+        """Brings the stream back to the current one, if it is being captured with it."""
+        if self.stream is None:
+            return
+        with torch.cuda.stream(self.stream):
+            captured = torch.cuda.is_current_stream_capturing()
+        if captured:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)

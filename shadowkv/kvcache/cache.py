@@ -6,7 +6,6 @@ prefill in ``prefill.py``, sealing in ``sealing.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -74,8 +73,8 @@ class KVCache:
         self.layout = Layout(self.spec, shape, dtype, self.parts, max_model_len, fetch_buffer)
         rotary = RotaryTables(rope, max_model_len, self.device)
         self.store = Store(self.layout, self.ops, rotary, slots, memory.device, memory.host, self.device)
-        self.fetching = Fetching(self.store) if self.store.buffer is not None else None
         self.beside = Beside(self.store.compute)
+        self.fetching = Fetching(self.store, self.beside) if self.store.buffer is not None else None
         self.pool = SequencePool(self.store, slots, max_model_len)
         self.sealing = Sealing(self.store, self.parts, self.pool.table)
         self.prefill = Prefill(self.store, self.parts, self.pool, self.sealing)
@@ -190,7 +189,7 @@ class KVCache:
         if isinstance(batch, PrefillBlock):
             self.prefill.append(layer, k, v, batch)
             return
-        if batch.sealed is None:
+        if batch.sealed is None or self.fetching is not None:
             self._append_exact(layer, k, v, batch)
         else:  # where exact attention, which reads them, is as well
             self.beside.start(lambda: self._append_exact(layer, k, v, batch))
@@ -205,9 +204,9 @@ class KVCache:
         q = self.ops.rotate(q, batch.positions, self.store.rotary)
         if batch.sealed is None:
             return self._attend_exact(layer, q, batch)[0]
-        exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
         if self.fetching is not None:
-            return self._attend_fetched(layer, q, batch.sealed, self.fetching, exact)
+            return self._attend_fetched(layer, q, batch, batch.sealed, self.fetching)
+        exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
         found = self._attend_sealed(layer, q, batch.sealed)
         return self.ops.merge_attention([exact(), found])
 
@@ -240,12 +239,7 @@ class KVCache:
         return self.ops.attend_selected(q, keys, values, selected, batch.draw and batch.draw.weights)
 
     def _attend_fetched(
-        self,
-        layer: int,
-        q: Tensor,
-        sealed: SealedBatch,
-        fetching: Fetching,
-        exact: Callable[[], tuple[Tensor, Tensor]],
+        self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
     ) -> Tensor:
         """In portions of the rows: values of one cross the bus while others are scored or attended."""
         started = []
@@ -254,11 +248,11 @@ class KVCache:
             selected = self.select(layer, q[rows], portion)
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        attended, outs = exact(), []
+        exact, outs = self._attend_exact(layer, q, batch), []  # while the bus is busy
         for rows, portion, selected, fetch in started:
             keys = self.parts.keys.source(self.store, layer, portion)
             found = self.ops.attend_selected(q[rows], keys, fetch.wait(), selected)
-            outs.append(self.ops.merge_attention([(attended[0][rows], attended[1][rows]), found]))
+            outs.append(self.ops.merge_attention([(exact[0][rows], exact[1][rows]), found]))
         return torch.cat(outs)
 
 

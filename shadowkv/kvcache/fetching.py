@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, QuantisedRows
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
@@ -47,7 +48,7 @@ class Fetch:
 class Fetching:
     """The buffers of a store that has them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, beside: Beside) -> None:
         whole = store.buffer
         assert whole is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
@@ -56,10 +57,8 @@ class Fetching:
             ChunkBuffer(counters=whole.counters, **{name: getattr(whole, name)[layer] for name in per_layer})
             for layer in range(len(whole.rows))
         ]
-        on_gpu = store.compute.type == "cuda"
-        # Of high priority: a few blocks keep the bus busy, if they need not queue behind those of large kernels.
-        self._stream = torch.cuda.Stream(store.compute, priority=-1) if on_gpu else None
-        self._published = torch.zeros(2, dtype=torch.int64, pin_memory=on_gpu)
+        self._stream = beside.stream
+        self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def portions(self, batch: SealedBatch) -> list[slice]:
         """Runs of rows that are fetched one after the other; all at once where there is no bus."""
@@ -75,15 +74,6 @@ class Fetching:
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream)
         done = None if self._stream is None else self._stream.record_event()
         return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
-
-    def join_capture(self) -> None:
-        """Brings the fetches' stream back to the current one, if it is being captured with it."""
-        if self._stream is None:
-            return
-        with torch.cuda.stream(self._stream):
-            captured = torch.cuda.is_current_stream_capturing()
-        if captured:
-            torch.cuda.current_stream(self.store.compute).wait_stream(self._stream)
 
     def publish(self) -> None:
         """Sends the counters to the host, which need not wait for them."""
