@@ -203,6 +203,16 @@ else:
         write_reference.write_rows(x, wanted, pages, across_bus)
         assert torch.equal(got, wanted)
 
+    @pytest.mark.parametrize("size", [64, 48, 24, 20])
+    @pytest.mark.parametrize("first", [0, 8, 4])
+    def test_rows_of_bytes_are_copied(size: int, first: int) -> None:
+        x = torch.randint(256, (*pages_of(2, size, torch.float32).shape[:-1], 80), dtype=torch.uint8, device=DEVICE)
+        x, pages = x[..., first : first + size], names()
+        got, wanted = (arena(2, 8, 8, size, dtype=torch.uint8) for _ in range(2))
+        write_triton.write_rows(x, got, pages, True)
+        write_reference.write_rows(x, wanted, pages, True)
+        assert torch.equal(got, wanted)
+
     @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
     def test_captured_in_a_graph() -> None:
         x, rotation = pages_of(2, 128, torch.bfloat16), random_rotation(128, "values").to(DEVICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +13,8 @@ BLOCKS = 16
 
 def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> None:
     """As the reference; the last dimension of ``rows`` is dense, and all but the first two of ``field`` are."""
+    if rows.dtype == torch.uint8 and all(_in_words(x) for x in (rows, field)):
+        rows, field = rows.view(torch.int64), field.view(torch.int64)
     layers, count, _, heads, dim = rows.shape
     tiles = layers * count * heads
     if not tiles:
@@ -20,6 +23,12 @@ def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> 
         rows, field, pages, *rows.stride()[:4], field.stride(0), field.stride(1), count, tiles,
         HEADS=heads, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
     )  # fmt: skip
+
+
+def _in_words(x: Tensor) -> bool:
+    """Whether every row of bytes is one of 8-byte words: rows of 48 bytes, one byte at a time, fill no bus."""
+    lengths = (x.shape[-1], x.storage_offset(), x.data_ptr(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(length % 8 == 0 for length in lengths)
 
 
 @triton.jit
