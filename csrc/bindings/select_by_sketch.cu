@@ -36,7 +36,8 @@ void select_by_sketch(
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
   check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
   check_field(scale, "scale", Dtype::Half, {-1, heads, kPage}, 2, 16);
-  STD_TORCH_CHECK(chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks of ", chunk, " tokens, not 1, 2, 4 or 8");
+  STD_TORCH_CHECK(
+      chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks of ", chunk, " tokens, not 1, 2, 4 or 8");
   check(coarse, "coarse", Dtype::Half, {batch, heads, kPageRuns * columns});
   check_dense_from(coarse, "coarse", 0);
   STD_TORCH_CHECK(int64_t(coarse.const_data_ptr()) % 16 == 0, "coarse is not aligned to 16 bytes");

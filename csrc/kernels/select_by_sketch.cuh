@@ -1,7 +1,7 @@
 // Selection by a 2-bit key sketch in two levels and three launches: a block a row and kv head finds the runs with the
 // best signs, warps all over the GPU score the tokens of those by int8 tensor cores, and a block a row and head chooses
-// the best chunks. Rows are seldom a whole number per multiprocessor, nor are the parts of rows that warps score: in one
-// launch, with a block for all of a row and head, 288 of them took 114 us where 256 took 75. So as many blocks score as
+// the best chunks. Rows are seldom a whole number per multiprocessor, nor are the parts of rows that warps score: with a
+// block for all of a row and head, in one launch, 288 of them took 114 us where 256 took 75. So as many blocks score as
 // are resident, each warp a slice of some row's kept runs after another: it copies 4 runs at a time to shared memory, a
 // lane each token, two copies ahead and on into its next slice, and ldmatrix makes fragments of them.
 #pragma once
@@ -22,6 +22,7 @@ constexpr int kScoreWarps = 8;  // of a block that scores
 constexpr int kScoreBlocks = 3; // of a multiprocessor
 constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
 constexpr int kShortSlice = 8;  // so many
+static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
 constexpr int kKeptShare = 16;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
 constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
@@ -262,7 +263,8 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
     close_copy_group();
   };
 
-  unsigned number = blockIdx.x * kScoreWarps + warp; // a block's first are of one slice of several heads: of equal pages
+  // Warps of a block begin with one slice of several heads, which are of much the same pages.
+  unsigned number = blockIdx.x * kScoreWarps + warp;
   Slice own = slice_of(number);
 #pragma unroll
   for (int slot = 0; slot < kStages; ++slot) copy(own.named, own.head, own.left, slot * kBatch, slot);
@@ -394,7 +396,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     const uint4* values = count_values(shared, phase.memory, room, reinterpret_cast<const uint4*>(scores), groups);
     const uint2* kept = p.kept(row);
     count = select_largest(
-        shared, values, groups, p.budget_of(sequence), reinterpret_cast<uint32_t*>(room), [&](uint32_t place, uint32_t i) {
+        shared, values, groups, p.budget_of(sequence), reinterpret_cast<uint32_t*>(room),
+        [&](uint32_t place, uint32_t i) {
           selected[place] = (int64_t(kept[i >> log_run].y) << log_run) + (i & ((1 << log_run) - 1));
         });
   }
