@@ -1,16 +1,12 @@
-"""KVSpec, the presets, and the layout that follows from them."""
+"""KVSpec and the presets."""
 
 from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.layout import LEAST_WASTE, Blocks, Layout, PageCount, pack
-from shadowkv.kvcache.memory import GRANULE
-from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, SINK, KVSpec
@@ -26,11 +22,6 @@ SPECS = {
 }
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 tokens = st.integers(1, 300_000)
-
-
-def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torch.bfloat16) -> Layout:
-    spec = spec.resolve(shape)
-    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), 131072)
 
 
 @pytest.mark.parametrize(
@@ -266,148 +257,11 @@ def test_the_exact_tail_holds_local_to_local_plus_a_page_and_fits_its_ring(spec,
     assert SINK <= spec.sink_chunks * spec.chunk < SINK + spec.chunk
 
 
-@specs
-@settings(deadline=None)
-@given(start=tokens, more=st.integers(0, 100_000), step=st.integers(0, 500))
-def test_pages_and_blocks_grow_with_the_capacity(spec, start, more, step):
-    layout = layout_of(spec)
-    smaller, larger = (layout.pages(start, start + grown) for grown in (more, more + step))
-    for kind in ("dense", "static", "ring", "sealed"):
-        assert getattr(smaller, kind) <= getattr(larger, kind)
-    assert layout.blocks(smaller).within(layout.blocks(larger))
-
-
-@specs
-@settings(deadline=None)
-@given(start=tokens, more=st.integers(0, 100_000))
-def test_pages_hold_every_token_of_the_sequence(spec, start, more):
-    capacity = start + more
-    pages = layout_of(spec).pages(start, capacity)
-    if not spec.seals or capacity <= spec.dense_limit:
-        assert pages == PageCount(dense=-(-capacity // PAGE))
-        return
-    assert (pages.sealed + pages.ring) * PAGE >= capacity
-    assert pages.static * PAGE >= spec.static_tokens
-    if start > spec.dense_limit:
-        assert pages.dense == 0
-    else:
-        assert pages.dense * PAGE >= spec.dense_limit
-
-
-@specs
-def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
-    layout = layout_of(spec)
-    pages = PageCount(dense=3, static=2, ring=4, sealed=17 if spec.seals else 0)
-    blocks = layout.blocks(pages)
-    exact, sealed = layout.exact_per_block, max(1, layout.sealed_per_block)
-    assert exact * layout.exact_bytes <= layout.block_bytes
-    assert sealed * layout.sealed_bytes <= layout.block_bytes
-    assert blocks.device == -(-3 // exact) + -(-6 // exact) + -(-pages.sealed // sealed)
-    assert blocks.host == (pages.sealed if spec.place == "host" else 0)
-    assert layout.blocks(PageCount()) == Blocks(0, 0)
-
-
-@given(exact=st.integers(1, 4000), sealed=st.integers(1, 4000))
-def test_packing_wastes_little_in_small_blocks(exact, sealed):
-    count, other, size = pack(exact, sealed)
-    assert count >= 1 and other >= 1
-    assert size == max(count * exact, other * sealed)
-    if sealed <= exact:
-        # Some 1 to 8 pages come within a sixteenth of a sealed page of a whole number of them.
-        assert 1 - min(count * exact, other * sealed) / size <= max(LEAST_WASTE, 1 / 8)
-
-
 @pytest.mark.parametrize(("dim", "bits"), [(64, 3), (96, 4), (80, 4), (128, 3), (256, 3)])
 def test_rotated_values_have_as_few_bits_as_the_head_dim_allows(dim, bits):
     shape = ModelShape(2, 8, 2, dim)
     assert preset("turbo").resolve(shape).values == f"rotated-{bits}bit"
     assert preset("turbo:values=rotated-4bit").resolve(shape).values == "rotated-4bit"
-
-
-def test_turbo_pages_of_an_8b_model_fill_their_blocks():
-    layout = layout_of(preset("turbo"), LLAMA, torch.bfloat16)
-    assert (layout.exact_per_block, layout.sealed_per_block) == (1, 5)
-    assert layout.block_bytes == 5 * layout.sealed_bytes
-    assert layout.block_bytes - layout.exact_bytes < LEAST_WASTE * layout.block_bytes
-
-
-@pytest.mark.parametrize("shape", [LLAMA, SMALL])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bytes_of_the_papers_layout(shape, dtype):
-    layout = layout_of(preset("shadowkv"), shape, dtype)
-    size, heads, dim = dtype.itemsize, shape.num_kv_heads, shape.head_dim
-    rank = layout.spec.rank
-    exact = 2 * heads * PAGE * dim * size
-    sealed = PAGE * rank * size + heads * 8 * dim * size + heads * 8  # latents, landmarks, excluded
-    assert exact <= layout.exact_bytes < exact + GRANULE
-    assert sealed <= layout.sealed_bytes < sealed + 48 + GRANULE
-    assert layout.host_block_bytes == heads * PAGE * dim * size
-    assert layout.bytes_per_block() == Blocks(
-        shape.num_layers * layout.block_bytes, shape.num_layers * layout.host_block_bytes
-    )
-    chunks = 2047 * 8
-    entries = 2 * 257  # twice 1.56 % of the chunks of a context that ends in the middle of its last page
-    row = 8 * dim * size + 2 * 4  # a chunk of values, whose it is and when it was used
-    buffer = heads * (entries * row + chunks * 2 + 4)
-    state = shape.num_layers * (rank * heads * dim * size + buffer)
-    assert state < layout.state_bytes <= state + 80 * shape.num_layers
-
-
-def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
-    device, host = layout_of(preset("shadowkv", place="device")), layout_of(preset("shadowkv"))
-    assert "values" in {field.name for field in device.sealed_fields}
-    assert device.host_fields == ()
-    assert device.host_block_bytes == 0
-    assert "values" not in {field.name for field in host.sealed_fields}
-    assert [field.name for field in host.host_fields] == ["values"]
-    coded = layout_of(preset("turbo-host"))
-    assert [field.name for field in coded.host_fields] == ["values"]
-    assert "value_scale" in {field.name for field in coded.sealed_fields}  # 2 bytes a token are not worth a bus
-
-
-def entries_of(spec: KVSpec, max_model_len: int, fetch_buffer: float) -> int:
-    spec = spec.resolve(SMALL)
-    layout = Layout(spec, SMALL, torch.bfloat16, build_parts(spec, SMALL, torch.bfloat16), max_model_len, fetch_buffer)
-    return layout.buffer_fields[0].shape[1] if layout.buffer_fields else 0
-
-
-def test_the_buffer_holds_a_multiple_of_what_a_step_selects_and_no_more_than_there_is():
-    spec = preset("shadowkv", budget=1600)
-    assert [entries_of(spec, 100_000, factor) for factor in (1, 1.5, 2, 100)] == [200, 300, 400, 1562 * 8]
-    assert entries_of(preset("shadowkv", budget=1.0), 10_000, 2) == 155 * 8
-    assert entries_of(preset("shadowkv", budget=0.5), 10_000, 1) == 629
-
-
-def test_there_is_no_buffer_where_it_would_not_help():
-    assert entries_of(preset("shadowkv"), 100_000, 0) == 0
-    assert entries_of(preset("shadowkv", place="device"), 100_000, 2) == 0
-    assert entries_of(KVSpec(place="host"), 100_000, 2) == 0  # everything is attended
-    assert entries_of(preset("shadowkv", budget=1.0, chunk=1), 100_000, 2) == 0  # more than it can number
-    assert entries_of(preset("shadowkv"), 60, 2) == 0
-
-
-def test_the_full_policy_needs_exact_pages_alone():
-    layout = layout_of(preset("full"))
-    assert (layout.sealed_fields, layout.host_fields, layout.state_bytes) == ((), (), 0)
-    assert layout.block_bytes == layout.exact_bytes
-    assert layout.pages(100, 129) == PageCount(dense=3)
-
-
-def test_a_block_is_large_enough_for_either_kind_of_page():
-    layout = layout_of(KVSpec(index="chunk-mean", chunk=1))  # as many landmarks as keys
-    assert layout.sealed_bytes > layout.exact_bytes
-    assert layout.block_bytes >= layout.sealed_bytes
-    assert layout.sealed_per_block >= 1
-
-
-def test_blocks_add_subtract_and_compare_tier_by_tier():
-    a, b = Blocks(5, 2), Blocks(3, 4)
-    assert a + b == Blocks(8, 6)
-    assert a - b == Blocks(2, -2)
-    assert not a.within(b)
-    assert not b.within(a)
-    assert a.within(a)
-    assert Blocks(3, 2).within(a)
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads():

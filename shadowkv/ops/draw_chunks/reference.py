@@ -47,13 +47,11 @@ def draw_chunks(
     left = (num_chunks - first).clamp(min=0)[:, None, None]
     start, stop = (end * left // runs for end in (number, number + 1))
     chunk = first + start + (state * (stop - start) >> 32)  # [B, H, k]
-    bad = (number >= drawn[:, None, None]) | (left == 0)
+    bad = ((number >= drawn[:, None, None]) | (left == 0)).repeat(1, heads, 1)
     if excluded is not None:
         chunks = excluded.shape[-1]
         names = pages.gather(1, (chunk // chunks).clamp(0, max(pages.shape[1] - 1, 0)).flatten(1)).view_as(chunk)
-        bad = bad | excluded[names, head, chunk % chunks]
-    else:
-        bad = bad.repeat(1, heads, 1)
+        bad |= excluded[names, head, chunk % chunks]
     before = torch.where(number < found[:, None, None], selected, -1)
     for row in range(batch):  # rows apart: all pairs of a batch would be many
         bad[row] |= (chunk[row].unsqueeze(-1) == before[row].unsqueeze(-2)).any(-1)
