@@ -63,8 +63,8 @@ void attend_latents_sm90(
     const Tensor& q, const Tensor& selected, const Tensor& latents, const Tensor& basis,
     const std::optional<Tensor>& mean, const Tensor& slots, const Tensor& key_pages, const Tensor& frequencies,
     const Tensor& codes, const Tensor& scale, const Tensor& rotation, const Tensor& value_pages,
-    const std::optional<Tensor>& drawn_first, const std::optional<Tensor>& log_weight, double score_scale,
-    int64_t blocks, Tensor& out, Tensor& lse, Tensor& partial) {
+    const std::optional<Tensor>& log_weight, double score_scale, int64_t blocks, Tensor& out, Tensor& lse,
+    Tensor& partial) {
   const int64_t batch = q.size(0), rows = q.size(1), dim = q.size(2), heads = selected.size(1);
   const int64_t chunk = latents.size(2), rank = latents.size(3), bits = codes.size(4) * 8 / dim;
   STD_TORCH_CHECK(dim == 64 || dim == 128, "head dim ", dim, " is not 64 or 128");
@@ -113,8 +113,7 @@ void attend_latents_sm90(
     in.mean = mean->data_ptr();
     in.mean_slot = mean->stride(0);
   }
-  const Drawn drawn = drawn_chunks(drawn_first, log_weight, batch);
-  in.drawn_first = drawn.first, in.log_weight = drawn.log_weight;
+  in.log_weight = log_weights(log_weight, selected);
   in.q = static_cast<const __nv_bfloat16*>(q.data_ptr());
   in.selected = static_cast<const int64_t*>(selected.data_ptr());
   in.latents = static_cast<const char*>(latents.data_ptr());
@@ -155,8 +154,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "attend_latents_sm90(Tensor q, Tensor selected, Tensor latents, Tensor basis, Tensor? mean, Tensor slots, "
       "Tensor key_pages, Tensor frequencies, Tensor codes, Tensor scale, Tensor rotation, Tensor value_pages, "
-      "Tensor? drawn_first, Tensor? log_weight, float score_scale, int blocks, Tensor(a!) out, Tensor(b!) lse, "
-      "Tensor(c!) partial) -> ()");
+      "Tensor? log_weight, float score_scale, int blocks, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl("attend_latents_sm90", TORCH_BOX(&attend_latents_sm90)); }

@@ -70,8 +70,7 @@ AttendInputs common(
     const Tensor& q, const Tensor& selected, const Tensor& keys, const Tensor& key_pages, const Tensor& values,
     const Tensor& value_pages, const std::optional<Tensor>& value_slots, int64_t chunk,
     const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation,
-    const std::optional<Tensor>& drawn_first, const std::optional<Tensor>& log_weight, const Tensor& out,
-    const Tensor& lse, const Tensor& partial) {
+    const std::optional<Tensor>& log_weight, const Tensor& out, const Tensor& lse, const Tensor& partial) {
   const int64_t batch = q.size(0), rows = q.size(1), dim = q.size(2), heads = selected.size(1);
   const int64_t splits = partial.size(2);
   STD_TORCH_CHECK(
@@ -127,8 +126,7 @@ AttendInputs common(
   } else {
     check(values, "values", Dtype::BFloat16, {-1, heads, chunks_of_head, chunk, dim});
   }
-  const Drawn drawn = drawn_chunks(drawn_first, log_weight, batch);
-  in.drawn_first = drawn.first, in.log_weight = drawn.log_weight;
+  in.log_weight = log_weights(log_weight, selected);
   in.q = static_cast<const __nv_bfloat16*>(q.data_ptr());
   in.selected = static_cast<const int64_t*>(selected.data_ptr());
   in.keys = static_cast<const char*>(keys.data_ptr());
@@ -156,11 +154,11 @@ void attend_selected_latents(
     const std::optional<Tensor>& mean, const Tensor& slots, const Tensor& key_pages, const Tensor& far_turns,
     const Tensor& near_turns,
     const Tensor& values, const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation,
-    const Tensor& value_pages, const std::optional<Tensor>& value_slots, const std::optional<Tensor>& drawn_first,
-    const std::optional<Tensor>& log_weight, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
+    const Tensor& value_pages, const std::optional<Tensor>& value_slots, const std::optional<Tensor>& log_weight,
+    double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
   AttendInputs in = common(
       q, selected, latents, key_pages, values, value_pages, value_slots, latents.size(2), scale, rotation,
-      drawn_first, log_weight, out, lse, partial);
+      log_weight, out, lse, partial);
   const int64_t dim = q.size(2), chunk = latents.size(2), rank = latents.size(3);
   const bool int8 = latents.scalar_type() == Dtype::Char;
   check(latents, "latents", int8 ? Dtype::Char : Dtype::BFloat16, {-1, kPage / chunk, chunk, rank});
@@ -204,11 +202,11 @@ void attend_selected_latents(
 
 void attend_selected_rows(
     const Tensor& q, const Tensor& selected, const Tensor& keys, const Tensor& key_pages, const Tensor& values,
-    const Tensor& value_pages, const std::optional<Tensor>& value_slots, const std::optional<Tensor>& drawn_first,
-    const std::optional<Tensor>& log_weight, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
+    const Tensor& value_pages, const std::optional<Tensor>& value_slots, const std::optional<Tensor>& log_weight,
+    double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
   AttendInputs in = common(
-      q, selected, keys, key_pages, values, value_pages, value_slots, keys.size(3), {}, {}, drawn_first, log_weight,
-      out, lse, partial);
+      q, selected, keys, key_pages, values, value_pages, value_slots, keys.size(3), {}, {}, log_weight, out, lse,
+      partial);
   const int64_t dim = q.size(2), chunk = keys.size(3);
   check(keys, "keys", Dtype::BFloat16, {-1, in.heads, kPage / chunk, chunk, dim});
   in.score_scale = float(score_scale);
@@ -221,12 +219,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "attend_selected_latents(Tensor q, Tensor selected, Tensor latents, Tensor basis, Tensor? mean, Tensor slots, "
       "Tensor key_pages, Tensor far_turns, Tensor near_turns, Tensor values, Tensor? scale, Tensor? rotation, "
-      "Tensor value_pages, Tensor? value_slots, Tensor? drawn_first, Tensor? log_weight, float score_scale, "
-      "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
+      "Tensor value_pages, Tensor? value_slots, Tensor? log_weight, float score_scale, Tensor(a!) out, "
+      "Tensor(b!) lse, Tensor(c!) partial) -> ()");
   m.def(
       "attend_selected_rows(Tensor q, Tensor selected, Tensor keys, Tensor key_pages, Tensor values, "
-      "Tensor value_pages, Tensor? value_slots, Tensor? drawn_first, Tensor? log_weight, float score_scale, "
-      "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");
+      "Tensor value_pages, Tensor? value_slots, Tensor? log_weight, float score_scale, Tensor(a!) out, "
+      "Tensor(b!) lse, Tensor(c!) partial) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

@@ -54,21 +54,12 @@ inline void check_launch(const char* name) {
   STD_TORCH_CHECK(error == cudaSuccess, name, " could not be launched: ", cudaGetErrorString(error));
 }
 
-// Of each row of a selection: the first chunk that was drawn, and the logarithm of what drawn ones weigh; or null.
-struct Drawn {
-  const int64_t* first;
-  const float* log_weight;
-};
-
-inline Drawn
-drawn_chunks(const std::optional<Tensor>& first, const std::optional<Tensor>& log_weight, int64_t batch) {
-  STD_TORCH_CHECK(first.has_value() == log_weight.has_value(), "drawn chunks need both a first one and a weight");
-  if (!first) return {};
-  check(*first, "drawn_first", Dtype::Long, {batch});
-  check(*log_weight, "log_weight", Dtype::Float, {batch});
-  check_dense_from(*first, "drawn_first", 0);
-  check_dense_from(*log_weight, "log_weight", 0);
-  return {static_cast<const int64_t*>(first->data_ptr()), static_cast<const float*>(log_weight->data_ptr())};
+// What is added to the scores of each selected chunk, or null.
+inline const float* log_weights(const std::optional<Tensor>& x, const Tensor& selected) {
+  if (!x) return nullptr;
+  check(*x, "log_weight", Dtype::Float, {selected.size(0), selected.size(1), selected.size(2)});
+  check_dense_from(*x, "log_weight", 0);
+  return static_cast<const float*>(x->data_ptr());
 }
 
 } // namespace shadowkv

@@ -1,5 +1,7 @@
 #include "kernels/select_by_sketch.cuh"
 
+#include <optional>
+
 #include "bindings/checks.h"
 
 namespace shadowkv {
@@ -18,7 +20,9 @@ static void check_field(
 void select_by_sketch(
     const Tensor whole, const Tensor unit, const Tensor sum, const Tensor coarse, const Tensor signs,
     const Tensor rest, const Tensor scale, const Tensor pages, const Tensor num_pages, const Tensor budget,
-    const int64_t chunk, Tensor workspace, Tensor selected) {
+    const int64_t chunk, const std::optional<Tensor> draws, const std::optional<Tensor> seeds, const Tensor length,
+    const double run_sharpness, const double chunk_sharpness, const int64_t layer, Tensor workspace, Tensor selected,
+    std::optional<Tensor> log_weight) {
   STD_TORCH_CHECK(whole.dim() == 4, "whole has ", whole.dim(), " dimensions, not 4");
   const int64_t batch = whole.size(0), query_heads = whole.size(1);
   STD_TORCH_CHECK(signs.dim() == 4, "signs has ", signs.dim(), " dimensions, not 4");
@@ -50,6 +54,19 @@ void select_by_sketch(
   check(selected, "selected", Dtype::Long, {batch, heads, -1});
   check_dense_from(selected, "selected", 0);
   const int64_t k = selected.size(2);
+  STD_TORCH_CHECK(
+      draws.has_value() == seeds.has_value() && draws.has_value() == log_weight.has_value(),
+      "draws, seeds and log_weight go together");
+  if (draws) {
+    check(*draws, "draws", Dtype::Long, {batch});
+    check_dense_from(*draws, "draws", 0);
+    check(*seeds, "seeds", Dtype::Long, {batch});
+    check_dense_from(*seeds, "seeds", 0);
+    check(length, "length", Dtype::Float, {batch, query_heads});
+    check_dense_from(length, "length", 0);
+    check(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
+    check_dense_from(*log_weight, "log_weight", 0);
+  }
   const Region region(columns, chunk, k);
   check(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
   check_dense_from(workspace, "workspace", 0);
@@ -69,6 +86,15 @@ void select_by_sketch(
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
+  if (draws) {
+    p.draws = static_cast<const int64_t*>(draws->const_data_ptr());
+    p.seeds = static_cast<const int64_t*>(seeds->const_data_ptr());
+    p.length = static_cast<const float*>(length.const_data_ptr());
+    p.log_weight = static_cast<float*>(log_weight->mutable_data_ptr());
+    constexpr double kLog2E = 1.4426950408889634;
+    p.run_sharpness = float(run_sharpness * kLog2E), p.chunk_sharpness = float(chunk_sharpness * kLog2E);
+    p.first_head = uint32_t(layer * heads);
+  }
   p.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   p.selected = static_cast<int64_t*>(selected.mutable_data_ptr());
   p.rows = unsigned(batch * heads), p.heads = int(heads), p.group = int(group);
@@ -82,8 +108,9 @@ void select_by_sketch(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "select_by_sketch(Tensor whole, Tensor unit, Tensor sum, Tensor coarse, Tensor signs, Tensor rest, "
-      "Tensor scale, Tensor pages, Tensor num_pages, Tensor budget, int chunk, Tensor(a!) workspace, "
-      "Tensor(b!) selected) -> ()");
+      "Tensor scale, Tensor pages, Tensor num_pages, Tensor budget, int chunk, Tensor? draws, Tensor? seeds, "
+      "Tensor length, float run_sharpness, float chunk_sharpness, int layer, Tensor(a!) workspace, "
+      "Tensor(b!) selected, Tensor(c!)? log_weight) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

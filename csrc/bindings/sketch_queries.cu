@@ -6,7 +6,7 @@ namespace shadowkv {
 
 void sketch_queries(
     const Tensor q, const Tensor maps, const Tensor slots, Tensor whole, Tensor unit, Tensor sum, Tensor planes,
-    Tensor plane_sum) {
+    Tensor plane_sum, Tensor length) {
   check(q, "q", q.scalar_type(), {-1, -1, -1});
   check_dense_from(q, "q", 0);
   const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2);
@@ -33,6 +33,8 @@ void sketch_queries(
   check_dense_from(sum, "sum", 0);
   check(plane_sum, "plane_sum", Dtype::Int, {batch, query_heads});
   check_dense_from(plane_sum, "plane_sum", 0);
+  check(length, "length", Dtype::Float, {batch, query_heads});
+  check_dense_from(length, "length", 0);
   if (batch == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
@@ -44,6 +46,7 @@ void sketch_queries(
   p.whole = static_cast<uint32_t*>(whole.mutable_data_ptr());
   p.unit = static_cast<float*>(unit.mutable_data_ptr()), p.sum = static_cast<int*>(sum.mutable_data_ptr());
   p.planes = static_cast<uint32_t*>(planes.mutable_data_ptr());
+  p.length = static_cast<float*>(length.mutable_data_ptr());
   p.plane_sum = static_cast<int*>(plane_sum.mutable_data_ptr());
   p.rows = int(batch), p.heads = int(heads), p.group = int(group), p.dim = int(dim);
   cudaError_t error = cudaErrorInvalidValue;
@@ -61,7 +64,7 @@ void sketch_queries(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "sketch_queries(Tensor q, Tensor maps, Tensor slots, Tensor(a!) whole, Tensor(b!) unit, Tensor(c!) sum, "
-      "Tensor(d!) planes, Tensor(e!) plane_sum) -> ()");
+      "Tensor(d!) planes, Tensor(e!) plane_sum, Tensor(f!) length) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

@@ -36,8 +36,7 @@ struct AttendInputs {
   const uint2* far_turns;     // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
   const uint2* near_turns;    // [8, dim / 4], of positions 0 to 7
   const float* rotation;      // [dim, dim], for codes
-  const int64_t* drawn_first; // [batch], chunks from which on they were drawn, whole tiles of 64 tokens; or null
-  const float* log_weight;    // [batch], of the drawn ones
+  const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_slot, mean_slot;
   float score_scale; // of q k in the exponent to base 2
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
@@ -397,6 +396,14 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
       }
     }
     close_copy_group();
+    float log_weight[kTiles][2] = {}; // of tokens g, g + 8; on their way while the keys are made
+    if (in.log_weight) {
+      const float* const of_unit = in.log_weight + (int64_t(batch) * in.heads + head) * in.chunks;
+      const int token = (tile - 2 * stride) * kTokens + g; // `tile` is two ahead
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i)
+        log_weight[i / 2][i % 2] = __ldg(of_unit + min(token + 8 * i >> in.log_chunk, in.chunks - 1));
+    }
     const uint32_t valid_now = valid;
     float token_scale[kTiles][2];
 #pragma unroll
@@ -459,21 +466,19 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
       }
     }
 
-    // Drawn chunks stand for others too. By now `tile` is three ahead.
-    const bool drawn = in.drawn_first && ((tile - 3 * stride) * kTokens >> in.log_chunk) >= in.drawn_first[batch];
-    const float drawn_weight = drawn ? in.log_weight[batch] * 1.4426950408889634f / in.score_scale : 0.f;
     float next_top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[m][i] += drawn_weight;
-        if (!(valid_now >> (16 * m + i / 2 * 8 + g) & 1)) s[m][i] = -INFINITY;
+        s[m][i] = valid_now >> (16 * m + i / 2 * 8 + g) & 1
+            ? fmaf(s[m][i], in.score_scale, log_weight[m][i / 2] * 1.4426950408889634f)
+            : -INFINITY;
         next_top[i % 2] = fmaxf(next_top[i % 2], s[m][i]);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) next_top[i] = fmaxf(top[i], rows_max(next_top[i]) * in.score_scale);
+    for (int i = 0; i < 2; ++i) next_top[i] = fmaxf(top[i], rows_max(next_top[i]));
     if (__any_sync(~0u, next_top[0] > top[0] || next_top[1] > top[1])) {
       float shrink[2];
 #pragma unroll
@@ -492,8 +497,8 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float x = exp2_fast(fmaf(s[m][2 * half], in.score_scale, -top[0]));
-        float y = exp2_fast(fmaf(s[m][2 * half + 1], in.score_scale, -top[1]));
+        float x = exp2_fast(s[m][2 * half] - top[0]);
+        float y = exp2_fast(s[m][2 * half + 1] - top[1]);
         sum[0] += x, sum[1] += y;
         if constexpr (kCodes) x *= token_scale[m][half], y *= token_scale[m][half];
         const uint32_t both = pack_bf16(x, y);

@@ -103,12 +103,19 @@ __device__ __forceinline__ uint8_t bits_of(const uint32_t (&masks)[4]) {
   return uint8_t((low | high) * 0x01010101 >> 24);
 }
 
+// What was selected: how many values, and one that none of the others is above; -inf where there are no others.
+struct Largest {
+  uint32_t count;
+  float edge;
+};
+
 // Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, places being
-// theirs in ascending order; returns how many there are. Of equal values the first are taken, -inf never. shared.first
-// has counted the values and shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words.
-// For all threads of the block, with barriers before and after, of which the last leaves what `use` wrote to be read.
+// theirs in ascending order. Of equal values the first are taken, -inf never. shared.first has counted the values and
+// shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words; the first is that of what was
+// selected in the end. For all threads of the block, with barriers before and after, of which the last leaves what `use`
+// wrote to be read.
 template <typename Use>
-__device__ __forceinline__ uint32_t
+__device__ __forceinline__ Largest
 select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wanted, uint32_t* bits, Use use) {
   __syncthreads();
   const bool some = find_bin(shared, wanted);
@@ -178,12 +185,13 @@ select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wa
 #pragma unroll 1
       for (uint32_t left = same, i = before[1]; i < equal; ++i, left &= left - 1) taken |= left & -left;
     }
+    above[word] = larger | taken;
 #pragma unroll 1
     for (uint32_t left = larger | taken; left; left &= left - 1) use(place++, 32 * word + __ffs(left) - 1);
     before[0] += __popc(larger), before[1] += __popc(same);
   }
   __syncthreads();
-  return total[0] + min(total[1], equal);
+  return {total[0] + min(total[1], equal), some ? __low2float(half_of_order(bin << 5 | digit)) : -INFINITY};
 }
 
 } // namespace shadowkv

@@ -3,7 +3,8 @@
 // the best chunks. Rows are seldom a whole number per multiprocessor, nor are the parts of rows that warps score: with a
 // block for all of a row and head, in one launch, 288 of them took 114 us where 256 took 75. So as many blocks score as
 // are resident, each warp a slice of some row's kept runs after another: it copies 4 runs at a time to shared memory, a
-// lane each token, two copies ahead and on into its next slice, and ldmatrix makes fragments of them.
+// lane each token, two copies ahead and on into its next slice, and ldmatrix makes fragments of them. Runs and chunks are
+// drawn where they are found, from values that are in shared memory then.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
+#include "kernels/weighted_draws.cuh"
 
 namespace shadowkv {
 
@@ -27,17 +29,25 @@ constexpr int kKeptShare = 16;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
 constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
-// What a row leaves in memory for the next launch: scores of the kept runs' chunks, 8 bytes each of these runs, and
-// how many there are.
+// What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
+struct RowState {
+  int count;
+  float slope, edge;
+  int unused;
+};
+
+// What a row leaves in memory for the next launch: scores of the kept runs' chunks, 8 bytes each of these runs, the
+// logarithm (to base 2) of how many each stands for, and a RowState.
 struct Region {
-  int keep, values, kept;
+  int keep, values, kept, weights;
   Region(int64_t pages, int64_t chunk, int64_t k) {
     const int64_t runs = kPageRuns * pages, wanted = (k * chunk * kKeptFactor + kRun - 1) / kRun;
     const int64_t share = (runs + kKeptShare - 1) / kKeptShare;
     keep = int(wanted > runs ? runs : wanted > share ? wanted : share);
     values = int((2 * keep * (kRun / chunk) + 15) / 16 * 16), kept = (8 * keep + 15) / 16 * 16;
+    weights = (4 * keep + 15) / 16 * 16;
   }
-  __host__ __device__ int64_t bytes() const { return int64_t(values) + kept + 16; }
+  __host__ __device__ int64_t bytes() const { return int64_t(values) + kept + weights + 16; }
 };
 
 struct SelectBySketch {
@@ -51,8 +61,13 @@ struct SelectBySketch {
   int64_t pages_stride;                             // of a row, in names
   const int64_t* num_pages;                         // [B]
   const int64_t* budget;                            // [B]
+  const int64_t *draws, *seeds;                     // [B], or null where nothing is drawn
+  const float* length;                              // [B, H, G]
+  float run_sharpness, chunk_sharpness;             // times lengths, in exponents to base 2
+  uint32_t first_head;                              // of this layer, among all layers' heads
   uint8_t* workspace; // [B, H, region]
   int64_t* selected;  // [B, H, k]
+  float* log_weight;  // [B, H, k], or null where nothing is drawn
   Region region;      // of a row
   int heads, group, num_pages_most, log_chunk, k;
   unsigned rows; // B H
@@ -64,11 +79,25 @@ struct SelectBySketch {
   __device__ int budget_of(unsigned sequence) const {
     return int(max(int64_t(0), min(budget[sequence], int64_t(k))));
   }
+  // Chunks to draw of each of a sequence's rows.
+  __device__ int draws_of(unsigned sequence) const {
+    const int found = budget_of(sequence);
+    return draws && found ? int(max(int64_t(0), min(draws[sequence], int64_t(k - found)))) : 0;
+  }
   // Runs that are kept of each of a sequence's rows, unless their scores are -inf.
   __device__ int kept_of(unsigned sequence) const {
-    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence);
+    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + draws_of(sequence);
     const int least = ((int64_t(wanted) << log_chunk) * kKeptFactor + kRun - 1) / kRun;
     return wanted ? min(runs, max((runs + kKeptShare - 1) / kKeptShare, least)) : 0;
+  }
+  // Those of them that are drawn.
+  __device__ int drawn_runs_of(unsigned sequence) const {
+    const int keep = kept_of(sequence);
+    return draws_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / 2 : 0;
+  }
+  // Random bits of a row's draws.
+  __device__ uint32_t state_of(unsigned row) const {
+    return mix_bits(uint32_t(seeds[row / heads]) * 0x9e3779b1u + first_head + row % heads);
   }
 
   __device__ uint16_t* values(unsigned row) const {
@@ -77,8 +106,11 @@ struct SelectBySketch {
   __device__ uint2* kept(unsigned row) const { // page names and runs
     return reinterpret_cast<uint2*>(workspace + row * region.bytes() + region.values);
   }
-  __device__ int& count(unsigned row) const {
-    return *reinterpret_cast<int*>(workspace + row * region.bytes() + region.values + region.kept);
+  __device__ float* weights(unsigned row) const {
+    return reinterpret_cast<float*>(workspace + row * region.bytes() + region.values + region.kept);
+  }
+  __device__ RowState& state(unsigned row) const {
+    return *reinterpret_cast<RowState*>(workspace + (row + 1) * region.bytes() - sizeof(RowState));
   }
 };
 
@@ -177,23 +209,39 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   wait_for_launch_before();
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
-  const int pages = p.pages_of(sequence), wanted = p.kept_of(sequence);
-  int count = 0;
+  const int pages = p.pages_of(sequence), wanted = p.kept_of(sequence), drawn = p.drawn_runs_of(sequence);
+  RowState state = {0, 1, 0, 0}; // scores as they are
   if (wanted > 0) {
     const uint4* values =
         count_values(shared, phase.memory, room, p.coarse + int64_t(row) * p.num_pages_most, pages);
     const int64_t* names = p.pages + sequence * p.pages_stride;
     uint2* kept = p.kept(row);
-    count = select_largest(
-        shared, values, pages, wanted, reinterpret_cast<uint32_t*>(room),
-        [&](uint32_t place, uint32_t run) { kept[place] = {uint32_t(names[run / kPageRuns]), run}; });
+    float* weights = p.weights(row);
+    uint32_t* bits = reinterpret_cast<uint32_t*>(room);
+    const auto keep = [&](uint32_t place, uint32_t run, float weight) {
+      kept[place] = {uint32_t(names[run / kPageRuns]), run}, weights[place] = weight;
+    };
+    const Largest best = select_largest(
+        shared, values, pages, wanted - drawn, bits, [&](uint32_t place, uint32_t run) { keep(place, run, 0); });
+    state.count = best.count;
+    if (p.draws) {
+      float length = 0;
+      for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
+      length /= p.group, state.slope = p.chunk_sharpness * length;
+      if (best.edge > -INFINITY) state.edge = best.edge;
+      if (drawn && best.edge > -INFINITY)
+        state.count += draw_by_weight(
+            shared, values, pages, bits, p.run_sharpness * length, best.edge, drawn, mix_bits(p.state_of(row)),
+            [&](uint32_t place, uint32_t run, float weight) { keep(best.count + place, run, weight); });
+    }
   }
-  if (threadIdx.x == 0) p.count(row) = count;
+  if (threadIdx.x == 0) p.state(row) = state;
 }
 
 // A slice of the kept runs of a row, as a lane knows it.
 struct Slice {
   uint2 named; // the page name and run of the lane's run
+  float slope, more; // what makes its tokens' scores exponents
   unsigned row, head, first;
   int left; // runs from the first on, at most those of a slice: 0 or less of one that there is not
 };
@@ -238,8 +286,11 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
     for (unsigned first = 0; first < sequences; first += 32)
       sequence += __popc(__ballot_sync(~0u, first + lane < sequences && before[first + lane] <= place));
     x.head = number % p.heads, x.row = sequence * p.heads + x.head, x.first = (place - before[sequence]) * p.slice;
-    x.named = p.kept(x.row)[min(x.first + lane, unsigned(p.region.keep - 1))];
-    x.left = min(p.count(x.row) - int(x.first), p.slice);
+    const unsigned at = min(x.first + lane, unsigned(p.region.keep - 1));
+    const RowState state = p.state(x.row);
+    x.named = p.kept(x.row)[at];
+    x.slope = state.slope, x.more = fmaf(-state.slope, state.edge, p.weights(x.row)[at]);
+    x.left = min(state.count - int(x.first), p.slice);
     return x;
   };
 
@@ -366,6 +417,7 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
 #pragma unroll
       for (int i = 0; i < 3; ++i)
         if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));
+      score = fmaf(own.slope, score, __shfl_sync(~0u, own.more, first + t));
       if (first + t < own.left && (g & ((1 << log_chunk) - 1)) == 0)
         values[first * kRun >> log_chunk] =
             scale == kExcluded ? kNever : __half_as_ushort(__float2half_rn(fmaxf(score, -65504.f)));
@@ -387,19 +439,29 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   wait_for_launch_before();
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
-  const int log_run = 3 - p.log_chunk, chunks = p.count(row) << log_run, groups = (chunks + 7) / 8;
+  const int log_run = 3 - p.log_chunk, chunks = p.state(row).count << log_run, groups = (chunks + 7) / 8;
+  const int drawn = p.draws_of(sequence);
   int64_t* selected = p.selected + int64_t(row) * p.k;
+  float* log_weight = p.log_weight + int64_t(row) * p.k;
   int count = 0;
   if (chunks > 0) {
     uint16_t* scores = p.values(row);
     if (chunks + int(threadIdx.x) < 8 * groups) scores[chunks + threadIdx.x] = kNever;
     const uint4* values = count_values(shared, phase.memory, room, reinterpret_cast<const uint4*>(scores), groups);
     const uint2* kept = p.kept(row);
-    count = select_largest(
-        shared, values, groups, p.budget_of(sequence), reinterpret_cast<uint32_t*>(room),
-        [&](uint32_t place, uint32_t i) {
-          selected[place] = (int64_t(kept[i >> log_run].y) << log_run) + (i & ((1 << log_run) - 1));
-        });
+    const float* weights = p.weights(row);
+    uint32_t* bits = reinterpret_cast<uint32_t*>(room);
+    const auto use = [&](uint32_t place, uint32_t i, float weight) {
+      selected[place] = (int64_t(kept[i >> log_run].y) << log_run) + (i & ((1 << log_run) - 1));
+      if (p.draws) log_weight[place] = (weights[i >> log_run] + weight) * 0.6931471805599453f;
+    };
+    const Largest best = select_largest(
+        shared, values, groups, p.budget_of(sequence), bits, [&](uint32_t place, uint32_t i) { use(place, i, 0); });
+    count = best.count;
+    if (drawn && best.edge > -INFINITY)
+      count += draw_by_weight(
+          shared, values, groups, bits, 1, best.edge, drawn, mix_bits(p.state_of(row) + 0x85ebca77u),
+          [&](uint32_t place, uint32_t i, float weight) { use(best.count + place, i, weight); });
   }
   for (int i = count + int(threadIdx.x); i < p.k; i += blockDim.x) selected[i] = -1;
 }

@@ -25,6 +25,7 @@ struct SketchQueries {
   int* sum;                  // [queries], of the whole numbers
   uint32_t* planes;          // [queries, 4, W]: bit j of byte b of row p is bit p of byte b of row j, in sixteenths
   int* plane_sum;            // [queries], of those
+  float* length;             // [queries], of the queries, times dim^-1/2
   int rows, heads, group, dim;
 };
 
@@ -157,6 +158,7 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   if (lane == 0) {
     p.sum[first + warp] = sum, p.plane_sum[first + warp] = plane_sum;
     p.unit[first + warp] = square > 0 ? unit / sqrtf(square) : 0.f;
+    p.length[first + warp] = sqrtf(square / p.dim);
   }
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import DecodeBatch, PrefillBlock, SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts.base import Selection
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class ObservedCache(KVCache):
     observe: Callable[[Attended], None] | None = None
     _selected: list[Tensor]
 
-    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         """As ever; it may be called for some of the rows at a time."""
         selected = super().select(layer, q, batch)
-        self._selected.append(selected)
+        self._selected.append(selected.chunks)
         return selected
 
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:

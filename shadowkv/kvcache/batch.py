@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops.attend_selected.sources import DrawnWeights
+from shadowkv.ops.select_by_sketch.draws import Draws
 
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""
@@ -38,21 +38,6 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Chunks to draw from those that are not found.
-
-    Attributes:
-        seeds: int64 [B], positions of the new tokens: another draw at every step.
-        counts: int64 [B], chunks of each row and kv head.
-        weights: of the drawn ones in attention.
-    """
-
-    seeds: Tensor
-    counts: Tensor
-    weights: DrawnWeights
-
-
-@dataclass(frozen=True)
 class SealedBatch:
     """Sealed pages of the rows of a batch; rows that are dense have none.
 
@@ -64,7 +49,8 @@ class SealedBatch:
         num_chunks: int64 [B], their chunks.
         budget: int64 [B], chunks to find per kv head.
         max_budget: no row selects more, found and drawn.
-        draw: chunks to draw besides; None where the policy draws none.
+        draws: chunks to draw besides, by the positions of the new tokens, so that every step has another draw; None
+            where the policy draws none.
     """
 
     slots: Tensor
@@ -74,7 +60,7 @@ class SealedBatch:
     num_chunks: Tensor
     budget: Tensor
     max_budget: int
-    draw: Draw | None = None
+    draws: Draws | None = None
 
     def rows(self, rows: slice) -> SealedBatch:
         """Some of the rows, of values on the host: nothing is drawn from those."""

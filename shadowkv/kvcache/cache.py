@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, Draw, PrefillBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBatch, PrefillBlock, SealedBatch
 from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.fetching import Fetching
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
 from shadowkv.kvcache.sealing import Sealing
@@ -25,13 +26,8 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 from shadowkv.kvcache.store import Store
 from shadowkv.ops import Ops
-from shadowkv.ops.attend_selected.sources import DrawnWeights
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
-
-PRIOR_TOKENS = 64
-"""Tokens counted as drawn, and as if they had held nothing, beside those that are: shrinkage. Few draws say little of
-the mass that they stand for, and less of it errs less. On real prompts 64 draws do best at half their weight, 256 at
-most of it."""
+from shadowkv.ops.select_by_sketch.draws import Draws
 
 
 class KVCache:
@@ -161,7 +157,7 @@ class KVCache:
                 sealed // self.spec.chunk,
                 found,
                 plan.max_budget,
-                self._draw(length, sealed // self.spec.chunk, found, drawn) if self.spec.drawn else None,
+                Draws(drawn, length) if self.spec.drawn else None,
             )
         return DecodeBatch(
             length,
@@ -171,10 +167,6 @@ class KVCache:
             length % PAGE,
             sealed_batch,
         )
-
-    def _draw(self, length: Tensor, chunks: Tensor, found: Tensor, drawn: Tensor) -> Draw:
-        log_weight = ((chunks - self.spec.sink_chunks) / (drawn + PRIOR_TOKENS // self.spec.chunk)).clamp(min=1).log()
-        return Draw(length, drawn, DrawnWeights(found, log_weight))
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
@@ -210,19 +202,9 @@ class KVCache:
         found = self._attend_sealed(layer, q, batch.sealed)
         return self.ops.merge_attention([exact(), found])
 
-    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to; -1 is none, after the others.
-
-        Those that the index finds, then those that are drawn.
-        """
-        selected = self.parts.index.select(self.store, layer, q, batch)
-        if batch.draw is not None:
-            excluded = self.store.page["excluded"][layer] if self.spec.outliers else None  # of the sink it is known
-            counts = batch.num_chunks, batch.budget, batch.draw.counts
-            self.ops.draw_chunks(
-                selected, self.spec.sink_chunks, excluded, batch.pages, *counts, batch.draw.seeds, layer
-            )
-        return selected
+    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        """What rotated queries [B, H_q, d] attend to of the sealed chunks."""
+        return self.parts.index.select(self.store, layer, q, batch)
 
     def _append_exact(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         pages = self.store.k[layer], self.store.v[layer]
@@ -236,7 +218,7 @@ class KVCache:
         selected = self.select(layer, q, batch)
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
-        return self.ops.attend_selected(q, keys, values, selected, batch.draw and batch.draw.weights)
+        return self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
 
     def _attend_fetched(
         self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
@@ -245,7 +227,7 @@ class KVCache:
         started = []
         for rows in fetching.portions(sealed):
             portion = sealed.rows(rows)
-            selected = self.select(layer, q[rows], portion)
+            selected = self.select(layer, q[rows], portion).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
         exact, outs = self._attend_exact(layer, q, batch), []  # while the bus is busy

@@ -45,10 +45,10 @@ class KVSpec:
         mass: share of the softmax over sealed tokens, as the index estimates it, with which a step contents itself:
             per kv head the best chunks are taken until every query head has that much, and never more than the
             budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
-        drawn: share of the budget that goes to chunks drawn at random, one from each of as many equal runs of the
-            context: each stands for its run, less what was found there, so that attention that is spread thin is not
-            lost (vAttention, arXiv:2510.05688). The rest is rounded up to whole tiles of 64 tokens, so that a budget of
-            64 draws nothing; nor is anything drawn where the budget holds the whole context.
+        drawn: share of the budget that goes to chunks drawn at random from those that are not found, by the index's
+            scores, each to stand for as many as its chance says: so that attention that is spread thin is not lost
+            (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is drawn where the budget holds the
+            whole context.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
@@ -166,14 +166,10 @@ class KVSpec:
         return -(-self.budget_tokens(context) // self.chunk)
 
     def drawn_chunks(self, budget: np.ndarray, sealed: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are drawn where ``sealed`` tokens are sealed, int64; the others are found.
-
-        The found ones fill whole tiles of 64 tokens, which kernels take at a time: there are so many to be found.
-        """
-        tile = PAGE // self.chunk
-        found = np.ceil(np.round(budget * (1 - self.drawn) / tile, 6)).astype(np.int64) * tile
+        """Chunks of ``budget`` that are drawn where ``sealed`` tokens are sealed, int64; the others are found."""
+        found = np.ceil(np.round(budget * (1 - self.drawn), 6)).astype(np.int64)
         scarce = budget * self.chunk < sealed - self.static_tokens
-        return np.where(scarce, np.maximum(budget - found, 0), 0)
+        return np.where(scarce, budget - found, 0)
 
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
         """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""

@@ -16,7 +16,6 @@ NAMES = (
     "block_attention",
     "causal_attention",
     "chunk_mean_scores",
-    "draw_chunks",
     "fetch_chunks",
     "find_outliers",
     "low_rank_basis",

@@ -38,7 +38,7 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
     assert batch is not None
     q = torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
-    selected, store = cache.select(1, q, batch), cache.store
+    selected, store = cache.select(1, q, batch).chunks, cache.store
     assert (selected[1] == -1).all()  # dense
     fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
     queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.slots)
@@ -57,4 +57,6 @@ def test_signs_alone_find_runs_of_eight_and_read_less() -> None:
     model = ModelShape(2, 6, 2, 64)
     parts = [make_cache(preset(f"turbo-host:index={index}")).parts.index for index in ("sketch", "sketch-1bit")]
     assert parts[1].scored_bytes_per_token() < parts[0].scored_bytes_per_token()
-    assert parts[1].unsupported(preset("turbo"), model) == ["signs alone find runs of 8 tokens: chunk=1 is none"]
+    assert parts[1].unsupported(preset("turbo", drawn=0.0), model) == [
+        "signs alone find runs of 8 tokens: chunk=1 is none"
+    ]

@@ -46,7 +46,7 @@ def test_the_same_chunks_are_found() -> None:
         for cache, streams in caches:
             batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
             assert batch is not None
-            selected = cache.select(1, q, batch)
+            selected = cache.select(1, q, batch).chunks
             assert selected.shape[-1] == budget
             assert selected.min() >= 0
             empty = torch.zeros(*selected.shape[:2], LENGTH // 8, dtype=torch.bool, device=DEVICE)

@@ -172,7 +172,7 @@ def selected(cache: KVCache, stream: Stream, layer: int) -> list[set[int]]:
     batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
     position = torch.tensor([stream.length], device=DEVICE)
     q = rotate_plainly(stream.q[layer, stream.length :][:1], position)
-    chunks = cache.parts.index.select(cache.store, layer, q, batch)[0].tolist()
+    chunks = cache.parts.index.select(cache.store, layer, q, batch).chunks[0].tolist()
     assert all(row == [c for c in row if c >= 0] + [-1] * row.count(-1) for row in chunks)
     return [set(row) - {-1} for row in chunks]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.attend_selected.packing import dequantise_rows, quantise_rows
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, DrawnWeights, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 WIDTHS = [(4, 64), (4, 96), (4, 128), (4, 256), (3, 64), (3, 128), (3, 256), (2, 64), (2, 96), (2, 128), (2, 256)]
@@ -181,11 +181,16 @@ def test_what_captured_graphs_read_lives_as_long_as_its_rotation() -> None:
     assert all(kept() is None for kept in first)
 
 
-def test_a_drawn_chunk_weighs_as_many_as_it_stands_for(seed):
-    rows = DenseRows(torch.randn(6, 2, 8, 8, 16), torch.randperm(6).view(2, 3))
-    q, found, drawn = torch.randn(2, 4, 16), torch.tensor([3, 9, 11]), torch.tensor([0, 20, 21, -1])
-    selected = torch.cat([found, drawn]).expand(2, 2, -1)
-    repeated = torch.cat([found, drawn[:3].repeat(3)]).expand(2, 2, -1)
-    weights = DrawnWeights(torch.tensor([3, 3]), torch.tensor([3.0, 3.0]).log())
-    for got, wanted in zip(attend_selected(q, rows, rows, selected, weights), attend_selected(q, rows, rows, repeated)):
+def test_a_chunk_weighs_as_many_as_it_stands_for(seed):
+    rows, pages = torch.randn(9, 2, 8, 8, 16), torch.randperm(9).view(3, 3)
+    source, q, selected = DenseRows(rows, pages), torch.randn(3, 4, 16), selections(3, 2)
+    counts = torch.randint(1, 5, selected.shape)
+    repeated = torch.full((3, 2, 20), -1)
+    for b in range(3):
+        for h in range(2):
+            chunks = selected[b, h].repeat_interleave(counts[b, h])
+            repeated[b, h, : len(chunks)] = chunks
+    log_weight = counts.log().masked_fill(selected < 0, math.nan)
+    found = attend_selected(q, source, source, selected, log_weight)
+    for got, wanted in zip(found, attend_selected(q, source, source, repeated)):
         assert_close(got, wanted, atol=1e-5, rtol=1e-5)

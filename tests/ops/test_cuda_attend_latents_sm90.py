@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cuda_attend_selected import DEVICE, check, problem
+from test_cuda_attend_selected import DEVICE, check, log_weights, problem
 
 from shadowkv.ops.attend_selected import cuda, cuda_sm90
-from shadowkv.ops.attend_selected.sources import DrawnWeights
 
 pytestmark = pytest.mark.skipif(not cuda_sm90.available(), reason="needs a Hopper and the attend_latents_sm90 library")
 
@@ -37,16 +36,21 @@ def test_every_group_over_ragged_selections(seed, group, dim, values):
         check(args, attend(args))
 
 
-@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8])
+@pytest.mark.parametrize("blocks", [None, 1, 5])
 @pytest.mark.parametrize(
     ("group", "dim", "values"), [(3, 64, "4-bit codes"), (4, 128, "3-bit codes"), (8, 128, "2-bit codes")]
 )
-def test_drawn_chunks_weigh_more(seed, chunk, group, dim, values):
-    tokens, first = [3000, 77, 1500, 0], torch.tensor([256, 0, 640, 64], device=DEVICE) // chunk
-    args = problem(2, group, dim, "int8", values, tokens=tokens, rank=96, chunk=chunk, count=640 // chunk)
-    drawn = DrawnWeights(first, torch.tensor([4.0, 2.5, 7.0, 1.0], device=DEVICE))
-    check((*args, drawn), attend((*args, drawn)))
-    assert not torch.equal(attend(args)[1], attend((*args, drawn))[1])
+def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, blocks, group, dim, values):
+    """In runs that begin within a unit too, and go on over units that lack tiles."""
+    tokens = [3000, 77, 1500, 0, 1200]
+    args = problem(2, group, dim, "int8", values, tokens=tokens, rank=96, chunk=chunk, count=648 // chunk)
+    whole = cuda_sm90.runs
+    monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, blocks or most))
+    log_weight = log_weights(args[3])
+    found = attend((*args, log_weight))
+    check((*args, log_weight), found)
+    assert not torch.equal(attend(args)[1], found[1])
 
 
 @pytest.mark.parametrize("rank", [32, 64, 96, 128, 160])

@@ -9,7 +9,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, DrawnWeights, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and the attend_selected library")
@@ -150,6 +150,11 @@ def problem(
     return q, k, buffered(v, selected) if values.startswith("buffered") else v, selected
 
 
+def log_weights(selected: Tensor) -> Tensor:
+    """A random one of every selected chunk, NaN of none."""
+    return torch.rand(selected.shape, device=DEVICE).mul(7).masked_fill(selected < 0, torch.nan)
+
+
 def wide(x: object) -> object:
     """A source or tensor in float32."""
     match x:
@@ -234,7 +239,7 @@ def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
     check(args, attend(args, monkeypatch))
 
 
-@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 @pytest.mark.parametrize("dim", [96, 128])
 @pytest.mark.parametrize(
     ("keys", "values"),
@@ -245,16 +250,21 @@ def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
         ("bf16", "4-bit codes"),
         ("bf16", "rows"),
         ("rows", "rows"),
+        ("int8", "buffered 3-bit codes"),
         ("rows", "buffered rows"),
     ],
 )
-def test_drawn_chunks_weigh_more(seed, monkeypatch, chunk, dim, keys, values):
+def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, dim, keys, values):
     skip_what_has_no_kernel(keys, values, dim)
     args = problem(2, 4, dim, keys, values, tokens=[3000, 77, 1500, 0], rank=160, chunk=chunk, count=640 // chunk)
-    first = torch.tensor([256, 0, 640, 64], device=DEVICE) // chunk
-    drawn = DrawnWeights(first, torch.tensor([4.0, 2.5, 7.0, 1.0], device=DEVICE))
-    check((*args, drawn), attend((*args, drawn), monkeypatch))
-    assert not torch.equal(attend(args, monkeypatch)[1], attend((*args, drawn), monkeypatch)[1])
+    log_weight = log_weights(args[3])
+    found = attend((*args, log_weight), monkeypatch)
+    check((*args, log_weight), found)
+    assert not torch.equal(attend(args, monkeypatch)[1], found[1])
+    # Wherever they lie.
+    elsewhere = attend((*args, log_weight.mT.contiguous().mT), monkeypatch)
+    assert torch.equal(elsewhere[0], found[0])
+    assert torch.equal(elsewhere[1], found[1])
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])
@@ -272,6 +282,8 @@ def test_drawn_chunks_weigh_more(seed, monkeypatch, chunk, dim, keys, values):
 def test_any_number_of_splits(seed, monkeypatch, split, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[3000, 5, 900], rank=160, count=200)
     monkeypatch.setattr(cuda, "splits", lambda *args: split)
+    check(args, attend(args, monkeypatch))
+    args = (*args, log_weights(args[3]))
     check(args, attend(args, monkeypatch))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.select_by_sketch import cuda, reference
+from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
@@ -74,7 +75,8 @@ def chunk_scores(args: tuple, row: int) -> Tensor:
 
 
 def check(args: tuple) -> None:
-    selected = cuda.select_by_sketch(*args)
+    selected, none = cuda.select_by_sketch(*args)
+    assert none is None
     coarse, num_pages, budget, chunk, k = args[1], args[6], args[7], args[8], args[9]
     per_run = 8 // chunk
     assert selected.shape == (*coarse.shape[:2], k)
@@ -107,6 +109,30 @@ def check(args: tuple) -> None:
                 missing[some] = False
                 tolerance = own[own.isfinite()].abs().max() / 512
                 assert own.masked_fill(~missing, -math.inf).max() <= own[some].min() + tolerance
+
+
+def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
+    """Against the reference: what is drawn where a sum of chances is near a whole number may be its neighbour."""
+    counts, seeds = draws.counts, draws.seeds
+    made, log_weight = cuda.select_by_sketch(*args, draws, layer)
+    expected, expected_weight = reference.select_by_sketch(*args, draws, layer)
+    alike = total = 0
+    for row in range(len(made)):
+        for head in range(made.shape[1]):
+            own, wanted = (x[row, head][x[row, head] >= 0] for x in (made, expected))
+            assert (made[row, head, len(own) :] == -1).all()
+            assert len(own.unique()) == len(own)
+            assert abs(len(own) - len(wanted)) <= 2 + len(wanted) // 100, (len(own), len(wanted))
+            weights = log_weight[row, head, : len(own)]
+            assert (weights >= 0).all()
+            both = torch.isin(own, wanted)
+            order, own_weight = own[both].sort(), weights[both]
+            at = torch.isin(wanted, own)
+            known = expected_weight[row, head, : len(wanted)][at][wanted[at].argsort()]
+            differs = (own_weight[order.indices] - known).abs() > 0.03
+            alike, total = alike + int(both.sum()) - int(differs.sum()), total + len(wanted)
+    assert alike >= 0.96 * total - 3, f"{alike} of {total} chunks are right"
+    assert counts.dtype == seeds.dtype == torch.int64
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +206,7 @@ def test_queries_and_keys_of_zero(seed):
 def test_scores_beyond_float16(seed):
     args = problem([50, 40], [40, 5], 50)
     args[4].mul_(60000)  # which leaves -0 what it is
-    selected = cuda.select_by_sketch(*args)
+    selected, _ = cuda.select_by_sketch(*args)
     assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
 
 
@@ -188,7 +214,7 @@ def test_all_chunks_excluded(seed):
     args = problem([50, 40], [40, 5], 50)
     args[4][args[5][0]] = -0.0
     check(args)
-    assert (cuda.select_by_sketch(*args)[0] == -1).all()
+    assert (cuda.select_by_sketch(*args)[0][0] == -1).all()
 
 
 def test_a_captured_call_follows_its_inputs(seed):
@@ -197,14 +223,83 @@ def test_a_captured_call_follows_its_inputs(seed):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cuda.select_by_sketch(*args)
+        captured, _ = cuda.select_by_sketch(*args)
     args[0].unit.uniform_()
     args[6].copy_(torch.tensor([9, 24, 0]))
     args[7].copy_(torch.tensor([64, 1, 3]))
     for _ in range(3):
         graph.replay()
-        assert torch.equal(captured, cuda.select_by_sketch(*args))
+        assert torch.equal(captured, cuda.select_by_sketch(*args)[0])
     check(args)
+
+
+def some_draws(rows: int, most: int) -> Draws:
+    return Draws(torch.randint(1, most + 1, (rows,)).cuda(), torch.randint(0, 2**20, (rows,)).cuda())
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("chunk", [8, 1])
+def test_ragged_rows_draw_like_the_reference(seed, group, dim, chunk):
+    k = 512 // chunk
+    args = problem([170, 1, 0, 90, 300], [k // 2, k // 2, k // 2, 0, k // 3], k, 2, group, dim, chunk, columns=301)
+    check_draws(args, some_draws(5, k // 2), 7)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(20, 8), (60, 8)])
+def test_many_rows_draw(seed, rows, heads):
+    counts = torch.randint(0, 161, (rows,)).tolist()
+    args = problem(counts, torch.randint(0, 100, (rows,)).tolist(), 200, heads, columns=160)
+    check_draws(args, some_draws(rows, 100))
+
+
+def test_a_long_row_draws(seed):
+    check_draws(problem([9000, 900], [4000, 200], 8000, 2, 4, 128), some_draws(2, 4000))
+
+
+def test_rows_that_draw_nothing_are_as_without_draws(seed):
+    args = problem([50, 40, 2], [40, 5, 30], 64)
+    none = Draws(torch.zeros(3, dtype=torch.int64).cuda(), torch.arange(3).cuda())
+    selected, log_weight = cuda.select_by_sketch(*args, none)
+    assert torch.equal(selected, cuda.select_by_sketch(*args)[0])
+    assert not log_weight[selected >= 0].any()
+
+
+def test_weighted_sums_of_many_draws_are_those_over_everything(seed):
+    """Of scores of one row under many seeds; what is estimated is how many chunks there are, and a sum over them."""
+    one = problem([120], [100], 200, 2)
+    times = 300
+    queries = SketchQueries(**{name: x.expand(times, *x.shape[1:]).contiguous() for name, x in vars(one[0]).items()})
+    rows = [x.expand(times, *x.shape[1:]).contiguous() for x in (one[1], one[5])]
+    numbers = [x.expand(times).contiguous() for x in (one[6], one[7])]
+    args = (queries, rows[0], *one[2:5], rows[1], *numbers, *one[8:])
+    draws = Draws(torch.full((times,), 100).cuda(), torch.arange(times).cuda())
+    chunks, log_weight = cuda.select_by_sketch(*args, draws)
+    scores = chunk_scores(one, 0)
+    summand = (scores * one[0].length.view(2, -1).mean(-1, keepdim=True)).exp().masked_fill(scores.isinf(), 0)
+    ones = log_weight.exp().masked_fill(chunks < 0, 0)
+    for x, total in (
+        (ones, scores.isfinite().sum(-1)),
+        (ones * summand.expand(times, -1, -1).gather(-1, chunks.clamp(min=0)), summand.sum(-1)),
+    ):
+        estimate = x.sum(-1)
+        assert ((estimate.mean(0) - total).abs() < 5 * estimate.std(0) / times**0.5 + 0.01 * total).all()
+
+
+def test_a_captured_call_draws_by_its_inputs(seed):
+    args, draws = problem([140, 24, 9], [30, 64, 64], 128, 8), some_draws(3, 60)
+    cuda.select_by_sketch(*args, draws, 2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cuda.select_by_sketch(*args, draws, 2)
+    for _ in range(3):
+        draws.seeds.random_(0, 2**20)
+        draws.counts.random_(0, 60)
+        graph.replay()
+        expected = cuda.select_by_sketch(*args, draws, 2)
+        assert torch.equal(captured[0], expected[0])
+        assert torch.equal(captured[1][captured[0] >= 0], expected[1][captured[0] >= 0])
 
 
 def test_wrong_arguments_are_named(seed):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_by_sketch import cuda as selecting
+from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import pack_sketch
 from shadowkv.ops.sketch_queries import cuda, reference
@@ -50,6 +51,7 @@ def check(q: Tensor, heads: int) -> None:
     for name in ("whole", "planes", "sum", "plane_sum"):
         assert torch.equal(getattr(made, name), getattr(expected, name))
     torch.testing.assert_close(made.unit, expected.unit, atol=0, rtol=1e-6)
+    torch.testing.assert_close(made.length, expected.length, atol=0, rtol=1e-6)
 
     args = q, maps_of(heads, q.shape[-1]), slots
     made, expected = cuda.sketch_queries(*args), reference.sketch_queries(*args)
@@ -128,7 +130,10 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
         coarse = scoring.sign_scores(queries, signs, scale, names, counts)
         if pause:
             torch.cuda.synchronize()
-        return selecting.select_by_sketch(queries, coarse, signs, rest, scale, names, counts, budget, 1, k)
+        draws = Draws(budget, counts)
+        return selecting.select_by_sketch(
+            queries, coarse, signs, rest, scale, names, counts, budget, 1, 2 * k, draws, layer
+        )[0]
 
     search(0, pause=True)
     torch.cuda.synchronize()

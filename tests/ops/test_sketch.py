@@ -164,8 +164,8 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
     coarse = torch.rand(4, heads, 240).argsort(dim=-1).half()  # no ties, of which an op may keep either
     coarse.masked_fill_(torch.arange(240) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
-    selected = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
-    assert selected.shape == (4, heads, k)
+    selected, none = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
+    assert selected.shape == (4, heads, k) and none is None
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])

@@ -29,16 +29,23 @@ __device__ __forceinline__ void consume_latents(
   int passed = 0;       // tiles of units before
   for (int unit = 0; run.has(unit); ++unit) {
     wait_phase(memory.unit_full(unit), unit / 2 % 2);
+    const int offset = run.unit_begin(unit) - passed; // of a tile in the unit: those without tokens are its last ones
     const int until = passed + __shfl_sync(~0u, memory.counts()[unit % 2], 0);
     passed = until;
     const bool any = next < until;
-    const int batch = (run.first_unit + unit) / in.heads;
-    const float drawn_weight = in.log_weight ? in.log_weight[batch] * 1.4426950408889634f : 0.f;
     Attended<Shape> attended(shared_address(memory.merge(consumer)));
 
     for (; next < until; next += Shape::kConsumers) {
       const uint32_t queries = shared_address(memory.queries(unit)) + lane * 16;
       const uint32_t places = memory.places(next % Shape::kRing) + (warp * 16 + g) * 16;
+      float log_weight[2] = {}; // of tokens g, g + 8; on their way while the keys are made
+      if (in.log_weight) {
+        const float* const of_unit = in.log_weight + (run.first_unit + unit) * in.chunks;
+        const int token = (next + offset) * kLatentTile + warp * 16 + g;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          log_weight[half] = __ldg(of_unit + min(token + half * 8 >> in.log_chunk, in.chunks - 1));
+      }
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
       uint32_t a[Shape::kSteps][4];
       load_latents<Shape>(a, memory.stage(stage) + warp * 16 * Shape::kRank);
@@ -67,7 +74,7 @@ __device__ __forceinline__ void consume_latents(
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         s[j] = values.scale[j / 2] < 0 ? -INFINITY
-                                       : fmaf(s[j], in.score_scale, values.drawn[j / 2] ? drawn_weight : 0.f);
+                                       : fmaf(s[j], in.score_scale, log_weight[j / 2] * 1.4426950408889634f);
       attended.add(s, values);
     }
     __syncwarp();

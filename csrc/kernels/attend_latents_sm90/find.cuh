@@ -23,7 +23,7 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
   // Names and numbers are under 2^31: of their 64 bits the lower 32 count.
   const auto low = [](const int64_t* p) { return __ldg(reinterpret_cast<const int*>(p)); };
   const auto position_of = [&](int chunk, int half) {
-    return ((chunk & ~kDrawn) << in.log_chunk) + (half * 32 + lane & (1 << in.log_chunk) - 1);
+    return (chunk << in.log_chunk) + (half * 32 + lane & (1 << in.log_chunk) - 1);
   };
   Place here = {
       run.first_unit / in.heads, run.first_unit % in.heads, run.first_unit * in.chunks, run.unit_begin(0)};
@@ -33,12 +33,10 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const bool any = ahead.batch < in.batch;
-      const bool drawn = any && in.drawn_first &&
-          ahead.tile * kLatentTile >> in.log_chunk >= low(in.drawn_first + ahead.batch);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int index = (ahead.tile * kLatentTile + half * 32 + lane) >> in.log_chunk;
-        into[i][half] = any && index < in.chunks ? low(in.selected + (ahead.row + index)) | (drawn ? kDrawn : 0) : -1;
+        into[i][half] = any && index < in.chunks ? low(in.selected + (ahead.row + index)) : -1;
       }
       next_of(ahead);
     }
@@ -80,7 +78,7 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
           const uint32_t scale = value_page[i][half] * in.scale_page + here.head * (kPage / 16) + row / 16;
           store_shared16(
               memory.places(slot) + (half * 32 + lane) * 16,
-              found ? make_uint4(latent, scale, code, position | chunk[i][half] & kDrawn) : make_uint4(0, 0, 0, ~0u));
+              found ? make_uint4(latent, scale, code, position) : make_uint4(0, 0, 0, ~0u));
         }
         __syncwarp();
         if (lane == 0) arrive(memory.ring_full(slot));

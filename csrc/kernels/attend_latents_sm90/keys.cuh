@@ -58,7 +58,7 @@ struct Turns {
   // turn a position. (Tables in shared memory take three rows a token: that was a third of all that was read there.)
   __device__ __forceinline__ void make(uint32_t frequencies, uint32_t places, int h) {
     const uint32_t from = frequencies + threadIdx.x % 4 * 16;
-    const int position[2] = {int(load_shared4(places + 12)) & ~kDrawn, int(load_shared4(places + 128 + 12)) & ~kDrawn};
+    const int position[2] = {int(load_shared4(places + 12)), int(load_shared4(places + 128 + 12))};
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const uint4 all = load_shared16(from + (2 * h + pair) * 64);

@@ -7,9 +7,8 @@
 
 namespace shadowkv {
 
-constexpr int kLatentTile = 64;  // tokens of a tile, 16 a warp
-constexpr int kLastTile = -2;    // as a position: there are no more tiles
-constexpr int kDrawn = 1 << 30;  // with a chunk number or position: drawn, so that it stands for others too
+constexpr int kLatentTile = 64; // tokens of a tile, 16 a warp
+constexpr int kLastTile = -2;   // as a position: there are no more tiles
 
 // Page strides of latents, codes and scale count 32 bytes each, the others elements.
 struct LatentInputs {
@@ -24,8 +23,7 @@ struct LatentInputs {
   const void* mean;           // [slots, heads, dim] float or bf16, or null
   const int64_t* slots;       // [batch]
   const float* rotation;      // [dim, dim], of values
-  const int64_t* drawn_first; // [batch], chunks from which on they were drawn, whole tiles; or null
-  const float* log_weight;    // [batch], of the drawn ones; or null
+  const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   // [dim / 32, 4, 2, 2], of a turn per position, times 2^32: of dimensions 16 i + 8 j + 2 t + e at [i, t, j, e].
   const uint32_t* frequencies;
   uint32_t latent_page, code_page, scale_page;

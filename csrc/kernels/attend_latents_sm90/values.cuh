@@ -11,7 +11,6 @@ template <class Shape>
 struct TileValues {
   CodePair<Shape::kDim, Shape::kBits> codes[2];
   float scale[2]; // negative of no token
-  bool drawn[2];
 
   __device__ __forceinline__ void load(uint32_t rows, uint32_t places) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -39,7 +38,6 @@ struct TileValues {
       const uint2 place = load_shared8(places + half * 128 + 8); // two steps, position
       scale[half] = place.y & 1 ? __high2float(half2_of(place.x)) : __low2float(half2_of(place.x));
       if (int(place.y) < 0) scale[half] = -1;
-      drawn[half] = place.y & kDrawn;
     }
   }
 };

@@ -61,6 +61,20 @@ class SealedTokens:
             )
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Chunks that queries attend to, of every row and kv head.
+
+    Attributes:
+        chunks: int64 [B, H, k]; -1 is none, after the others.
+        log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were drawn; anything
+            where there is none. None where nothing is drawn: the chunks are then ascending.
+    """
+
+    chunks: Tensor
+    log_weight: Tensor | None = None
+
+
 class Part(ABC):
     """What the three axes have in common."""
 
@@ -118,17 +132,25 @@ class IndexPart(Part):
     """How chunks are found.
 
     Attributes:
+        draws: whether it can draw a share of the budget by its scores.
+        estimates_mass: whether it can end where it has found so much of the softmax.
         reads_excluded: whether the field ``excluded`` of pages says what may not be selected. An index for which it
             does not is told by ``exclude``.
     """
 
+    draws: ClassVar[bool] = False
     reads_excluded: ClassVar[bool] = True
+
+    estimates_mass: ClassVar[bool] = False
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        if spec.mass is not None:
-            return [f"index={spec.index!r} estimates no softmax over all chunks: mass has no meaning with it"]
-        return []
+        reasons = []
+        if spec.mass is not None and not cls.estimates_mass:
+            reasons.append(f"index={spec.index!r} estimates no softmax over all chunks: mass has no meaning with it")
+        if spec.drawn and not cls.draws:
+            reasons.append(f"index={spec.index!r} draws no chunks: drawn={spec.drawn} has no meaning with it")
+        return reasons
 
     def scored_bytes_per_token(self) -> float:
         """Bytes of a sealed token that a step reads to find chunks, in one layer, all kv heads."""
@@ -139,22 +161,19 @@ class IndexPart(Part):
         return
 
     @abstractmethod
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Chunks int64 [B, H, k] that rotated queries [B, H_q, d] attend to, as many as the batch's budget, ascending;
-        -1 is none, after the others."""
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        """What rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, and those drawn besides."""
 
 
 class ScoredIndex(IndexPart):
     """An index that scores every chunk; those with the largest share of any query head's softmax are selected."""
 
-    @classmethod
-    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        return []
+    estimates_mass = True
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         logits, lse = self.logits(store, layer, q, batch)
         k = min(batch.max_budget, logits.shape[-1])
-        return store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass)
+        return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass))
 
     @abstractmethod
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
@@ -165,12 +184,13 @@ class ScoredIndex(IndexPart):
 class RankedIndex(IndexPart):
     """An index that ranks every chunk whatever the query."""
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
         logits, _ = mask_logits(ranks, store.page["excluded"][layer], batch.pages, batch.num_chunks)
         # No log-sum-exp, which would take the last digits of the ranks away.
         lse = torch.zeros_like(logits[..., :1])
-        return store.ops.select_top_chunks(logits, lse, batch.budget, min(batch.max_budget, logits.shape[-1]))
+        k = min(batch.max_budget, logits.shape[-1])
+        return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k))
 
     @abstractmethod
     def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import IndexPart, SealedTokens
+from shadowkv.kvcache.parts.base import IndexPart, SealedTokens, Selection
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
@@ -35,6 +35,7 @@ with the identity alone and up to 5 % with a share of 0.3."""
 
 
 class Sketch(IndexPart):
+    draws = True
     reads_excluded = False
 
     @classmethod
@@ -88,13 +89,15 @@ class Sketch(IndexPart):
         marked = excluded.repeat_interleave(self.spec.chunk, dim=-1)
         store.write("sketch_scale", layers, pages, scale.masked_fill(marked, -0.0))
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
         coarse = store.ops.sign_scores(queries, signs, scale, *places)
-        return store.ops.select_by_sketch(
-            queries, coarse, signs, rest, scale, *places, batch.budget, self.spec.chunk, k
+        return Selection(
+            *store.ops.select_by_sketch(
+                queries, coarse, signs, rest, scale, *places, batch.budget, self.spec.chunk, k, batch.draws, layer
+            )
         )
 
 
@@ -104,6 +107,7 @@ class SignSketch(Sketch):
     It keeps those bits without reading them.
     """
 
+    draws = False
     reads_excluded = True
 
     @classmethod
@@ -117,14 +121,14 @@ class SignSketch(Sketch):
         signs, _, scale = self.page_fields()
         return (signs.nbytes + scale.nbytes) / PAGE
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", "excluded"))
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)
         scores = mask_logits(scores, excluded, batch.pages, batch.num_chunks)[0].squeeze(2)
         best, chosen = scores.topk(min(batch.max_budget, scores.shape[-1]), dim=-1)
         within = torch.arange(best.shape[-1], device=best.device) < batch.budget[:, None, None]
-        return in_order(chosen, within & (best > float("-inf")))
+        return Selection(in_order(chosen, within & (best > float("-inf"))))
 
 
 def sketch_maps(queries: Tensor, heads: int, rotation: Tensor) -> tuple[Tensor, Tensor]:

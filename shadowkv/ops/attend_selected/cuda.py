@@ -13,7 +13,6 @@ from shadowkv.ops.attend_selected import cuda_sm90, reference
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     DenseRows,
-    DrawnWeights,
     KeySource,
     LatentKeys,
     QuantisedRows,
@@ -45,7 +44,7 @@ def available() -> bool:
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, drawn: DrawnWeights | None = None
+    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
@@ -68,10 +67,11 @@ def attend_selected(
     and are not checked.
     """
     if not _supported(q, keys, values, selected):
-        return reference.attend_selected(q, keys, values, selected, drawn)
+        return reference.attend_selected(q, keys, values, selected, log_weight)
+    log_weight = None if log_weight is None else log_weight.contiguous()
     match keys, values:
         case LatentKeys(), QuantisedRows() if cuda_sm90.takes(q, keys, values):
-            return cuda_sm90.attend_selected(q, keys, values, selected, drawn)
+            return cuda_sm90.attend_selected(q, keys, values, selected, log_weight)
     batch, heads, dim = q.shape
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     kv_heads = selected.shape[1]
@@ -80,7 +80,7 @@ def attend_selected(
     split = splits(batch * kv_heads, tokens, processors)
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    stored, weights = _stored(values), (None, None) if drawn is None else (drawn.first, drawn.log_weight)
+    stored = _stored(values)
     match keys:
         case LatentKeys():
             torch.ops.shadowkv_cuda.attend_selected_latents(
@@ -93,7 +93,7 @@ def attend_selected(
                 keys.pages,
                 *_turns(keys.rotary),
                 *stored,
-                *weights,
+                log_weight,
                 _score_scale(dim) * keys.rotary.config.magnitude,
                 out,
                 lse,
@@ -102,7 +102,7 @@ def attend_selected(
         case DenseRows():
             rows, _, _, *where = stored
             torch.ops.shadowkv_cuda.attend_selected_rows(
-                q, selected, keys.rows, keys.pages, rows, *where, *weights, _score_scale(dim), out, lse, partial
+                q, selected, keys.rows, keys.pages, rows, *where, log_weight, _score_scale(dim), out, lse, partial
             )
     return out, lse
 

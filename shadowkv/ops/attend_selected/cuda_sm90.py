@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_selected.sources import DrawnWeights, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import LatentKeys, QuantisedRows
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.rotate.tables import RotaryTables
 
@@ -41,7 +41,7 @@ def takes(q: Tensor, keys: LatentKeys, values: QuantisedRows) -> bool:
 
 
 def attend_selected(
-    q: Tensor, keys: LatentKeys, values: QuantisedRows, selected: Tensor, drawn: DrawnWeights | None = None
+    q: Tensor, keys: LatentKeys, values: QuantisedRows, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
     batch, heads, dim = q.shape
@@ -64,7 +64,7 @@ def attend_selected(
         values.scale,
         values.rotation.contiguous(),
         values.pages,
-        *((None, None) if drawn is None else (drawn.first, drawn.log_weight)),
+        log_weight,
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
         blocks,
         out,

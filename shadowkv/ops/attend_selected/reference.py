@@ -9,7 +9,6 @@ from shadowkv.ops.attend_selected.packing import dequantise_rows
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     DenseRows,
-    DrawnWeights,
     KeySource,
     LatentKeys,
     QuantisedRows,
@@ -19,7 +18,7 @@ from shadowkv.ops.rotate.reference import rotate_by
 
 
 def attend_selected(
-    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, drawn: DrawnWeights | None = None
+    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of one rotated query per row and head over the tokens of its selected chunks.
 
@@ -27,20 +26,20 @@ def attend_selected(
         q: [B, H_q, d].
         keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
         values: where the values are.
-        selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last, of found and of drawn chunks.
-        drawn: which of them were drawn, and what they weigh.
+        selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last.
+        log_weight: float32 [B, H, k], natural logarithm of how many chunks a selected one stands for; arbitrary of
+            none. Without it every chunk stands for itself.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.
     """
     batch, _, dim = q.shape
     k, v = gather_selected(keys, selected).to(q.dtype), gather_selected(values, selected)
-    valid = (selected >= 0).repeat_interleave(v.shape[2] // max(selected.shape[2], 1), dim=2)
+    chunk = v.shape[2] // max(selected.shape[2], 1)
+    valid = (selected >= 0).repeat_interleave(chunk, dim=2)
     scores = (q.view(batch, k.shape[1], -1, dim) @ k.transpose(-1, -2)).float() * dim**-0.5
-    if drawn is not None:
-        columns = torch.arange(scores.shape[-1], device=q.device) * selected.shape[2] // max(scores.shape[-1], 1)
-        more = drawn.log_weight[:, None] * (columns >= drawn.first[:, None])
-        scores = scores + more[:, None, None]
+    if log_weight is not None:
+        scores = scores + log_weight.repeat_interleave(chunk, dim=2).unsqueeze(2)
     scores = scores.masked_fill(~valid.unsqueeze(2), float("-inf"))
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()

@@ -86,18 +86,5 @@ class BufferedRows:
     entries: Tensor
 
 
-@dataclass(frozen=True)
-class DrawnWeights:
-    """Selected chunks that stand for others too, as they were drawn from them.
-
-    Attributes:
-        first: int64 [B], the column of the selection from which on chunks are drawn; whole tiles of 64 tokens.
-        log_weight: float32 [B], logarithm of how many chunks a drawn one stands for.
-    """
-
-    first: Tensor
-    log_weight: Tensor
-
-
 KeySource = DenseRows | LatentKeys
 ValueSource = DenseRows | QuantisedRows | BufferedRows

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shadowkv.ops.extension import block_memory, load_cuda
 from shadowkv.ops.select_by_sketch import reference
+from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
@@ -32,10 +33,10 @@ def most_groups(device: torch.device) -> int:
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
-    """Bytes that a row leaves between launches: scores of its kept runs' chunks, those runs and how many they are."""
+    """Bytes that a row leaves between launches: its kept runs and what they weigh, scores of their chunks, and 16."""
     runs = 64 // RUN * columns
     keep = min(runs, max(-(-runs // reference.KEPT_SHARE), -(-k * chunk * reference.KEPT_OVER_BUDGET // RUN)))
-    return -(-(2 * keep * (RUN // chunk)) // 16) * 16 + -(-8 * keep // 16) * 16 + 16
+    return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 
 
 def select_by_sketch(
@@ -49,7 +50,9 @@ def select_by_sketch(
     budget: Tensor,
     chunk: int,
     k: int,
-) -> Tensor:
+    draws: Draws | None = None,
+    layer: int = 0,
+) -> tuple[Tensor, Tensor | None]:
     """As the reference; scores are compared as float16 numbers.
 
     In CUDA for a head dim that is a multiple of 8 up to 128, or from 200 to 256, and up to 8 query heads a kv head;
@@ -62,8 +65,23 @@ def select_by_sketch(
     region = region_bytes(columns, chunk, k)
     fits = 0 < columns <= most_groups(device) and region // 16 <= most_groups(device)
     if plane not in (8, 16, 32) or query_heads > 8 * heads or chunk not in (1, 2, 4, 8) or not fits:
-        return reference.select_by_sketch(queries, *fields, k)
+        return reference.select_by_sketch(queries, *fields, k, draws, layer)
     workspace = torch.empty(batch * heads, region, dtype=torch.uint8, device=device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
-    torch.ops.shadowkv_cuda.select_by_sketch(queries.whole, queries.unit, queries.sum, *fields, workspace, selected)
-    return selected
+    drawn = (None, None) if draws is None else (draws.counts, draws.seeds)
+    log_weight = None if draws is None else torch.empty(selected.shape, dtype=torch.float32, device=device)
+    torch.ops.shadowkv_cuda.select_by_sketch(
+        queries.whole,
+        queries.unit,
+        queries.sum,
+        *fields,
+        *drawn,
+        queries.length,
+        reference.RUN_SHARPNESS,
+        reference.CHUNK_SHARPNESS,
+        layer,
+        workspace,
+        selected,
+        log_weight,
+    )
+    return selected, log_weight

@@ -1,10 +1,18 @@
-"""Selection in two levels in PyTorch: the runs with the best signs, then the best chunks of those by all bits."""
+"""Selection in two levels in PyTorch: the runs with the best signs, then the best chunks of those by all bits.
+
+What is not found can be drawn from instead of left out (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688): half
+of the runs that are looked at are then drawn by their signs' scores, and part of the chunks by theirs. Divided by the
+chance that it had, what was drawn stands for all that was not.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
+from shadowkv.ops.select_by_sketch.draws import Draws, draw
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
@@ -18,12 +26,23 @@ KEPT_OVER_BUDGET = 4
 EXCLUDED = torch.tensor(-0.0, dtype=torch.float16).view(torch.int16).item()
 """Bits of -0, the scale of a token that may not be selected."""
 
+RUN_SHARPNESS = 0.5
+CHUNK_SHARPNESS = 0.7
+"""Runs and chunks are drawn by exponentials of so much of their scores, which are estimates: what they take for nothing
+may be much. On attention of RULER prompts 0.3 to 0.7 and 0.6 to 0.85 do as well."""
+
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
-    """Runs of each row that are looked at closely, int64 [B]."""
+    """Runs of each row that are looked at closely where ``budget`` chunks are selected, int64 [B]."""
     runs = 64 // RUN * num_pages
     share = torch.maximum(-(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN))
     return torch.minimum(runs, share)
+
+
+def drawn_runs(num_pages: Tensor, kept: Tensor, draws: Draws | None) -> Tensor:
+    """Those of the kept runs that are drawn: half, where something is drawn and not all runs are kept."""
+    some = torch.zeros_like(kept) if draws is None else draws.counts
+    return torch.where((some > 0) & (kept < 64 // RUN * num_pages), kept // 2, 0)
 
 
 def select_by_sketch(
@@ -37,10 +56,13 @@ def select_by_sketch(
     budget: Tensor,
     chunk: int,
     k: int,
-) -> Tensor:
-    """Chunks with the best score of any token with any query of its kv head, queries of length 1.
+    draws: Draws | None = None,
+    layer: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """Chunks with the best score of any token with any query of its kv head, queries of length 1, and drawn ones.
 
-    Only the runs of 8 tokens with the best ``coarse`` scores are looked at: ``kept_runs`` says how many.
+    Only some runs of 8 tokens are looked at, as many as ``kept_runs`` says: those with the best ``coarse`` scores, and
+    ``drawn_runs`` of others.
 
     Args:
         queries: B rows of H_q heads.
@@ -49,23 +71,47 @@ def select_by_sketch(
         scale: float16 [N, H, 64], -0 for tokens that may not be selected.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], chunks to select, at most ``k``.
+        budget: int64 [B], chunks to find; with those to draw at most ``k``. None are drawn of a row that finds none.
         chunk: tokens of a chunk, 1, 2, 4 or 8; all of them may be selected or none.
         k: columns of the result.
+        draws: what to draw besides.
+        layer: other layers draw by other random numbers.
 
     Returns:
-        int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
-        scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal.
+        int64 [B, H, k] chunk numbers, -1 where there is none; those come last. The others are ascending, or, with
+        ``draws``, those found before those drawn, in each of these those of runs drawn last, and ascending in these.
+        Ties, also of ``coarse`` scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count
+        as equal, and so may places of draws within 2**-10 of one.
+        And float32 [B, H, k], the logarithm of how many each chunk stands for, 0 or more, anything where there is none;
+        None without ``draws``.
     """
     heads, device = signs.shape[1], coarse.device
     whole, unit = queries.of_heads(heads)
     bits = whole.shape[-1]
-    keep = kept_runs(num_pages, budget, chunk)
+    counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
+    keep = kept_runs(num_pages, budget + counts, chunk)
+    by_chance = drawn_runs(num_pages, keep, draws)
     width = min(coarse.shape[-1], max(-(-coarse.shape[-1] // KEPT_SHARE), -(-k * chunk * KEPT_OVER_BUDGET // RUN)))
-    runs = coarse.topk(width, dim=-1).indices  # [B, H, width]
+    best = coarse.topk(width, dim=-1)
+    certain = (torch.arange(width, device=device) < (keep - by_chance)[:, None, None]).expand(best.values.shape)
+    edge = best.values.float().masked_fill(~certain, float("inf")).amin(-1, keepdim=True)
+    edge = edge.where((keep < 64 // RUN * num_pages)[:, None, None], 0)
+    runs = best.indices.masked_fill(~certain, -1)
+    run_weight = torch.zeros_like(edge).expand(runs.shape)
+    if draws is not None:
+        uniform = draws.uniform(layer, heads)
+        sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1, keepdim=True) / math.log(2)  # [B, H, 1]
+        taken = torch.zeros_like(coarse, dtype=torch.bool).scatter_(-1, best.indices, certain)
+        weights = (RUN_SHARPNESS * sharpness * (coarse.float() - edge)).exp2().masked_fill(taken | coarse.isneginf(), 0)
+        drawn, chance = draw(weights, by_chance[:, None].expand(-1, heads), uniform[0])
+        runs = _in_turn(runs, _numbers(drawn), width)
+        run_weight = _of_drawn(-chance.log2(), drawn, runs)
+    else:
+        runs = _in_turn(runs, runs[..., :0], width)
     head = torch.arange(heads, device=device)[:, None]
-    names = pages.gather(1, (runs * RUN // 64).flatten(1)).view_as(runs)
-    first = runs * RUN % 64
+    at_run = runs.clamp(min=0)
+    names = pages.gather(1, (at_run * RUN // 64).flatten(1)).view_as(runs)
+    first = at_run * RUN % 64
 
     def of_runs(field: Tensor) -> Tensor:
         """[B, H, width, RUN, ...] of [N, H, 64, ...]: tokens of each run."""
@@ -78,11 +124,43 @@ def select_by_sketch(
     scores = scores.masked_fill(scales.view(torch.int16) == EXCLUDED, float("-inf"))
     scores = scores.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
     per_run = RUN // chunk
-    dropped = torch.arange(width, device=device) >= keep[:, None, None]
-    scores = scores.masked_fill(dropped.repeat_interleave(per_run, dim=-1), float("-inf"))
-    count = min(k, scores.shape[-1])
-    best, at = scores.topk(count, dim=-1)
+    scores = scores.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))
+    chunk_weight = run_weight.repeat_interleave(per_run, dim=-1)
+    if draws is not None:
+        scores = (CHUNK_SHARPNESS * sharpness * (scores - edge) + chunk_weight).half().float()
     numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
-    within = torch.arange(count, device=device) < budget[:, None, None]
-    chosen = in_order(numbers.gather(-1, at), within & (best > float("-inf")))
-    return torch.nn.functional.pad(chosen, (0, k - count), value=-1)
+    count = min(k, scores.shape[-1])
+    best = scores.topk(count, dim=-1)
+    within = (torch.arange(count, device=device) < budget[:, None, None]) & (best.values > float("-inf"))
+    if draws is None:
+        found = in_order(numbers.gather(-1, best.indices), within)
+        return torch.nn.functional.pad(found, (0, k - count), value=-1), None
+    at = best.indices.masked_fill(~within, -1)
+    edge = best.values.masked_fill(~within, float("inf")).amin(-1, keepdim=True)
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, within)
+    weights = (scores - edge).exp2().masked_fill(taken | scores.isneginf(), 0)
+    drawn, chance = draw(weights, counts[:, None].expand(-1, heads), uniform[1])
+    at = _in_turn(at, _numbers(drawn), k)
+    log_weight = _of_drawn(-chance.log2(), drawn, at) + chunk_weight.gather(-1, at.clamp(min=0))
+    return numbers.gather(-1, at.clamp(min=0)).masked_fill(at < 0, -1), log_weight * math.log(2)
+
+
+def _numbers(chosen: Tensor) -> Tensor:
+    """Numbers int64 [..., n] of what is chosen in bool [..., n], -1 elsewhere."""
+    return torch.arange(chosen.shape[-1], device=chosen.device).where(chosen, -1)
+
+
+def _in_turn(first: Tensor, second: Tensor, width: int) -> Tensor:
+    """Numbers int64 [..., width], ascending, first those of one and then those of the other, -1s last."""
+    last = torch.iinfo(torch.int64).max
+    some = (x.masked_fill(x < 0, last).sort(dim=-1).values for x in (first, second))
+    both = torch.cat([x.masked_fill(x == last, -1) for x in some], dim=-1)
+    both = torch.nn.functional.pad(both, (0, width), value=-1)
+    order = (both < 0).sort(dim=-1, stable=True).indices
+    return both.gather(-1, order)[..., :width]
+
+
+def _of_drawn(weight: Tensor, drawn: Tensor, numbers: Tensor) -> Tensor:
+    """Of ``numbers`` the ``weight`` [..., n] where they were drawn, 0 elsewhere."""
+    at = numbers.clamp(min=0)
+    return weight.gather(-1, at).where(drawn.gather(-1, at), 0)

@@ -41,8 +41,8 @@ def sketch_queries(q: Tensor, maps: Tensor, slots: Tensor) -> SketchQueries:
         torch.empty(batch, heads, dtype=torch.int32, device=q.device),
         torch.empty(batch, heads, PLANES, size, dtype=torch.uint8, device=q.device),
         torch.empty(batch, heads, dtype=torch.int32, device=q.device),
+        torch.empty(batch, heads, dtype=torch.float32, device=q.device),
     )
-    torch.ops.shadowkv_cuda.sketch_queries(
-        q.contiguous(), maps, slots, queries.whole, queries.unit, queries.sum, queries.planes, queries.plane_sum
-    )
+    outputs = (queries.whole, queries.unit, queries.sum, queries.planes, queries.plane_sum, queries.length)
+    torch.ops.shadowkv_cuda.sketch_queries(q.contiguous(), maps, slots, *outputs)
     return queries

@@ -25,6 +25,7 @@ class SketchQueries:
         planes: uint8 [B, H_q, 4, S], the whole numbers in sixteenths, rounded, from -8 to 7, by bits: bit j of byte b
             of row p is bit p of that of ``whole[..., j, b]``.
         plane_sum: int32 [B, H_q], of those.
+        length: float32 [B, H_q], of the queries, times d**-0.5: what scores are multiplied by in a softmax.
     """
 
     whole: Tensor
@@ -32,6 +33,7 @@ class SketchQueries:
     sum: Tensor
     planes: Tensor
     plane_sum: Tensor
+    length: Tensor
 
     def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
         """Whole numbers float32 [B, H, G, 8 S], in the order of ``plane_bits(plane, 8 * S)``, and units [B, H, G]."""
@@ -69,4 +71,4 @@ def sketch_queries(q: Tensor, maps: Tensor, slots: Tensor) -> SketchQueries:
     planes = (bits << rows).sum(-2, dtype=torch.uint8)
     unit = torch.where(length > 0, step / length, 0)
     total, rounder_total = (x.sum((-2, -1), dtype=torch.int32) for x in (whole, rounder))
-    return SketchQueries(whole, unit, total, planes, rounder_total)
+    return SketchQueries(whole, unit, total, planes, rounder_total, length * dim**-0.5)

@@ -1,1 +1,0 @@
-"""Draws chunks at random from those that were not found."""

@@ -1,0 +1,63 @@
+"""Systematic draws by weight: every number's chance is its share of all weights, times how many are drawn.
+
+A sum over what is drawn, each divided by its chance, estimates the sum over all without bias (Madow, 1949), and the
+better, the more the weights are like the summands. Chances are whole numbers of small units, so that what is drawn does
+not depend on the order of additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+MOST_BITS = 20
+"""A chance is a multiple of 2**-20, or of more where so many are drawn that their sum would take over 31 bits."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What is drawn besides the chunks that are found.
+
+    Attributes:
+        counts: int64 [B], chunks of each row and kv head.
+        seeds: int64 [B]; rows of the same seed draw by the same random numbers, in every process and batch.
+    """
+
+    counts: Tensor
+    seeds: Tensor
+
+    def uniform(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Random numbers of 32 bits of a layer's two draws of every row and head, int64 [B, H] each."""
+        head = torch.arange(heads, device=self.seeds.device)
+        state = mix(self.seeds[:, None] * 0x9E3779B1 + (layer * heads + head))
+        return mix(state), mix(state + 0x85EBCA77)
+
+
+def draw(weights: Tensor, counts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers that are drawn and the chances that they had.
+
+    Args:
+        weights: float32 [..., n], none negative.
+        counts: int64 [...], how many to draw: at the most, as a chance is 1 at the most.
+        uniform: int64 [...], of 32 bits.
+
+    Returns:
+        bool [..., n] and float32 [..., n].
+    """
+    bits = (31 - torch.frexp(counts.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
+    total = weights.sum(-1, keepdim=True)
+    scale = torch.where(total > 0, (counts[..., None] << bits) / total, 0)
+    chance = torch.minimum((weights * scale).floor().long(), 1 << bits)
+    after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
+    return after >> bits != after - chance >> bits, chance / (1 << bits)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A hash of the low 32 bits of each number (Chris Wellons' lowbias32), int64 in [0, 2**32)."""
+    x = x & WORD
+    x = (x ^ x >> 16) * 0x7FEB352D & WORD
+    x = (x ^ x >> 15) * 0x846CA68B & WORD
+    return x ^ x >> 16

@@ -1,0 +1,139 @@
+"""Draws by a key sketch: what is drawn, what it stands for, and that weighted sums estimate those over everything."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.ops.select_by_sketch.draws import Draws, draw, mix
+from shadowkv.ops.select_by_sketch.reference import EXCLUDED, drawn_runs, kept_runs, select_by_sketch
+from shadowkv.ops.sign_scores.reference import pack_sketch, sign_scores
+from shadowkv.ops.sketch_queries.reference import sketch_queries
+
+TIMES = 400
+"""Rows of the same tokens and queries that draw by other seeds."""
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.randint(0, 2**32, shape)
+
+
+@pytest.mark.parametrize("count", [1, 7, 100, 3000])
+def test_every_number_is_drawn_as_often_as_its_chance_says(seed, count):
+    weights = torch.randn(5000).exp()
+    weights[[0, 17, 4999]] = torch.tensor([0.0, 500.0, 0.0])
+    drawn, chance = draw(weights.expand(TIMES, -1), torch.full((TIMES,), count), uniform(TIMES))
+    expected = (count * weights.double() / weights.double().sum()).clamp(max=1)
+    assert (chance - expected).abs().max() < count * 2e-6 + 2e-6
+    assert not drawn[:, [0, 4999]].any()
+    assert (drawn.sum(-1) - chance.sum(-1)).abs().max() < 1.01 and (drawn.sum(-1) <= count).all()
+    assert bool(drawn[:, 17].all()) == bool(chance[0, 17] == 1)
+    deviation = drawn.float().mean(0) - chance[0]
+    assert deviation.abs().max() < 5 * (0.25 / TIMES) ** 0.5
+
+
+def test_nothing_is_drawn_of_weights_of_zero_or_where_none_are_wanted(seed):
+    drawn, chance = draw(torch.zeros(2, 9), torch.tensor([3, 4]), uniform(2))
+    assert not drawn.any() and not chance.any()
+    drawn, _ = draw(torch.ones(2, 9), torch.tensor([0, 9]), uniform(2))
+    assert not drawn[0].any() and drawn[1].all()
+
+
+def test_many_draws_do_not_overflow():
+    drawn, _ = draw(torch.ones(1, 1 << 18), torch.tensor([1 << 17]), torch.tensor([2**32 - 1]))
+    assert abs(int(drawn.sum()) - (1 << 17)) <= 1
+
+
+def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Tensor, Tensor]:
+    """Arguments of rows that are all alike, attention logits of all tokens [H, G, tokens], and which are excluded."""
+    keys = torch.randn(pages, 2, 64, dim) + torch.randn(2, 1, dim)
+    excluded = (torch.rand(pages, 2, 64 // chunk) < 0.1).repeat_interleave(chunk, -1)
+    signs, rest, scale = pack_sketch(keys)
+    scale = scale.masked_fill(excluded, -0.0)
+    q = 2 * torch.randn(1, 6, dim)
+    logits = torch.einsum("hgd,phtd->hgpt", q.view(2, 3, dim), keys).flatten(2) * dim**-0.5
+    eye, slots = torch.eye(dim).bfloat16().expand(1, 2, -1, -1), torch.zeros(times, dtype=torch.int64)
+    queries = sketch_queries(q.expand(times, -1, -1), eye, slots)
+    names = torch.randperm(pages)
+    logits = logits.unflatten(-1, (pages, 64))[:, :, names].flatten(2)
+    excluded = excluded.transpose(0, 1)[:, names].flatten(1)
+    places = names.expand(times, -1), torch.full((times,), pages)
+    coarse = sign_scores(queries, signs, scale, *places)
+    args = {"queries": queries, "coarse": coarse, "signs": signs, "rest": rest, "scale": scale, "chunk": chunk}
+    return args | {"pages": places[0], "num_pages": places[1]}, logits, excluded
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_weighted_sums_over_a_selection_are_those_over_all_that_may_be_selected(seed, chunk):
+    args, logits, excluded = problem(60, chunk, TIMES)
+    found, drawn = 64 // chunk, 48 // chunk
+    budget, draws = torch.full((TIMES,), found), Draws(torch.full((TIMES,), drawn), torch.arange(TIMES) + 30000)
+    chunks, log_weight = select_by_sketch(budget=budget, k=found + drawn, draws=draws, layer=3, **args)
+    weights = logits.softmax(-1).mean(1).masked_fill(excluded, 0).unflatten(-1, (-1, chunk)).sum(-1)
+    sums = weights.expand(TIMES, -1, -1).gather(-1, chunks.clamp(min=0)) * log_weight.exp().masked_fill(chunks < 0, 0)
+    estimate, total = sums.sum(-1), weights.sum(-1)  # [TIMES, H], [H]
+    assert ((estimate.mean(0) - total).abs() < 5 * estimate.std(0) / TIMES**0.5).all()
+    assert (estimate.std(0) < 0.5 * total).all()
+    alone, _ = select_by_sketch(budget=budget[:1], k=found, **one(args))
+    assert (weights.gather(-1, alone[0]).sum(-1) < 0.9 * total).all()  # there was something to estimate
+
+
+def one(args: dict) -> dict:
+    """The arguments of the first row."""
+    queries = args["queries"]
+    first = type(queries)(**{name: value[:1] for name, value in vars(queries).items()})
+    return args | {"queries": first} | {name: args[name][:1] for name in ("coarse", "pages", "num_pages")}
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_what_is_drawn_may_be_selected_was_not_found_and_counts_as_its_chance_says(seed, chunk):
+    args, _, excluded = problem(90, chunk, 4)
+    budget, counts = torch.tensor([40, 40, 7, 0]), torch.tensor([30, 0, 50, 5])
+    chunks, log_weight = select_by_sketch(budget=budget, k=72, draws=Draws(counts, torch.arange(4)), **args)
+    keep = kept_runs(args["num_pages"], budget + counts, chunk)
+    assert drawn_runs(args["num_pages"], keep, Draws(counts, counts)).tolist() == [
+        int(keep[0]) // 2, 0, int(keep[2]) // 2, int(keep[3]) // 2,
+    ]  # fmt: skip
+    barred = excluded.unflatten(-1, (-1, chunk)).any(-1)
+    for row in range(4):
+        for head in range(2):
+            some = [at for at in chunks[row, head].tolist() if at >= 0]
+            assert chunks[row, head].tolist() == some + [-1] * (72 - len(some))
+            assert len(set(some)) == len(some) <= budget[row] + counts[row]
+            assert not barred[head, some].any()
+            assert (log_weight[row, head, : len(some)] >= 0).all()
+    assert (chunks[3] == -1).all()
+    alone, _ = select_by_sketch(budget=torch.tensor([40]), k=40, **one(args))
+    assert torch.equal(chunks[1, :, :40], alone[0])  # a row that draws nothing is one where nothing is drawn
+    assert not log_weight[1, :, :40].any()
+
+
+def test_all_of_a_short_context_is_looked_at(seed):
+    args, _, excluded = problem(3, 1, TIMES)
+    budget, counts = torch.full((TIMES,), 32), torch.full((TIMES,), 32)
+    chunks, log_weight = select_by_sketch(budget=budget, k=64, draws=Draws(counts, torch.arange(TIMES)), **args)
+    assert not log_weight[..., :32].any()
+    ones = log_weight.exp().masked_fill(chunks < 0, 0).sum(-1).mean(0)
+    torch.testing.assert_close(ones, (~excluded).sum(-1).float(), rtol=0.1, atol=0)
+
+
+def test_draws_depend_on_the_seed_the_layer_and_the_head_alone(seed):
+    args, _, _ = problem(90, 1, 3)
+
+    def select(seeds: list[int], layer: int) -> Tensor:
+        draws = Draws(torch.full((3,), 40), torch.tensor(seeds))
+        return select_by_sketch(budget=torch.full((3,), 40), k=80, draws=draws, layer=layer, **args)[0]
+
+    once = select([5, 5, 6], 0)
+    assert torch.equal(once[0], once[1]) and not torch.equal(once[0], once[2])
+    assert torch.equal(select([6, 7, 5], 0)[2], once[0])
+    assert not torch.equal(select([5, 5, 6], 1)[0], once[0])
+    numbers = Draws(torch.zeros(1, dtype=torch.int64), torch.tensor([5])).uniform(0, 1000)
+    assert len({int(x) for x in torch.cat(numbers).flatten()}) > 1990
+
+
+def test_the_hash_is_lowbias32():
+    assert mix(torch.tensor([0, 1, 2**32 + 1])).tolist() == [0, *([int(mix(torch.tensor(1)))] * 2)]
+    assert math.isclose(float(mix(torch.arange(4096)).double().mean()), 2**31, rel_tol=0.05)
+    assert EXCLUDED == -(2**15)
