@@ -110,7 +110,6 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
 
 __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<const uint32_t*>(&x); }
 
-__device__ __forceinline__ __half2 half2_of(uint32_t x) { return *reinterpret_cast<const __half2*>(&x); }
 
 // Two of four int8 as half, exactly; `biased` holds them plus 128. 0x6400 | u is 1024 + u.
 template <int kPlace>

@@ -9,6 +9,8 @@
 
 namespace shadowkv {
 
+__device__ __forceinline__ __half2 half2_of(uint32_t x) { return *reinterpret_cast<const __half2*>(&x); }
+
 constexpr int kPage = 64;         // tokens in a page
 constexpr int64_t kGranule = 256; // bytes that a page is named in
 

@@ -14,7 +14,7 @@ constexpr int kFirstFinite = 32;    // the first bin that may be selected: those
 constexpr uint32_t kNever = 0xfc00; // -inf
 
 struct RadixShared {
-  uint32_t first[kFirstBins]; // how many values have each first digit; all 0 after a selection
+  uint32_t first[kFirstBins]; // how many values have each first digit; later numbers of what was selected
   uint32_t second[32];
   uint32_t scratch[64];
   uint32_t bin, above;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void scan_block(RadixShared& shared, uint32_t (&x)[kC
   __syncthreads();
 }
 
-// Finds the bin of the `wanted`-th largest value, and clears the counts. False where there are no more values.
+// Finds the bin of the `wanted`-th largest value. False where there are no more values.
 __device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
   const int own = kFirstBins / blockDim.x;
   uint32_t* bins = shared.first + kFirstBins - own * (threadIdx.x + 1); // a thread's, the first thread's on top
@@ -90,8 +90,6 @@ __device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
     while (higher < wanted);
     shared.bin = bins + bin - shared.first;
   }
-#pragma unroll 1
-  for (int i = 0; i < own; i += 2) *reinterpret_cast<uint2*>(bins + i) = {};
   __syncthreads();
   return total[0] > wanted;
 }
@@ -101,6 +99,25 @@ __device__ __forceinline__ uint8_t bits_of(const uint32_t (&masks)[4]) {
   const uint32_t low = __byte_perm(masks[0], masks[1], 0x6420) & 0x08040201;
   const uint32_t high = __byte_perm(masks[2], masks[3], 0x6420) & 0x80402010;
   return uint8_t((low | high) * 0x01010101 >> 24);
+}
+
+// A number of what was selected, to be used when all are known: what `use` reads elsewhere is then under way for all
+// places at once. Where shared memory has no place for it, it is used now.
+template <typename Use>
+__device__ __forceinline__ void put_down(RadixShared& shared, uint32_t place, uint32_t number, Use use) {
+  if (place < kFirstBins)
+    shared.first[place] = number;
+  else
+    use(place, number);
+}
+
+// With barriers before and after.
+template <typename Use>
+__device__ __forceinline__ void use_put_down(RadixShared& shared, uint32_t count, Use use) {
+  __syncthreads();
+  for (uint32_t place = threadIdx.x; place < min(count, uint32_t(kFirstBins)); place += blockDim.x)
+    use(place, shared.first[place]);
+  __syncthreads();
 }
 
 // What was selected: how many values, and one that none of the others is above; -inf where there are no others.
@@ -187,11 +204,13 @@ select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wa
     }
     above[word] = larger | taken;
 #pragma unroll 1
-    for (uint32_t left = larger | taken; left; left &= left - 1) use(place++, 32 * word + __ffs(left) - 1);
+    for (uint32_t left = larger | taken; left; left &= left - 1)
+      put_down(shared, place++, 32 * word + __ffs(left) - 1, use);
     before[0] += __popc(larger), before[1] += __popc(same);
   }
-  __syncthreads();
-  return {total[0] + min(total[1], equal), some ? __low2float(half_of_order(bin << 5 | digit)) : -INFINITY};
+  const uint32_t count = total[0] + min(total[1], equal);
+  use_put_down(shared, count, use);
+  return {count, some ? __low2float(half_of_order(bin << 5 | digit)) : -INFINITY};
 }
 
 } // namespace shadowkv

@@ -86,8 +86,6 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
 }
 
-__device__ __forceinline__ __half2 as_halves(uint32_t x) { return reinterpret_cast<const __half2&>(x); }
-
 // A warp serves one kv head, a block all heads (or 8 of them) of one run of pages of one row. Row g of a multiplication
 // is a token of the g-th 8 of a page and row g + 8 another of these, so that a lane ends with all their scores. Columns
 // 2t and 2t + 1 of multiplication m are planes 2m and 2m + 1 of query t of the group, of query t + 4 in the second of
@@ -211,7 +209,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
 
     // The largest over the lanes of a quad, which end with a page each: 2 (t % 2) + t / 2.
     const uint32_t other = __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
-    __half2 both = __hmax2(as_halves(t % 2 ? high : low), as_halves(other));
+    __half2 both = __hmax2(half2_of(t % 2 ? high : low), half2_of(other));
     both = __hmax2(both, __shfl_xor_sync(~0u, both, 2));
     const __half most = __ushort_as_half(0x7bff), found = t / 2 ? __high2half(both) : __low2half(both);
     const __half finite = __hmax(__hmin(found, most), __hneg(most));

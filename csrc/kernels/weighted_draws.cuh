@@ -3,6 +3,7 @@
 // is drawn has places without gaps.
 #pragma once
 
+#include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
 
 namespace shadowkv {
@@ -43,17 +44,19 @@ __device__ __forceinline__ uint32_t draw_by_weight(
     RadixShared& shared, const uint4* values, int groups, const uint32_t* taken, float factor, float edge,
     uint32_t wanted, uint32_t uniform, Use use) {
   const int words = (groups + 3) / 4, own = (words + blockDim.x - 1) / blockDim.x;
-  const int begin = min(int(threadIdx.x) * own, words), end = min(begin + own, words);
+  const int begin = min(int(threadIdx.x) * own * 4, groups), end = min(begin + own * 4, groups);
+  const float less = -factor * edge;
+  const auto weight_of = [&](float value) { return exp2_of(fmaf(factor, value, less)); };
   const auto for_weights = [&](auto&& add) { // in the numbers' order
 #pragma unroll 1
-    for (int group = 4 * begin; group < min(4 * end, groups); ++group) {
+    for (int group = begin; group < end; ++group) {
       const uint4 x = values[group];
       const uint32_t bits = taken[group / 4] >> 8 * (group % 4);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t pair = i < 2 ? x.x : i < 4 ? x.y : i < 6 ? x.z : x.w, half = i % 2 ? pair >> 16 : pair & 0xffff;
-        if (bits >> i & 1 || half == kNever) continue;
-        add(8 * group + i, exp2_of(factor * (__half2float(__ushort_as_half(uint16_t(half))) - edge)));
+      for (int i = 0; i < 4; ++i) {
+        const float2 both = __half22float2(half2_of(i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w));
+        add(8 * group + 2 * i, bits >> 2 * i & 1 ? 0.f : weight_of(both.x));
+        add(8 * group + 2 * i + 1, bits >> 2 * i & 2 ? 0.f : weight_of(both.y));
       }
     }
   };
@@ -64,20 +67,27 @@ __device__ __forceinline__ uint32_t draw_by_weight(
 
   const int bits = min(kMostChanceBits, __clz(wanted) - 1);
   const uint32_t one = 1u << bits;
-  const float scale = float(uint64_t(wanted) << bits) / sum;
-  const auto chance_of = [&](float weight) { return min(uint32_t(fminf(weight * scale, 0x1p30f)), one); };
+  const float scale = float(uint64_t(wanted) << bits) / sum, most = float(one);
+  // The nearest whole number, from the bits of a sum with 2^23: conversions are slow.
+  const auto chance_of = [&](float weight) {
+    return __float_as_uint(fminf(weight * scale, most) + 0x1p23f) - __float_as_uint(0x1p23f);
+  };
   uint32_t before[1] = {}, total[1];
   for_weights([&](int, float weight) { before[0] += chance_of(weight); });
   scan_block(shared, before, total);
-  const uint32_t start = uniform >> (32 - bits);
+  const uint32_t start = uniform >> (32 - bits), count = min(total[0] + start >> bits, wanted);
+  const auto use_number = [&](uint32_t place, uint32_t number) {
+    const __half value = __ushort_as_half(reinterpret_cast<const uint16_t*>(values)[number]);
+    use(place, number, bits - __log2f(float(chance_of(weight_of(__half2float(value))))));
+  };
   uint32_t reached = before[0] + start;
   for_weights([&](int number, float weight) {
-    const uint32_t chance = chance_of(weight), place = reached >> bits;
-    reached += chance;
-    if (reached >> bits != place && place < wanted) use(place, number, bits - __log2f(float(chance)));
+    const uint32_t place = reached >> bits;
+    reached += chance_of(weight);
+    if (reached >> bits != place && place < wanted) put_down(shared, place, number, use_number);
   });
-  __syncthreads();
-  return min(total[0] + start >> bits, wanted);
+  use_put_down(shared, count, use_number);
+  return count;
 }
 
 } // namespace shadowkv

@@ -86,8 +86,8 @@ def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) ->
 
 
 def check(args: tuple, selected: Tensor) -> None:
-    """Ends the program where the first rows differ in more than the chunks that ties and rounding exchange."""
-    exact, _ = reference.select_by_sketch(*rows_of(args, slice(2)))
+    """Ends the program where the first rows, without draws, differ in more chunks than ties and rounding exchange."""
+    exact, _ = reference.select_by_sketch(*rows_of(args, slice(2))[:-1])
     for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
         assert len(own) == len(expected)
         common = torch.isin(own, expected).sum()
@@ -100,7 +100,7 @@ def measure(case: tuple[int, int, int, int, int, int, int, int]) -> list[Row]:
     moved = rows * counted_bytes(heads, tokens, dim, chunk, budget)
     copies = math.ceil(UNCACHED_BYTES / moved)
     args = problem(rows * copies, tokens, heads, group, dim, chunk, budget, drawn)
-    check(args, cuda.select_by_sketch(*args)[0])
+    check(args, cuda.select_by_sketch(*args[:-1])[0])
 
     def call(some: slice) -> Callable[[], object]:
         own = rows_of(args, some)

@@ -7,6 +7,7 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
 
@@ -57,15 +58,15 @@ def test_counts_are_those_of_the_selections() -> None:
     selected = fetched = 0
     select = cache.parts.index.select
 
-    def watched(store: object, layer: int, *args: object) -> torch.Tensor:
+    def watched(store: object, layer: int, *args: object) -> Selection:
         nonlocal selected, fetched
-        chunks = select(store, layer, *args)
-        for head, row in enumerate(chunks[0].tolist()):
+        chosen = select(store, layer, *args)
+        for head, row in enumerate(chosen.chunks[0].tolist()):
             known = seen.setdefault((layer, head), set())
             selected += len(row)
             fetched += len(set(row) - known)
             known |= set(row)
-        return chunks
+        return chosen
 
     cache.parts.index.select = watched
     decode(cache, [stream])

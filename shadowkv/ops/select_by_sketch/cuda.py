@@ -69,7 +69,7 @@ def select_by_sketch(
     workspace = torch.empty(batch * heads, region, dtype=torch.uint8, device=device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
     drawn = (None, None) if draws is None else (draws.counts, draws.seeds)
-    log_weight = None if draws is None else torch.empty(selected.shape, dtype=torch.float32, device=device)
+    log_weight = None if draws is None else torch.empty(batch, heads, k, dtype=torch.float32, device=device)
     torch.ops.shadowkv_cuda.select_by_sketch(
         queries.whole,
         queries.unit,

@@ -50,7 +50,7 @@ def draw(weights: Tensor, counts: Tensor, uniform: Tensor) -> tuple[Tensor, Tens
     bits = (31 - torch.frexp(counts.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
     total = weights.sum(-1, keepdim=True)
     scale = torch.where(total > 0, (counts[..., None] << bits) / total, 0)
-    chance = torch.minimum((weights * scale).floor().long(), 1 << bits)
+    chance = torch.minimum((weights * scale).round().long(), 1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
     return after >> bits != after - chance >> bits, chance / (1 << bits)
 
