@@ -120,19 +120,12 @@ __device__ __forceinline__ void use_put_down(RadixShared& shared, uint32_t count
   __syncthreads();
 }
 
-// What was selected: how many values, and one that none of the others is above; -inf where there are no others.
-struct Largest {
-  uint32_t count;
-  float edge;
-};
-
 // Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, places being
 // theirs in ascending order. Of equal values the first are taken, -inf never. shared.first has counted the values and
-// shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words; the first is that of what was
-// selected in the end. For all threads of the block, with barriers before and after, of which the last leaves what `use`
-// wrote to be read.
+// shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words. For all threads of the block, with
+// barriers before and after, of which the last leaves what `use` wrote to be read.
 template <typename Use>
-__device__ __forceinline__ Largest
+__device__ __forceinline__ uint32_t
 select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wanted, uint32_t* bits, Use use) {
   __syncthreads();
   const bool some = find_bin(shared, wanted);
@@ -202,7 +195,6 @@ select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wa
 #pragma unroll 1
       for (uint32_t left = same, i = before[1]; i < equal; ++i, left &= left - 1) taken |= left & -left;
     }
-    above[word] = larger | taken;
 #pragma unroll 1
     for (uint32_t left = larger | taken; left; left &= left - 1)
       put_down(shared, place++, 32 * word + __ffs(left) - 1, use);
@@ -210,7 +202,7 @@ select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wa
   }
   const uint32_t count = total[0] + min(total[1], equal);
   use_put_down(shared, count, use);
-  return {count, some ? __low2float(half_of_order(bin << 5 | digit)) : -INFINITY};
+  return count;
 }
 
 } // namespace shadowkv

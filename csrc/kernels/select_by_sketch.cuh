@@ -221,18 +221,19 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     const auto keep = [&](uint32_t place, uint32_t run, float weight) {
       kept[place] = {uint32_t(names[run / kPageRuns]), run}, weights[place] = weight;
     };
-    const Largest best = select_largest(
-        shared, values, pages, wanted - drawn, bits, [&](uint32_t place, uint32_t run) { keep(place, run, 0); });
-    state.count = best.count;
+    float length = 0;
     if (p.draws) {
-      float length = 0;
       for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
       length /= p.group, state.slope = p.chunk_sharpness * length;
-      if (best.edge > -INFINITY) state.edge = best.edge;
-      if (drawn && best.edge > -INFINITY)
-        state.count += draw_by_weight(
-            shared, values, pages, bits, p.run_sharpness * length, best.edge, drawn, mix_bits(p.state_of(row)),
-            [&](uint32_t place, uint32_t run, float weight) { keep(best.count + place, run, weight); });
+    }
+    if (drawn) {
+      const Largest best = select_by_weight(
+          shared, values, pages, wanted - drawn, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), keep);
+      state.count = best.count, state.edge = fmaxf(best.edge, -65504.f);
+    } else {
+      state.count = select_largest(shared, values, pages, wanted, bits, [&](uint32_t place, uint32_t run) {
+        keep(place, run, 0);
+      });
     }
   }
   if (threadIdx.x == 0) p.state(row) = state;
@@ -455,13 +456,14 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
       selected[place] = (int64_t(kept[i >> log_run].y) << log_run) + (i & ((1 << log_run) - 1));
       if (p.draws) log_weight[place] = (weights[i >> log_run] + weight) * 0.6931471805599453f;
     };
-    const Largest best = select_largest(
-        shared, values, groups, p.budget_of(sequence), bits, [&](uint32_t place, uint32_t i) { use(place, i, 0); });
-    count = best.count;
-    if (drawn && best.edge > -INFINITY)
-      count += draw_by_weight(
-          shared, values, groups, bits, 1, best.edge, drawn, mix_bits(p.state_of(row) + 0x85ebca77u),
-          [&](uint32_t place, uint32_t i, float weight) { use(best.count + place, i, weight); });
+    const int wanted = p.budget_of(sequence);
+    if (drawn)
+      count = select_by_weight(
+          shared, values, groups, wanted, wanted + drawn, 1, mix_bits(p.state_of(row) + 0x85ebca77u), use).count;
+    else
+      count = select_largest(shared, values, groups, wanted, bits, [&](uint32_t place, uint32_t i) {
+        use(place, i, 0);
+      });
   }
   for (int i = count + int(threadIdx.x); i < p.k; i += blockDim.x) selected[i] = -1;
 }

@@ -1,8 +1,8 @@
-"""Systematic draws by weight: every number's chance is its share of all weights, times how many are drawn.
+"""The best of many, and systematic draws by weight from the others.
 
-A sum over what is drawn, each divided by its chance, estimates the sum over all without bias (Madow, 1949), and the
-better, the more the weights are like the summands. Chances are whole numbers of small units, so that what is drawn does
-not depend on the order of additions.
+A number's chance is its share of all weights, times how many are drawn. A sum over what is drawn, each divided by its
+chance, estimates the sum over all without bias (Madow, 1949), and the better, the more the weights are like the
+summands. Chances are whole numbers of small units, so that what is drawn does not depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 WORD = 0xFFFFFFFF
 MOST_BITS = 20
 """A chance is a multiple of 2**-20, or of more where so many are drawn that their sum would take over 31 bits."""
+CAUTION = 0.97
+"""What chances add up to, in all that may be drawn: a kernel knows the sum of all weights but roughly beforehand."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,27 @@ def draw(weights: Tensor, counts: Tensor, uniform: Tensor) -> tuple[Tensor, Tens
     """
     bits = (31 - torch.frexp(counts.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
     total = weights.sum(-1, keepdim=True)
-    scale = torch.where(total > 0, (counts[..., None] << bits) / total, 0)
+    scale = torch.where(total > 0, CAUTION * (counts[..., None] << bits) / total, 0)
     chance = torch.minimum((weights * scale).round().long(), 1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
     return after >> bits != after - chance >> bits, chance / (1 << bits)
+
+
+def best(values: Tensor, counts: Tensor, in_bins: Tensor) -> Tensor:
+    """The largest of ``values`` float16 [..., n] but -inf, as many as ``counts`` int64 [...] says: bool [..., n].
+
+    Where ``in_bins`` [...] at the most so many: values whose first 11 bits are the same are taken together or not at
+    all.
+    """
+    bits = (values + 0).view(torch.int16).int() & 0xFFFF
+    bins = (bits ^ ((bits >> 15) * 0x7FFF | 0x8000)) >> 5  # in the values' order
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(values.shape[-1], device=values.device).expand_as(order)
+    )
+    first_left = bins.gather(-1, order).gather(-1, counts.clamp(max=values.shape[-1] - 1)[..., None])
+    fits = (counts >= values.shape[-1])[..., None] | (bins > first_left)
+    return torch.where(in_bins[..., None], fits, rank < counts[..., None]) & ~values.isneginf()
 
 
 def mix(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.select_by_sketch.draws import Draws, draw
+from shadowkv.ops.select_by_sketch.draws import Draws, best, draw
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
@@ -71,7 +71,8 @@ def select_by_sketch(
         scale: float16 [N, H, 64], -0 for tokens that may not be selected.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], chunks to find; with those to draw at most ``k``. None are drawn of a row that finds none.
+        budget: int64 [B], chunks to find; with those to draw at most ``k``. None are drawn of a row that finds none. Of
+            a row that draws, ``best`` in bins: at the most so many are found, and as many more are drawn.
         chunk: tokens of a chunk, 1, 2, 4 or 8; all of them may be selected or none.
         k: columns of the result.
         draws: what to draw besides.
@@ -81,7 +82,7 @@ def select_by_sketch(
         int64 [B, H, k] chunk numbers, -1 where there is none; those come last. The others are ascending, or, with
         ``draws``, those found before those drawn, in each of these those of runs drawn last, and ascending in these.
         Ties, also of ``coarse`` scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count
-        as equal, and so may places of draws within 2**-10 of one.
+        as equal. Which chunks are drawn hangs on the last bits of sums.
         And float32 [B, H, k], the logarithm of how many each chunk stands for, 0 or more, anything where there is none;
         None without ``draws``.
     """
@@ -92,22 +93,22 @@ def select_by_sketch(
     keep = kept_runs(num_pages, budget + counts, chunk)
     by_chance = drawn_runs(num_pages, keep, draws)
     width = min(coarse.shape[-1], max(-(-coarse.shape[-1] // KEPT_SHARE), -(-k * chunk * KEPT_OVER_BUDGET // RUN)))
-    best = coarse.topk(width, dim=-1)
-    certain = (torch.arange(width, device=device) < (keep - by_chance)[:, None, None]).expand(best.values.shape)
-    edge = best.values.float().masked_fill(~certain, float("inf")).amin(-1, keepdim=True)
-    edge = edge.where((keep < 64 // RUN * num_pages)[:, None, None], 0)
-    runs = best.indices.masked_fill(~certain, -1)
-    run_weight = torch.zeros_like(edge).expand(runs.shape)
+
+    def of_rows(x: Tensor) -> Tensor:
+        """[B, H] of [B]."""
+        return x[:, None].expand(-1, heads)
+
+    taken = best(coarse, of_rows(keep - by_chance), of_rows(by_chance > 0))
+    runs, run_weight = _in_turn(_numbers(taken), None, width), torch.zeros(1, device=device)
     if draws is not None:
         uniform = draws.uniform(layer, heads)
         sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1, keepdim=True) / math.log(2)  # [B, H, 1]
-        taken = torch.zeros_like(coarse, dtype=torch.bool).scatter_(-1, best.indices, certain)
-        weights = (RUN_SHARPNESS * sharpness * (coarse.float() - edge)).exp2().masked_fill(taken | coarse.isneginf(), 0)
-        drawn, chance = draw(weights, by_chance[:, None].expand(-1, heads), uniform[0])
-        runs = _in_turn(runs, _numbers(drawn), width)
+        left = coarse.float().masked_fill(taken, float("-inf"))
+        edge = left.amax(-1, keepdim=True).where((by_chance > 0)[:, None, None], 0)
+        weights = (RUN_SHARPNESS * sharpness * (left - edge)).exp2().masked_fill(left.isneginf(), 0)
+        drawn, chance = draw(weights, (of_rows(keep) - taken.sum(-1)).where(of_rows(by_chance > 0), 0), uniform[0])
+        runs = _in_turn(_numbers(taken), _numbers(drawn), width)
         run_weight = _of_drawn(-chance.log2(), drawn, runs)
-    else:
-        runs = _in_turn(runs, runs[..., :0], width)
     head = torch.arange(heads, device=device)[:, None]
     at_run = runs.clamp(min=0)
     names = pages.gather(1, (at_run * RUN // 64).flatten(1)).view_as(runs)
@@ -125,22 +126,20 @@ def select_by_sketch(
     scores = scores.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
     per_run = RUN // chunk
     scores = scores.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))
-    chunk_weight = run_weight.repeat_interleave(per_run, dim=-1)
-    if draws is not None:
-        scores = (CHUNK_SHARPNESS * sharpness * (scores - edge) + chunk_weight).half().float()
     numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
-    count = min(k, scores.shape[-1])
-    best = scores.topk(count, dim=-1)
-    within = (torch.arange(count, device=device) < budget[:, None, None]) & (best.values > float("-inf"))
     if draws is None:
-        found = in_order(numbers.gather(-1, best.indices), within)
+        count = min(k, scores.shape[-1])
+        top = scores.topk(count, dim=-1)
+        within = (torch.arange(count, device=device) < budget[:, None, None]) & ~top.values.isneginf()
+        found = in_order(numbers.gather(-1, top.indices), within)
         return torch.nn.functional.pad(found, (0, k - count), value=-1), None
-    at = best.indices.masked_fill(~within, -1)
-    edge = best.values.masked_fill(~within, float("inf")).amin(-1, keepdim=True)
-    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, within)
-    weights = (scores - edge).exp2().masked_fill(taken | scores.isneginf(), 0)
-    drawn, chance = draw(weights, counts[:, None].expand(-1, heads), uniform[1])
-    at = _in_turn(at, _numbers(drawn), k)
+    chunk_weight = run_weight.repeat_interleave(per_run, dim=-1)
+    values = (CHUNK_SHARPNESS * sharpness * (scores - edge) + chunk_weight).half()
+    taken = best(values, of_rows(budget), of_rows(counts > 0))
+    left = values.float().masked_fill(taken, float("-inf"))
+    weights = (left - left.amax(-1, keepdim=True)).exp2().masked_fill(left.isneginf(), 0)
+    drawn, chance = draw(weights, (of_rows(budget + counts) - taken.sum(-1)).where(of_rows(counts > 0), 0), uniform[1])
+    at = _in_turn(_numbers(taken), _numbers(drawn), k)
     log_weight = _of_drawn(-chance.log2(), drawn, at) + chunk_weight.gather(-1, at.clamp(min=0))
     return numbers.gather(-1, at.clamp(min=0)).masked_fill(at < 0, -1), log_weight * math.log(2)
 
@@ -150,14 +149,14 @@ def _numbers(chosen: Tensor) -> Tensor:
     return torch.arange(chosen.shape[-1], device=chosen.device).where(chosen, -1)
 
 
-def _in_turn(first: Tensor, second: Tensor, width: int) -> Tensor:
+def _in_turn(first: Tensor, second: Tensor | None, width: int) -> Tensor:
     """Numbers int64 [..., width], ascending, first those of one and then those of the other, -1s last."""
     last = torch.iinfo(torch.int64).max
-    some = (x.masked_fill(x < 0, last).sort(dim=-1).values for x in (first, second))
-    both = torch.cat([x.masked_fill(x == last, -1) for x in some], dim=-1)
-    both = torch.nn.functional.pad(both, (0, width), value=-1)
-    order = (both < 0).sort(dim=-1, stable=True).indices
-    return both.gather(-1, order)[..., :width]
+    some = [x.masked_fill(x < 0, last).sort(dim=-1).values for x in (first, second) if x is not None]
+    both = torch.nn.functional.pad(torch.cat(some, dim=-1), (0, width), value=last)
+    order = (both == last).sort(dim=-1, stable=True).indices[..., :width]
+    numbers = both.gather(-1, order)
+    return numbers.masked_fill(numbers == last, -1)
 
 
 def _of_drawn(weight: Tensor, drawn: Tensor, numbers: Tensor) -> Tensor:
