@@ -14,7 +14,7 @@ constexpr int kFirstFinite = 32;    // the first bin that may be selected: those
 constexpr uint32_t kNever = 0xfc00; // -inf
 
 struct RadixShared {
-  uint32_t first[kFirstBins]; // how many values have each first digit; later numbers of what was selected
+  uint32_t first[kFirstBins]; // how many values have each first digit; all 0 after a selection
   uint32_t second[32];
   uint32_t scratch[64];
   uint32_t bin, above;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void scan_block(RadixShared& shared, uint32_t (&x)[kC
   __syncthreads();
 }
 
-// Finds the bin of the `wanted`-th largest value. False where there are no more values.
+// Finds the bin of the `wanted`-th largest value, and clears the counts. False where there are no more values.
 __device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
   const int own = kFirstBins / blockDim.x;
   uint32_t* bins = shared.first + kFirstBins - own * (threadIdx.x + 1); // a thread's, the first thread's on top
@@ -90,6 +90,8 @@ __device__ __forceinline__ bool find_bin(RadixShared& shared, uint32_t wanted) {
     while (higher < wanted);
     shared.bin = bins + bin - shared.first;
   }
+#pragma unroll 1
+  for (int i = 0; i < own; i += 2) *reinterpret_cast<uint2*>(bins + i) = {};
   __syncthreads();
   return total[0] > wanted;
 }
@@ -101,29 +103,10 @@ __device__ __forceinline__ uint8_t bits_of(const uint32_t (&masks)[4]) {
   return uint8_t((low | high) * 0x01010101 >> 24);
 }
 
-// A number of what was selected, to be used when all are known: what `use` reads elsewhere is then under way for all
-// places at once. Where shared memory has no place for it, it is used now.
-template <typename Use>
-__device__ __forceinline__ void put_down(RadixShared& shared, uint32_t place, uint32_t number, Use use) {
-  if (place < kFirstBins)
-    shared.first[place] = number;
-  else
-    use(place, number);
-}
-
-// With barriers before and after.
-template <typename Use>
-__device__ __forceinline__ void use_put_down(RadixShared& shared, uint32_t count, Use use) {
-  __syncthreads();
-  for (uint32_t place = threadIdx.x; place < min(count, uint32_t(kFirstBins)); place += blockDim.x)
-    use(place, shared.first[place]);
-  __syncthreads();
-}
-
 // Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, places being
-// theirs in ascending order. Of equal values the first are taken, -inf never. shared.first has counted the values and
-// shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words. For all threads of the block, with
-// barriers before and after, of which the last leaves what `use` wrote to be read.
+// theirs in ascending order; returns how many there are. Of equal values the first are taken, -inf never. shared.first
+// has counted the values and shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words.
+// For all threads of the block, with barriers before and after, of which the last leaves what `use` wrote to be read.
 template <typename Use>
 __device__ __forceinline__ uint32_t
 select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wanted, uint32_t* bits, Use use) {
@@ -196,13 +179,11 @@ select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wa
       for (uint32_t left = same, i = before[1]; i < equal; ++i, left &= left - 1) taken |= left & -left;
     }
 #pragma unroll 1
-    for (uint32_t left = larger | taken; left; left &= left - 1)
-      put_down(shared, place++, 32 * word + __ffs(left) - 1, use);
+    for (uint32_t left = larger | taken; left; left &= left - 1) use(place++, 32 * word + __ffs(left) - 1);
     before[0] += __popc(larger), before[1] += __popc(same);
   }
-  const uint32_t count = total[0] + min(total[1], equal);
-  use_put_down(shared, count, use);
-  return count;
+  __syncthreads();
+  return total[0] + min(total[1], equal);
 }
 
 } // namespace shadowkv

@@ -160,12 +160,13 @@ __device__ __forceinline__ void load_plane(uint32_t (&x)[(kBytes + 15) / 16][kBa
   }
 }
 
-// Bytes of shared memory, `most` at the most, for the largest of 8 `groups` values: two bit sets and, where there is
-// room, the values, to look at them again.
+// Bytes of shared memory, `most` at the most, to select from 8 `groups` values: two bit sets or sums of groups and, where
+// there is room, the values, to look at them again.
 struct LargestMemory {
   int bits, values;
-  LargestMemory(int64_t groups, int64_t most)
-      : bits(int(((groups + 3) / 4 * 8 + 15) / 16 * 16)), values(bits + 16 * groups <= most ? int(16 * groups) : 0) {}
+  LargestMemory(int64_t groups, bool draws, int64_t most)
+      : bits(int(((groups + 3) / 4 * (draws ? 16 : 8) + 15) / 16 * 16)),
+        values(bits + 16 * groups <= most ? int(16 * groups) : 0) {}
   int bytes() const { return bits + values; }
 };
 
@@ -227,9 +228,10 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
       length /= p.group, state.slope = p.chunk_sharpness * length;
     }
     if (drawn) {
-      const Largest best = select_by_weight(
-          shared, values, pages, wanted - drawn, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), keep);
-      state.count = best.count, state.edge = fmaxf(best.edge, -65504.f);
+      const Chosen chosen = select_by_chance(
+          shared, values, pages, wanted - drawn, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
+          keep);
+      state.count = chosen.count, state.edge = fmaxf(chosen.edge, -65504.f);
     } else {
       state.count = select_largest(shared, values, pages, wanted, bits, [&](uint32_t place, uint32_t run) {
         keep(place, run, 0);
@@ -458,8 +460,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     };
     const int wanted = p.budget_of(sequence);
     if (drawn)
-      count = select_by_weight(
-          shared, values, groups, wanted, wanted + drawn, 1, mix_bits(p.state_of(row) + 0x85ebca77u), use).count;
+      count = select_by_chance(
+          shared, values, groups, wanted, wanted + drawn, 1, mix_bits(p.state_of(row) + 0x85ebca77u), bits, use).count;
     else
       count = select_largest(shared, values, groups, wanted, bits, [&](uint32_t place, uint32_t i) {
         use(place, i, 0);
@@ -495,8 +497,8 @@ cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
   const int64_t slices = int64_t(p.rows) * ((p.region.keep + p.slice - 1) / p.slice);
   const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kScoreWarps - 1) / kScoreWarps, blocks)));
   const int before_bytes = int((p.rows / p.heads + 1) * sizeof(uint32_t));
-  const SelectPhase find{p, LargestMemory(p.num_pages_most, most)};
-  const SelectPhase choose{p, LargestMemory(p.region.values / 16, most)};
+  const SelectPhase find{p, LargestMemory(p.num_pages_most, p.draws, most)};
+  const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.draws, most)};
   const bool few = is_few(p.rows, processors);
   if (const auto error = few ? launch_find<512>(find, stream) : launch_find<256>(find, stream)) return error;
   const auto score = p.log_chunk ? score_runs_kernel<kBytes, kWide, false> : score_runs_kernel<kBytes, kWide, true>;

@@ -1,7 +1,6 @@
-// Selection by a thread block of the largest values and, of the others, of some by chance, each in proportion to an
-// exponential of its value. Values that share a bin of the first digit are taken together or left to chance, so that
-// their counts are all that is needed to begin with. Chances are whole numbers: sums over threads are exact, and what is
-// drawn has places without gaps.
+// Selection by a thread block of values by chance: the largest for sure, each other in proportion to an exponential of
+// its value. Values that share a bin of the first digit are all sure or none is, so that the bins' counts are all that is
+// needed to begin with. Chances are whole numbers: sums over threads are exact.
 #pragma once
 
 #include "kernels/mma.cuh"
@@ -38,28 +37,27 @@ __device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
   return sum;
 }
 
-// What was selected: how many values, and one that none of the others is above.
-struct Largest {
+// What was selected: how many values, and one that none of those that were not sure is above; -inf where all were.
+struct Chosen {
   uint32_t count;
   float edge;
 };
 
-// Selects at most `certain` of the largest of 8 `groups` values, and others by chance, at most `wanted` (more than
-// `certain`) in all. Weights are 2^(factor value) times what makes them at most 1. Calls use(place, number, log2 of 1 /
-// its chance), places being first those of the largest and then those drawn, ascending in each; -inf never. shared.first
-// has counted the values. For all threads of the block, with barriers before and after, of which the last leaves what
-// `use` wrote to be read.
+// Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
+// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs in
+// ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of the
+// block, with barriers before and after, of which the last leaves what `use` wrote to be read.
 template <typename Use>
-__device__ __forceinline__ Largest select_by_weight(
+__device__ __forceinline__ Chosen select_by_chance(
     RadixShared& shared, const uint4* values, int groups, uint32_t certain, uint32_t wanted, float factor,
-    uint32_t uniform, Use use) {
+    uint32_t uniform, uint32_t* sums, Use use) {
   __syncthreads();
-  // The first bin, from the top, that does not fit: all that are above are taken.
+  // The first bin, from the top, that does not fit: what is above is sure.
   const int own_bins = kFirstBins / blockDim.x, first_bin = kFirstBins - own_bins * (threadIdx.x + 1);
   uint32_t above[1] = {}, total[1];
   for (int i = 0; i < own_bins; ++i) above[0] += first_bin + i < kFirstFinite ? 0 : shared.first[first_bin + i];
   const uint32_t here = above[0];
-  if (threadIdx.x == 0) shared.bin = kFirstFinite - 1;
+  if (threadIdx.x == 0) shared.bin = 0;
   scan_block(shared, above, total);
   if (above[0] <= certain && certain < above[0] + here) {
     uint32_t higher = above[0];
@@ -68,10 +66,9 @@ __device__ __forceinline__ Largest select_by_weight(
     shared.bin = bin, shared.above = higher;
   }
   __syncthreads();
-  const int bin = shared.bin;
-  const bool some = bin >= kFirstFinite; // are left to chance
-  const uint32_t taken = some ? shared.above : total[0], draws = wanted - taken;
-  const float edge = some ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY, less = some ? -factor * edge : 0.f;
+  const int bin = shared.bin; // 0 where all fit
+  const uint32_t sure = bin ? shared.above : total[0];
+  const float edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY, less = bin ? -factor * edge : 0.f;
   const auto weight_of = [&](float value) { return exp2_of(fmaf(factor, value, less)); };
   float sum = 0;
   for (int i = 0; i < own_bins; ++i) {
@@ -81,49 +78,56 @@ __device__ __forceinline__ Largest select_by_weight(
   }
   sum = sum_block(shared, sum);
 
-  const int bits = min(kMostChanceBits, __clz(draws | 1) - 1);
-  const float most = float(1u << bits), scale = some && sum > 0 ? kCaution * draws * most / sum : 0.f;
-  // The nearest whole number, from the bits of a sum with 2^23: conversions are slow.
+  const int bits = min(kMostChanceBits, __clz(wanted) - 1);
+  const float one = float(1u << bits), scale = sum > 0 ? kCaution * (wanted - sure) * one / sum : 0.f;
+  // The nearest whole number is in the last bits of a sum with 2^23: conversions are slow.
+  constexpr uint32_t kZero = 0x4b000000;
   const auto chance_of = [&](float value) {
-    return __float_as_uint(fminf(weight_of(value) * scale, most) + 0x1p23f) - __float_as_uint(0x1p23f);
+    const float chance = value > edge ? one : fminf(weight_of(value) * scale, one);
+    return __float_as_uint(chance + 0x1p23f) - kZero;
   };
+  const auto for_chances = [&](int group, auto&& see) {
+    const uint4 x = values[group];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 both = __half22float2(half2_of(i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w));
+      see(2 * i, chance_of(both.x)), see(2 * i + 1, chance_of(both.y));
+    }
+  };
+#pragma unroll 1
+  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+    uint32_t of_group = 0;
+    for_chances(group, [&](int, uint32_t chance) { of_group += chance; });
+    sums[group] = of_group;
+  }
+  __syncthreads();
   const int own = (groups + blockDim.x - 1) / blockDim.x;
   const int begin = min(int(threadIdx.x) * own, groups), end = min(begin + own, groups);
-  const auto for_values = [&](auto&& see) { // in the numbers' order
-#pragma unroll 1
-    for (int group = begin; group < end; ++group) {
-      const uint4 x = values[group];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 both = __half22float2(half2_of(i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w));
-        see(8 * group + 2 * i, both.x), see(8 * group + 2 * i + 1, both.y);
-      }
-    }
-  };
-  uint32_t before[2] = {}, all[2];
-  for_values([&](int, float value) {
-    before[0] += value > edge;
-    before[1] += value > edge ? 0 : chance_of(value);
-  });
+  uint32_t before[1] = {}, all[1];
+  for (int group = begin; group < end; ++group) before[0] += sums[group];
   scan_block(shared, before, all);
-  const uint32_t start = uniform >> (32 - bits), count = taken + min(all[1] + start >> bits, draws);
-  const auto use_number = [&](uint32_t place, uint32_t number) {
-    const float value = __half2float(__ushort_as_half(reinterpret_cast<const uint16_t*>(values)[number]));
-    use(place, number, place < taken ? 0.f : bits - __log2f(float(chance_of(value))));
-  };
-  uint32_t reached = before[1] + start;
-  for_values([&](int number, float value) {
-    uint32_t place = ~0u;
-    if (value > edge) {
-      place = before[0]++;
-    } else {
-      const uint32_t at = reached >> bits;
-      reached += chance_of(value);
-      if (reached >> bits != at && at < draws) place = taken + at;
-    }
-    if (place != ~0u) put_down(shared, place, number, use_number);
-  });
-  use_put_down(shared, count, use_number);
+  for (int group = begin; group < end; ++group) {
+    const uint32_t of_group = sums[group];
+    sums[group] = before[0], before[0] += of_group; // of all groups before
+  }
+  __syncthreads();
+
+  // One is selected wherever chances, added up from the first value on, pass a whole number.
+  const uint32_t start = uniform >> (32 - bits), count = min(all[0] + start >> bits, wanted);
+#pragma unroll 1
+  for (uint32_t place = threadIdx.x; place < count; place += blockDim.x) {
+    const uint32_t pass = (place + 1 << bits) - start;
+    int group = 0; // the last that begins below
+    for (int step = 1 << 31 - __clz(groups); step; step /= 2)
+      if (group + step < groups && sums[group + step] < pass) group += step;
+    uint32_t reached = sums[group], number = 0, chance = 1;
+    for_chances(group, [&](int i, uint32_t own_chance) {
+      if (reached < pass) number = i, chance = own_chance;
+      reached += own_chance;
+    });
+    use(place, 8 * group + number, bits - __log2f(float(chance)));
+  }
+  __syncthreads();
   return {count, edge};
 }
 

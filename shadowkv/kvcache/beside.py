@@ -15,16 +15,21 @@ class Beside:
 
     The stream is of high priority: what takes few thread blocks finds its way between those of kernels that take all.
     Memory that the work allocates is reused by later work of this stream only, which begins after the current one.
+
+    Args:
+        wanted: False to do all work at once.
+        captured: to do work at once unless it is captured in a graph: launched one by one, kernels hardly overlap, and
+            where a graph found no memory there may be none for this stream either.
     """
 
-    def __init__(self, device: torch.device, wanted: bool = True) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, wanted: bool = True, captured: bool = False) -> None:
+        self.device, self.captured = device, captured
         self.stream = torch.cuda.Stream(device, priority=-1) if wanted and device.type == "cuda" else None
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Launches ``work`` after all that the current stream has; what is returned makes the current stream wait for
         it and returns its result."""
-        if self.stream is None:
+        if self.stream is None or (self.captured and not torch.cuda.is_current_stream_capturing()):
             result = work()
             return lambda: result
         main = torch.cuda.current_stream(self.device)

@@ -69,7 +69,7 @@ class KVCache:
         self.layout = Layout(self.spec, shape, dtype, self.parts, max_model_len, fetch_buffer)
         rotary = RotaryTables(rope, max_model_len, self.device)
         self.store = Store(self.layout, self.ops, rotary, slots, memory.device, memory.host, self.device)
-        self.beside = Beside(self.store.compute)
+        self.beside = Beside(self.store.compute, captured=True)
         self.fetching = Fetching(self.store, self.beside) if self.store.buffer is not None else None
         self.pool = SequencePool(self.store, slots, max_model_len)
         self.sealing = Sealing(self.store, self.parts, self.pool.table)

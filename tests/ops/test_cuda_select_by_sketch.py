@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.select_by_sketch import cuda, reference
-from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, best
+from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, by_chance
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
@@ -117,7 +117,7 @@ def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
     made, log_weight = cuda.select_by_sketch(*args, draws, layer)
     counts = draws.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
-    by_chance = reference.drawn_runs(num_pages, keep, Draws(counts, draws.seeds))
+    by_draw = reference.drawn_runs(num_pages, keep, Draws(counts, draws.seeds))
     per_run, heads = 8 // chunk, made.shape[1]
     sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1)
     for row, (found, drawn, runs) in enumerate(zip(budget.tolist(), counts.tolist(), (8 * num_pages).tolist())):
@@ -136,25 +136,29 @@ def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
 
             # What runs stand for: logarithms that differ from their weights' by one number, but where they are sure.
             of_run = torch.zeros_like(weights)
-            if by_chance[row]:
+            if by_draw[row]:
                 values = coarse[row, head, :runs]
-                sure = best(values[None], (keep - by_chance)[row : row + 1], by_chance[row : row + 1] > 0)[0]
+                factor = reference.RUN_SHARPNESS * sharpness[row, head] / math.log(2)
+                numbers = (keep - by_draw)[row], keep[row], factor, keep[row]
+                _, chance = by_chance(values[None], *(x.view(1) for x in numbers))
+                edge = values[chance[0] < 1].amax()
+                sure = values > edge
                 log = reference.RUN_SHARPNESS * sharpness[row, head] * values.float()
                 left = keep[row] - sure.sum()
                 level = (log.exp() * ~sure).sum().log() - (CAUTION * left).log()  # a kernel knows it roughly
                 own, chance = sure.repeat_interleave(per_run)[chunks], log.repeat_interleave(per_run)[chunks]
-                near = (weights + chance)[~own & (weights < level - chance + 0.1)]
-                if len(near):
-                    level = near.median()
+                least = (weights + chance)[~own].min() if (~own).any() else level
+                assert least > level - 0.15
+                level = least if least < level + 0.15 else level
                 of_run = (level - chance).clamp(min=0).masked_fill(own, 0)
             more = weights - of_run
-            assert (more > -0.02).all()
+            assert (more > -0.15).all()
             value = reference.CHUNK_SHARPNESS * sharpness[row, head] * scores[head, chunks] + of_run
-            by_draw = more > 0.02
-            line = (more + value)[by_draw]  # one number
+            unsure = more > 0.02
+            line = (more + value)[unsure]  # one number
             if len(line):
-                assert line.max() - line.min() < 0.1
-                assert (value[~by_draw] > value[by_draw].max() - 0.1).all()
+                assert line.max() - line.min() < 0.25
+                assert (value[~unsure] > value[unsure].max() - 0.25).all()
 
 
 @pytest.fixture(autouse=True)

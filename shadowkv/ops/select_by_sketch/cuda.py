@@ -28,8 +28,8 @@ def available() -> bool:
 
 @cache
 def most_groups(device: torch.device) -> int:
-    """Groups of 8 values, of which a thread block can find the largest: it keeps two bits of each."""
-    return (block_memory(device) - COUNTS_BYTES) // 2
+    """Groups of 8 values from which a thread block can select: it keeps 4 bytes of each."""
+    return (block_memory(device) - COUNTS_BYTES) // 4
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
@@ -56,8 +56,8 @@ def select_by_sketch(
     """As the reference; scores are compared as float16 numbers.
 
     In CUDA for a head dim that is a multiple of 8 up to 128, or from 200 to 256, and up to 8 query heads a kv head;
-    otherwise by the reference, as where there are more runs or chunks to choose from than bits fit in shared memory: on
-    an H200 contexts of 7 million tokens, or a million to choose from.
+    otherwise by the reference, as where there are more runs or chunks to choose from than fit in shared memory: on an
+    H200 contexts of 3.5 million tokens, or half a million to choose from.
     """
     batch, query_heads, _, plane = queries.whole.shape
     heads, columns, device = signs.shape[1], pages.shape[1], signs.device

@@ -1,8 +1,8 @@
-"""The best of many, and systematic draws by weight from the others.
+"""Selection of the best for sure and of others by chance: systematic draws by weight (Madow, 1949).
 
-A number's chance is its share of all weights, times how many are drawn. A sum over what is drawn, each divided by its
-chance, estimates the sum over all without bias (Madow, 1949), and the better, the more the weights are like the
-summands. Chances are whole numbers of small units, so that what is drawn does not depend on the order of additions.
+A chance is 1 of the best, and of the others in proportion to their weight. A sum over what is selected, each divided by
+its chance, estimates the sum over all without bias, and the better, the more the weights are like the summands. Chances
+are whole numbers of small units, so that what is selected does not depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -38,40 +38,41 @@ class Draws:
         return mix(state), mix(state + 0x85EBCA77)
 
 
-def draw(weights: Tensor, counts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers that are drawn and the chances that they had.
+def by_chance(values: Tensor, sure: Tensor, wanted: Tensor, factor: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Selects the largest for sure, others by weights 2**(factor value), -inf never.
 
     Args:
-        weights: float32 [..., n], none negative.
-        counts: int64 [...], how many to draw: at the most, as a chance is 1 at the most.
+        values: float16 [..., n].
+        sure: int64 [...], how many are selected for sure, at the most: of values whose first 11 bits are the same all
+            are or none is.
+        wanted: int64 [...], how many to select in all, at the most: a chance is 1 at the most.
+        factor: float32 [...], not negative.
         uniform: int64 [...], of 32 bits.
 
     Returns:
-        bool [..., n] and float32 [..., n].
+        bool [..., n], and float32 [..., n] the chances.
     """
-    bits = (31 - torch.frexp(counts.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
+    bits = (31 - torch.frexp(wanted.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
+    certain = _above_bins(values, sure)
+    left = values.float().masked_fill(certain, float("-inf"))
+    edge = left.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float16).min)
+    weights = (factor[..., None] * (left - edge)).exp2().masked_fill(left.isneginf(), 0)
     total = weights.sum(-1, keepdim=True)
-    scale = torch.where(total > 0, CAUTION * (counts[..., None] << bits) / total, 0)
-    chance = torch.minimum((weights * scale).round().long(), 1 << bits)
+    rest = wanted[..., None] - certain.sum(-1, keepdim=True)
+    scale = torch.where(total > 0, CAUTION * (rest << bits) / total, 0)
+    chance = torch.minimum((weights * scale).round().long(), 1 << bits).masked_fill(certain, 0)
+    chance += certain * (1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
     return after >> bits != after - chance >> bits, chance / (1 << bits)
 
 
-def best(values: Tensor, counts: Tensor, in_bins: Tensor) -> Tensor:
-    """The largest of ``values`` float16 [..., n] but -inf, as many as ``counts`` int64 [...] says: bool [..., n].
-
-    Where ``in_bins`` [...] at the most so many: values whose first 11 bits are the same are taken together or not at
-    all.
-    """
+def _above_bins(values: Tensor, most: Tensor) -> Tensor:
+    """Those of float16 [..., n] in whole bins, from the largest on, that are at most ``most`` together."""
     bits = (values + 0).view(torch.int16).int() & 0xFFFF
     bins = (bits ^ ((bits >> 15) * 0x7FFF | 0x8000)) >> 5  # in the values' order
-    order = values.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(values.shape[-1], device=values.device).expand_as(order)
-    )
-    first_left = bins.gather(-1, order).gather(-1, counts.clamp(max=values.shape[-1] - 1)[..., None])
-    fits = (counts >= values.shape[-1])[..., None] | (bins > first_left)
-    return torch.where(in_bins[..., None], fits, rank < counts[..., None]) & ~values.isneginf()
+    last = values.shape[-1] - 1
+    too_many = bins.sort(dim=-1, descending=True).values.gather(-1, most.clamp(0, last)[..., None])
+    return ((most > last)[..., None] | (bins > too_many)) & ~values.isneginf()
 
 
 def mix(x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.select_by_sketch.draws import Draws, best, draw
-from shadowkv.ops.select_top_chunks.reference import in_order
+from shadowkv.ops.select_by_sketch.draws import Draws, by_chance
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
@@ -71,18 +70,17 @@ def select_by_sketch(
         scale: float16 [N, H, 64], -0 for tokens that may not be selected.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], chunks to find; with those to draw at most ``k``. None are drawn of a row that finds none. Of
-            a row that draws, ``best`` in bins: at the most so many are found, and as many more are drawn.
+        budget: int64 [B], chunks to find, at the most so many of a row that draws (see ``by_chance``); with those to
+            draw at most ``k``. None are drawn of a row that finds none.
         chunk: tokens of a chunk, 1, 2, 4 or 8; all of them may be selected or none.
         k: columns of the result.
         draws: what to draw besides.
         layer: other layers draw by other random numbers.
 
     Returns:
-        int64 [B, H, k] chunk numbers, -1 where there is none; those come last. The others are ascending, or, with
-        ``draws``, those found before those drawn, in each of these those of runs drawn last, and ascending in these.
-        Ties, also of ``coarse`` scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count
-        as equal. Which chunks are drawn hangs on the last bits of sums.
+        int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
+        scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal. Which chunks
+        are drawn hangs on the last bits of sums.
         And float32 [B, H, k], the logarithm of how many each chunk stands for, 0 or more, anything where there is none;
         None without ``draws``.
     """
@@ -91,24 +89,21 @@ def select_by_sketch(
     bits = whole.shape[-1]
     counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
     keep = kept_runs(num_pages, budget + counts, chunk)
-    by_chance = drawn_runs(num_pages, keep, draws)
     width = min(coarse.shape[-1], max(-(-coarse.shape[-1] // KEPT_SHARE), -(-k * chunk * KEPT_OVER_BUDGET // RUN)))
 
     def of_rows(x: Tensor) -> Tensor:
         """[B, H] of [B]."""
         return x[:, None].expand(-1, heads)
 
-    taken = best(coarse, of_rows(keep - by_chance), of_rows(by_chance > 0))
-    runs, run_weight = _in_turn(_numbers(taken), None, width), torch.zeros(1, device=device)
+    kept = _largest(coarse, of_rows(keep))
     if draws is not None:
-        uniform = draws.uniform(layer, heads)
-        sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1, keepdim=True) / math.log(2)  # [B, H, 1]
-        left = coarse.float().masked_fill(taken, float("-inf"))
-        edge = left.amax(-1, keepdim=True).where((by_chance > 0)[:, None, None], 0)
-        weights = (RUN_SHARPNESS * sharpness * (left - edge)).exp2().masked_fill(left.isneginf(), 0)
-        drawn, chance = draw(weights, (of_rows(keep) - taken.sum(-1)).where(of_rows(by_chance > 0), 0), uniform[0])
-        runs = _in_turn(_numbers(taken), _numbers(drawn), width)
-        run_weight = _of_drawn(-chance.log2(), drawn, runs)
+        drawn, uniform = of_rows(drawn_runs(num_pages, keep, draws)), draws.uniform(layer, heads)
+        sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)  # [B, H]
+        some, chance = by_chance(coarse, of_rows(keep) - drawn, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0])
+        unsure = coarse.float().masked_fill(chance == 1, float("-inf")).amax(-1)
+        kept, chance = some.where(drawn[..., None] > 0, kept), chance.where(drawn[..., None] > 0, 1)
+        edge = unsure.where(drawn > 0, 0)
+    runs = _numbers(kept, width)
     head = torch.arange(heads, device=device)[:, None]
     at_run = runs.clamp(min=0)
     names = pages.gather(1, (at_run * RUN // 64).flatten(1)).view_as(runs)
@@ -127,39 +122,31 @@ def select_by_sketch(
     per_run = RUN // chunk
     scores = scores.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))
     numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
+    chosen = _largest(scores, of_rows(budget))
+    if draws is not None:
+        chunk_weight = -chance.gather(-1, at_run).log2().repeat_interleave(per_run, dim=-1)
+        slope, counts = CHUNK_SHARPNESS * sharpness, of_rows(counts)
+        values = (slope[..., None] * (scores - edge[..., None]) + chunk_weight).half()
+        one = torch.ones_like(slope)
+        some, chance = by_chance(values, of_rows(budget), of_rows(budget) + counts, one, uniform[1])
+        chosen, chance = some.where(counts[..., None] > 0, chosen), chance.where(counts[..., None] > 0, 1)
+    at = _numbers(chosen, k)
+    selected = numbers.gather(-1, at.clamp(min=0)).masked_fill(at < 0, -1)
     if draws is None:
-        count = min(k, scores.shape[-1])
-        top = scores.topk(count, dim=-1)
-        within = (torch.arange(count, device=device) < budget[:, None, None]) & ~top.values.isneginf()
-        found = in_order(numbers.gather(-1, top.indices), within)
-        return torch.nn.functional.pad(found, (0, k - count), value=-1), None
-    chunk_weight = run_weight.repeat_interleave(per_run, dim=-1)
-    values = (CHUNK_SHARPNESS * sharpness * (scores - edge) + chunk_weight).half()
-    taken = best(values, of_rows(budget), of_rows(counts > 0))
-    left = values.float().masked_fill(taken, float("-inf"))
-    weights = (left - left.amax(-1, keepdim=True)).exp2().masked_fill(left.isneginf(), 0)
-    drawn, chance = draw(weights, (of_rows(budget + counts) - taken.sum(-1)).where(of_rows(counts > 0), 0), uniform[1])
-    at = _in_turn(_numbers(taken), _numbers(drawn), k)
-    log_weight = _of_drawn(-chance.log2(), drawn, at) + chunk_weight.gather(-1, at.clamp(min=0))
-    return numbers.gather(-1, at.clamp(min=0)).masked_fill(at < 0, -1), log_weight * math.log(2)
+        return selected, None
+    return selected, math.log(2) * (chunk_weight - chance.log2()).gather(-1, at.clamp(min=0))
 
 
-def _numbers(chosen: Tensor) -> Tensor:
-    """Numbers int64 [..., n] of what is chosen in bool [..., n], -1 elsewhere."""
-    return torch.arange(chosen.shape[-1], device=chosen.device).where(chosen, -1)
+def _largest(values: Tensor, counts: Tensor) -> Tensor:
+    """The largest of [..., n] but -inf, as many as ``counts`` int64 [...] says: bool [..., n]."""
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    within = torch.arange(values.shape[-1], device=values.device) < counts[..., None]
+    return torch.zeros_like(within).scatter(-1, order, within) & ~values.isneginf()
 
 
-def _in_turn(first: Tensor, second: Tensor | None, width: int) -> Tensor:
-    """Numbers int64 [..., width], ascending, first those of one and then those of the other, -1s last."""
-    last = torch.iinfo(torch.int64).max
-    some = [x.masked_fill(x < 0, last).sort(dim=-1).values for x in (first, second) if x is not None]
-    both = torch.nn.functional.pad(torch.cat(some, dim=-1), (0, width), value=last)
-    order = (both == last).sort(dim=-1, stable=True).indices[..., :width]
-    numbers = both.gather(-1, order)
+def _numbers(chosen: Tensor, width: int) -> Tensor:
+    """Numbers int64 [..., width] of what is chosen in bool [..., n], ascending, then -1s."""
+    last = chosen.shape[-1]
+    numbers = torch.arange(last, device=chosen.device).where(chosen, last).sort(dim=-1).values
+    numbers = torch.nn.functional.pad(numbers, (0, max(0, width - last)), value=last)[..., :width]
     return numbers.masked_fill(numbers == last, -1)
-
-
-def _of_drawn(weight: Tensor, drawn: Tensor, numbers: Tensor) -> Tensor:
-    """Of ``numbers`` the ``weight`` [..., n] where they were drawn, 0 elsewhere."""
-    at = numbers.clamp(min=0)
-    return weight.gather(-1, at).where(drawn.gather(-1, at), 0)
