@@ -455,8 +455,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     const float* weights = p.weights(row);
     uint32_t* bits = reinterpret_cast<uint32_t*>(room);
     const auto use = [&](uint32_t place, uint32_t i, float weight) {
-      selected[place] = (int64_t(kept[i >> log_run].y) << log_run) + (i & ((1 << log_run) - 1));
-      if (p.draws) log_weight[place] = (weights[i >> log_run] + weight) * 0.6931471805599453f;
+      selected[place] = (int64_t(__ldg(&kept[i >> log_run].y)) << log_run) + (i & ((1 << log_run) - 1));
+      if (p.draws) log_weight[place] = (__ldg(weights + (i >> log_run)) + weight) * 0.6931471805599453f;
     };
     const int wanted = p.budget_of(sequence);
     if (drawn)

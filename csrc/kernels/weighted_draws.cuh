@@ -9,6 +9,7 @@
 namespace shadowkv {
 
 constexpr int kMostChanceBits = 20;
+constexpr int kSearches = 4;       // places that a thread looks for at once
 constexpr float kCaution = 0.97f; // of the chances that weights of bins allow: what they come to is known later
 
 // Chris Wellons' lowbias32.
@@ -49,7 +50,7 @@ struct Chosen {
 // block, with barriers before and after, of which the last leaves what `use` wrote to be read.
 template <typename Use>
 __device__ __forceinline__ Chosen select_by_chance(
-    RadixShared& shared, const uint4* values, int groups, uint32_t certain, uint32_t wanted, float factor,
+    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t certain, uint32_t wanted, float factor,
     uint32_t uniform, uint32_t* sums, Use use) {
   __syncthreads();
   // The first bin, from the top, that does not fit: what is above is sure.
@@ -86,7 +87,7 @@ __device__ __forceinline__ Chosen select_by_chance(
     const float chance = value > edge ? one : fminf(weight_of(value) * scale, one);
     return __float_as_uint(chance + 0x1p23f) - kZero;
   };
-  const auto for_chances = [&](int group, auto&& see) {
+  const auto for_chances = [&](uint32_t group, auto&& see) {
     const uint4 x = values[group];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -95,18 +96,18 @@ __device__ __forceinline__ Chosen select_by_chance(
     }
   };
 #pragma unroll 1
-  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+  for (uint32_t group = threadIdx.x; group < groups; group += blockDim.x) {
     uint32_t of_group = 0;
     for_chances(group, [&](int, uint32_t chance) { of_group += chance; });
     sums[group] = of_group;
   }
   __syncthreads();
-  const int own = (groups + blockDim.x - 1) / blockDim.x;
-  const int begin = min(int(threadIdx.x) * own, groups), end = min(begin + own, groups);
+  const uint32_t own = (groups + blockDim.x - 1) / blockDim.x;
+  const uint32_t begin = min(threadIdx.x * own, groups), end = min(begin + own, groups);
   uint32_t before[1] = {}, all[1];
-  for (int group = begin; group < end; ++group) before[0] += sums[group];
+  for (uint32_t group = begin; group < end; ++group) before[0] += sums[group];
   scan_block(shared, before, all);
-  for (int group = begin; group < end; ++group) {
+  for (uint32_t group = begin; group < end; ++group) {
     const uint32_t of_group = sums[group];
     sums[group] = before[0], before[0] += of_group; // of all groups before
   }
@@ -114,18 +115,26 @@ __device__ __forceinline__ Chosen select_by_chance(
 
   // One is selected wherever chances, added up from the first value on, pass a whole number.
   const uint32_t start = uniform >> (32 - bits), count = min(all[0] + start >> bits, wanted);
+  const uint32_t top_step = 1u << 31 - __clz(groups);
 #pragma unroll 1
-  for (uint32_t place = threadIdx.x; place < count; place += blockDim.x) {
-    const uint32_t pass = (place + 1 << bits) - start;
-    int group = 0; // the last that begins below
-    for (int step = 1 << 31 - __clz(groups); step; step /= 2)
-      if (group + step < groups && sums[group + step] < pass) group += step;
-    uint32_t reached = sums[group], number = 0, chance = 1;
-    for_chances(group, [&](int i, uint32_t own_chance) {
-      if (reached < pass) number = i, chance = own_chance;
-      reached += own_chance;
-    });
-    use(place, 8 * group + number, bits - __log2f(float(chance)));
+  for (uint32_t first = threadIdx.x; first < count; first += kSearches * blockDim.x) {
+    uint32_t group[kSearches] = {}; // the last that begins below; all are looked for at once
+    const auto pass = [&](int i) { return (first + i * blockDim.x + 1 << bits) - start; };
+#pragma unroll 1
+    for (uint32_t step = top_step; step; step /= 2)
+#pragma unroll
+      for (int i = 0; i < kSearches; ++i)
+        if (group[i] + step < groups && sums[group[i] + step] < pass(i)) group[i] += step;
+#pragma unroll
+    for (int i = 0; i < kSearches; ++i) {
+      uint32_t reached = sums[group[i]], number = 0, chance = 1;
+      for_chances(group[i], [&](int at, uint32_t own_chance) {
+        if (reached < pass(i)) number = at, chance = own_chance;
+        reached += own_chance;
+      });
+      const uint32_t place = first + i * blockDim.x;
+      if (place < count) use(place, 8 * group[i] + number, bits - __log2f(float(chance)));
+    }
   }
   __syncthreads();
   return {count, edge};
