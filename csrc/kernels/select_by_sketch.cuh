@@ -25,8 +25,8 @@ constexpr int kScoreBlocks = 3; // of a multiprocessor
 constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
 constexpr int kShortSlice = 8;  // so many
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
-constexpr int kKeptShare = 16;  // one of so many runs is kept,
-constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
+constexpr int kKeptShare = 18;  // one of so many runs is kept,
+constexpr int kKeptFactor = 3;  // and so many times the tokens of the budget at least
 constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
 // What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     const auto keep = [&](uint32_t place, uint32_t run, float weight) {
       kept[place] = {uint32_t(names[run / kPageRuns]), run}, weights[place] = weight;
     };
-    float length = 0;
+    float length = 0; // of a query, on average
     if (p.draws) {
       for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
       length /= p.group, state.slope = p.chunk_sharpness * length;
@@ -444,6 +444,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   const unsigned row = blockIdx.x, sequence = row / p.heads;
   const int log_run = 3 - p.log_chunk, chunks = p.state(row).count << log_run, groups = (chunks + 7) / 8;
   const int drawn = p.draws_of(sequence);
+  const uint32_t random = drawn ? p.state_of(row) : 0;
   int64_t* selected = p.selected + int64_t(row) * p.k;
   float* log_weight = p.log_weight + int64_t(row) * p.k;
   int count = 0;
@@ -461,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     const int wanted = p.budget_of(sequence);
     if (drawn)
       count = select_by_chance(
-          shared, values, groups, wanted, wanted + drawn, 1, mix_bits(p.state_of(row) + 0x85ebca77u), bits, use).count;
+          shared, values, groups, wanted, wanted + drawn, 1, mix_bits(random + 0x85ebca77u), bits, use).count;
     else
       count = select_largest(shared, values, groups, wanted, bits, [&](uint32_t place, uint32_t i) {
         use(place, i, 0);

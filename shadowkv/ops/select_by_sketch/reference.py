@@ -16,10 +16,10 @@ from shadowkv.ops.select_by_sketch.draws import Draws, by_chance
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-KEPT_SHARE = 16
+KEPT_SHARE = 18
 """One of so many runs is looked at closely."""
 
-KEPT_OVER_BUDGET = 4
+KEPT_OVER_BUDGET = 3
 """So many times the tokens of the budget at the least."""
 
 EXCLUDED = torch.tensor(-0.0, dtype=torch.float16).view(torch.int16).item()
