@@ -25,8 +25,9 @@ constexpr int kScoreBlocks = 3; // of a multiprocessor
 constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
 constexpr int kShortSlice = 8;  // so many
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
-constexpr int kKeptShare = 18;  // one of so many runs is kept,
-constexpr int kKeptFactor = 3;  // and so many times the tokens of the budget at least
+constexpr int kKeptShare = 16;  // one of so many runs is kept,
+constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
+constexpr int kDrawnShare = 4;  // of these one in so many is drawn, where anything is
 constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
 // What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
@@ -93,7 +94,7 @@ struct SelectBySketch {
   // Those of them that are drawn.
   __device__ int drawn_runs_of(unsigned sequence) const {
     const int keep = kept_of(sequence);
-    return draws_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / 2 : 0;
+    return draws_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / kDrawnShare : 0;
   }
   // Random bits of a row's draws.
   __device__ uint32_t state_of(unsigned row) const {

@@ -169,7 +169,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])
-        assert int(keep[b]) == min(runs, max(-(-runs // KEPT_SHARE), -(-budgets[b] * chunk * 3 // 8)))
+        assert int(keep[b]) == min(runs, max(-(-runs // KEPT_SHARE), -(-budgets[b] * chunk // 2)))
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):

@@ -125,7 +125,7 @@ def test_what_is_drawn_may_be_selected_was_not_found_and_counts_as_its_chance_sa
     chunks, log_weight = select_by_sketch(budget=budget, k=72, draws=Draws(counts, torch.arange(4)), **args)
     keep = kept_runs(args["num_pages"], budget + counts, chunk)
     assert drawn_runs(args["num_pages"], keep, Draws(counts, counts)).tolist() == [
-        int(keep[0]) // 2, 0, int(keep[2]) // 2, int(keep[3]) // 2,
+        int(keep[0]) // 4, 0, int(keep[2]) // 4, int(keep[3]) // 4,
     ]  # fmt: skip
     barred = excluded.unflatten(-1, (-1, chunk)).any(-1)
     for row in range(4):
