@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts.base import Selection
 
 STEPS = 16
 """Steps of the script; after the last comes the first again, of which the buffer has forgotten most."""
@@ -45,12 +46,12 @@ class ScriptedSelection:
         self._script = torch.stack(list(repeating((slots, heads, chunks), k, share, STEPS))).sort().values
         cache.select = self  # type: ignore[method-assign]
 
-    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
-        """Chunks int64 [B, H, k] of the step at work, which begins where a layer comes again."""
-        width = self._select(layer, q, batch).shape[-1]
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        """That of the step at work, which begins where a layer comes again."""
+        width = self._select(layer, q, batch).chunks.shape[-1]
         if layer < self._layer:
             self._step.add_(1).remainder_(STEPS)
         self._layer = layer
         chosen = self._script.index_select(0, self._step)[0, batch.slots, :, :width]
         chosen = chosen.masked_fill((batch.num_pages == 0)[:, None, None], -1)
-        return torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
+        return Selection(torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import preset
@@ -88,13 +89,13 @@ class UnrolledSelection:
         self.steps = list(repeating(shape, int(batch.budget.min()), share, STEPS))
         cache.select = self  # type: ignore[method-assign]
 
-    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         """The next rows of the step at work; after the last, the next step's."""
         self._select(layer, q, batch)
         step = self.steps[self._row // len(self.steps[0]) % STEPS]
         first = self._row % len(step)
         self._row += len(q)
-        return step[first : first + len(q)]
+        return Selection(step[first : first + len(q)])
 
 
 def measure(cache: KVCache, sequences: list[Any], share: float | None) -> tuple[float, float | None]:
