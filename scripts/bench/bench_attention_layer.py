@@ -24,9 +24,9 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.layout import Blocks, Layout
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.rotate.tables import RopeConfig
