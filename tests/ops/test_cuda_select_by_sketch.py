@@ -266,7 +266,7 @@ def some_draws(rows: int, most: int) -> Draws:
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("chunk", [8, 1])
-def test_ragged_rows_draw_like_the_reference(seed, group, dim, chunk):
+def test_ragged_rows_draw_by_their_chances(seed, group, dim, chunk):
     k = 512 // chunk
     args = problem([170, 1, 0, 90, 300], [k // 2, k // 2, k // 2, 0, k // 3], k, 2, group, dim, chunk, columns=301)
     check_draws(args, some_draws(5, k // 2), 7)
