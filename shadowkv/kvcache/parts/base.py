@@ -66,9 +66,9 @@ class Selection:
     """Chunks that queries attend to, of every row and kv head.
 
     Attributes:
-        chunks: int64 [B, H, k]; -1 is none, after the others.
+        chunks: int64 [B, H, k], ascending; -1 is none, after the others.
         log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were drawn; anything
-            where there is none. None where nothing is drawn: the chunks are then ascending.
+            where there is none. None where nothing is drawn.
     """
 
     chunks: Tensor
