@@ -84,12 +84,6 @@ struct AttendShape {
   }
 };
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Over the eight lanes of one place in the quads, which hold the rows of a fragment.
 __device__ __forceinline__ float rows_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));

@@ -19,12 +19,6 @@ __device__ __forceinline__ uint32_t mix_bits(uint32_t x) {
   return x ^ x >> 16;
 }
 
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // The sum of x over the block's threads, for all of them. Barriers as scan_block has them.
 __device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
 #pragma unroll
@@ -70,7 +64,7 @@ __device__ __forceinline__ Chosen select_by_chance(
   const int bin = shared.bin; // 0 where all fit
   const uint32_t sure = bin ? shared.above : total[0];
   const float edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY, less = bin ? -factor * edge : 0.f;
-  const auto weight_of = [&](float value) { return exp2_of(fmaf(factor, value, less)); };
+  const auto weight_of = [&](float value) { return exp2_fast(fmaf(factor, value, less)); };
   float sum = 0;
   for (int i = 0; i < own_bins; ++i) {
     const int own = first_bin + i;
