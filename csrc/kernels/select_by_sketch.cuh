@@ -26,7 +26,8 @@ constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds th
 constexpr int kShortSlice = 8;  // so many
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
 constexpr int kKeptShare = 16;  // one of so many runs is kept,
-constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least
+constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least,
+constexpr int kKeptLeast = 384; // and so many runs
 constexpr int kDrawnShare = 4;  // of these one in so many is drawn, where anything is
 constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
@@ -44,7 +45,8 @@ struct Region {
   Region(int64_t pages, int64_t chunk, int64_t k) {
     const int64_t runs = kPageRuns * pages, wanted = (k * chunk * kKeptFactor + kRun - 1) / kRun;
     const int64_t share = (runs + kKeptShare - 1) / kKeptShare;
-    keep = int(wanted > runs ? runs : wanted > share ? wanted : share);
+    const int64_t most = wanted > share ? wanted : share, least = most > kKeptLeast ? most : kKeptLeast;
+    keep = int(least < runs ? least : runs);
     values = int((2 * keep * (kRun / chunk) + 15) / 16 * 16), kept = (8 * keep + 15) / 16 * 16;
     weights = (4 * keep + 15) / 16 * 16;
   }
@@ -89,7 +91,7 @@ struct SelectBySketch {
   __device__ int kept_of(unsigned sequence) const {
     const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + draws_of(sequence);
     const int least = ((int64_t(wanted) << log_chunk) * kKeptFactor + kRun - 1) / kRun;
-    return wanted ? min(runs, max((runs + kKeptShare - 1) / kKeptShare, least)) : 0;
+    return wanted ? min(runs, max(max((runs + kKeptShare - 1) / kKeptShare, kKeptLeast), least)) : 0;
   }
   // Those of them that are drawn.
   __device__ int drawn_runs_of(unsigned sequence) const {

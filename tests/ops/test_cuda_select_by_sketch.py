@@ -154,7 +154,7 @@ def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
             more = weights - of_run
             assert (more > -0.15).all()
             value = reference.CHUNK_SHARPNESS * sharpness[row, head] * scores[head, chunks] + of_run
-            unsure = more > 0.02
+            unsure = more > 0.2  # than what a run may be taken to stand for by mistake
             line = (more + value)[unsure]  # one number
             if len(line):
                 assert line.max() - line.min() < 0.25
@@ -171,31 +171,31 @@ def poisoned_outputs(monkeypatch):
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("chunk", [8, 1])
 def test_ragged_rows_select_like_the_reference(seed, group, dim, chunk):
-    counts = [33, 1, 0, 20, int(torch.randint(1, 33, ()))]
+    counts = [75, 1, 0, 52, int(torch.randint(1, 75, ()))]
     k = 128 // chunk
-    check(problem(counts, [k, k, k, 0, int(torch.randint(1, k, ()))], k, 2, group, dim, chunk, columns=35))
+    check(problem(counts, [k, k, k, 0, int(torch.randint(1, k, ()))], k, 2, group, dim, chunk, columns=77))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 13, 200])
 def test_every_chunk_size_and_budget(seed, chunk, budget):
-    check(problem([70, 41, 3], [budget, budget // 2 + 1, budget], 200, 3, chunk=chunk))
+    check(problem([90, 61, 3], [budget, budget // 2 + 1, budget], 200, 3, chunk=chunk))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 10])
-@pytest.mark.parametrize("columns", [1, 2, 65])
+@pytest.mark.parametrize("columns", [1, 2, 85])
 def test_any_number_of_heads_and_pages(seed, heads, columns):
     check(problem([columns], [9 * columns], 10 * columns, heads, 3, chunk=2))
 
 
 @pytest.mark.parametrize("dim", [8, 16, 72, 80, 112, 208])
 def test_head_dims_with_padded_planes(seed, dim):
-    check(problem([30, 16], [64, 50], 64, dim=dim))
+    check(problem([70, 52], [64, 50], 64, dim=dim))
 
 
 @pytest.mark.parametrize(("group", "dim"), [(9, 64), (2, 192)])
 def test_other_shapes_are_left_to_the_reference(seed, group, dim):
-    check(problem([30, 16], [64, 50], 64, 2, group, dim))
+    check(problem([70, 52], [64, 50], 64, 2, group, dim))
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(20, 8), (40, 8)])
@@ -211,47 +211,47 @@ def test_rows_that_are_looked_at_in_global_memory(seed):
 
 def test_rows_that_are_left_to_the_reference(seed, monkeypatch):
     monkeypatch.setattr(cuda, "most_groups", lambda device: 40)
-    check(problem([60, 20], [30, 30], 30))
+    check(problem([80, 20], [30, 30], 30))
 
 
 def test_equal_coarse_scores(seed):
-    args = problem([50, 50, 40], [40, 5, 300], 400)
+    args = problem([90, 90, 80], [40, 5, 300], 400)
     args[1].copy_(args[1].mul(2).round())
     check(args)
-    args[1][:, :, : 8 * 40] = 0.0
+    args[1][:, :, : 8 * 80] = 0.0
     args[1][:, :, 5::7] = -0.0
-    args[1][2, :, 8 * 40 :] = -math.inf
+    args[1][2, :, 8 * 80 :] = -math.inf
     check(args)
 
 
 def test_queries_and_keys_of_zero(seed):
-    args = problem([50, 40], [40, 5], 50)
+    args = problem([90, 70], [40, 5], 50)
     check((queries_of(torch.zeros(2, 8, 128, device="cuda")), *args[1:]))
 
 
 def test_scores_beyond_float16(seed):
-    args = problem([50, 40], [40, 5], 50)
+    args = problem([90, 70], [40, 5], 50)
     args[4].mul_(60000)  # which leaves -0 what it is
     selected, _ = cuda.select_by_sketch(*args)
     assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
 
 
 def test_all_chunks_excluded(seed):
-    args = problem([50, 40], [40, 5], 50)
+    args = problem([90, 70], [40, 5], 50)
     args[4][args[5][0]] = -0.0
     check(args)
     assert (cuda.select_by_sketch(*args)[0][0] == -1).all()
 
 
 def test_a_captured_call_follows_its_inputs(seed):
-    args = problem([40, 24, 9], [30, 64, 64], 64, 8)
+    args = problem([90, 64, 9], [30, 64, 64], 64, 8)
     cuda.select_by_sketch(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured, _ = cuda.select_by_sketch(*args)
     args[0].unit.uniform_()
-    args[6].copy_(torch.tensor([9, 24, 0]))
+    args[6].copy_(torch.tensor([59, 64, 0]))
     args[7].copy_(torch.tensor([64, 1, 3]))
     for _ in range(3):
         graph.replay()

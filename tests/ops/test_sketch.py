@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import EXCLUDED, KEPT_SHARE, kept_runs, select_by_sketch
+from shadowkv.ops.select_by_sketch.reference import EXCLUDED, KEPT_LEAST, KEPT_SHARE, kept_runs, select_by_sketch
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, sign_scores
@@ -160,16 +160,17 @@ def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(seed):
 @pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
 @sizes
 def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, chunk, budgets):
-    args, queries = problem(heads, group, dim, chunk, [9, 1, 0, 30])
-    coarse = torch.rand(4, heads, 240).argsort(dim=-1).half()  # no ties, of which an op may keep either
-    coarse.masked_fill_(torch.arange(240) >= 8 * args["num_pages"][:, None, None], -math.inf)
+    args, queries = problem(heads, group, dim, chunk, [51, 1, 0, 60])
+    coarse = torch.rand(4, heads, 480).argsort(dim=-1).half()  # no ties, of which an op may keep either
+    coarse.masked_fill_(torch.arange(480) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
     selected, none = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
     assert selected.shape == (4, heads, k) and none is None
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])
-        assert int(keep[b]) == min(runs, max(-(-runs // KEPT_SHARE), -(-budgets[b] * chunk // 2)))
+        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budgets[b] * chunk // 2))
+        assert int(keep[b]) == (min(runs, wanted) if budgets[b] else 0)
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):
@@ -177,7 +178,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, 
             excluded = args["scale"][own, h].flatten().view(torch.int16) == EXCLUDED
             scores[excluded.unflatten(0, (-1, chunk)).all(-1)] = -math.inf
             kept = coarse[b, h, :runs].sort(descending=True).values[: int(keep[b])]
-            allowed = (coarse[b, h, :runs] >= kept.min()) if len(kept) else torch.zeros(0, dtype=torch.bool)
+            allowed = (coarse[b, h, :runs] >= kept.min()) if len(kept) else torch.zeros(runs, dtype=torch.bool)
             scores[~allowed.repeat_interleave(8 // chunk)] = -math.inf
             found = [at for at in selected[b, h].tolist() if at >= 0]
             assert found == sorted(set(found))

@@ -56,7 +56,10 @@ class Sketch(IndexPart):
         )
 
     def scored_bytes_per_token(self) -> float:
-        """Signs and scales of all tokens; everything of the share that is looked at closely."""
+        """Signs and scales of all tokens; everything of the share that is looked at closely.
+
+        That is of contexts of 49,152 tokens and more: of shorter ones it is a larger one (``KEPT_LEAST``).
+        """
         _, rest, _ = self.page_fields()
         whole = self.bytes_per_token()
         return whole - rest.nbytes / PAGE + whole / KEPT_SHARE

@@ -34,8 +34,7 @@ def most_groups(device: torch.device) -> int:
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
     """Bytes that a row leaves between launches: its kept runs and what they weigh, scores of their chunks, and 16."""
-    runs = 64 // RUN * columns
-    keep = min(runs, max(-(-runs // reference.KEPT_SHARE), -(-k * chunk * reference.KEPT_OVER_BUDGET // RUN)))
+    keep = reference.most_kept(64 // RUN * columns, k, chunk)
     return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 
 

@@ -22,6 +22,10 @@ KEPT_SHARE = 16
 KEPT_OVER_BUDGET = 4
 """So many times the tokens of the budget at the least."""
 
+KEPT_LEAST = 384
+"""And so many runs at the least: how well what is drawn stands for the rest hangs on how many are drawn, less on their
+share."""
+
 DRAWN_SHARE = 4
 """One of so many of these runs is drawn, where anything is."""
 
@@ -38,7 +42,12 @@ def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
     """Runs of each row that are looked at closely where ``budget`` chunks are selected, int64 [B]."""
     runs = 64 // RUN * num_pages
     share = torch.maximum(-(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN))
-    return torch.minimum(runs, share)
+    return torch.minimum(runs, share.clamp(min=KEPT_LEAST)).where(budget > 0, 0)
+
+
+def most_kept(runs: int, budget: int, chunk: int) -> int:
+    """The same of a row of ``runs`` that selects up to ``budget`` chunks."""
+    return min(runs, max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN)))
 
 
 def drawn_runs(num_pages: Tensor, kept: Tensor, draws: Draws | None) -> Tensor:
@@ -96,7 +105,7 @@ def select_by_sketch(
     bits = whole.shape[-1]
     counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
     keep = kept_runs(num_pages, budget + counts, chunk)
-    width = min(coarse.shape[-1], max(-(-coarse.shape[-1] // KEPT_SHARE), -(-k * chunk * KEPT_OVER_BUDGET // RUN)))
+    width = most_kept(coarse.shape[-1], k, chunk)
 
     def of_rows(x: Tensor) -> Tensor:
         """[B, H] of [B]."""
