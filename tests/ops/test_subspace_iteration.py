@@ -34,6 +34,7 @@ SPECTRA = {
     "1/i^4": FALL**-4,
     "exponential": torch.exp(-FALL / 20),
     "one direction": torch.cat((torch.tensor([1e3]), FALL[1:] ** -1.5)),
+    "three far ahead": torch.cat((torch.full((3,), 1e7), FALL[3:] ** -1.0)),
 }
 
 
