@@ -1,22 +1,26 @@
 """Attention over a block of keys on a GPU against the reference in float64."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from plain_formulas import SHAPES, assert_close_like_lowp
 
-from shadowkv.ops.block_attention import cuda, reference
+from shadowkv.ops.block_attention import cuda, flashinfer, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+BACKENDS = [cuda, flashinfer] if flashinfer.available() else [cuda]
 MORE_SHAPES = [*SHAPES, (1, 6, 128), (2, 3, 16)]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "group", "dim"), MORE_SHAPES)
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 77), (64, 64), (37, 300), (300, 300), (5, 5000), (700, 1500)])
 def test_blocks_of_a_longer_buffer(
-    heads: int, group: int, dim: int, n: int, m: int, causal: bool, dtype: torch.dtype
+    heads: int, group: int, dim: int, n: int, m: int, causal: bool, dtype: torch.dtype, backend: ModuleType
 ) -> None:
     q = torch.randn(n, heads * group, dim, device="cuda").to(dtype)
     # As blocks and new tokens are strided: heads outside, or inside.
@@ -25,7 +29,7 @@ def test_blocks_of_a_longer_buffer(
         buffers = buffers.transpose(1, 2).contiguous().transpose(1, 2)
     buffers[:, :, :m] = torch.randn(2, heads, m, dim, device="cuda")
     k, v = buffers[:, :, :m]
-    out, lse = cuda.block_attention(q, k, v, causal)
+    out, lse = backend.block_attention(q, k, v, causal)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:2]
     assert lse.dtype == torch.float32
