@@ -15,23 +15,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from tiny_model import ENGINE, tiny_model
+from soak_answer import Answer
+from soak_server import SERVER, SLOTS, own_server
 
 WEIGHTS = {"whole": 35, "stream": 30, "hang up": 13, "bad": 12, "chat": 10}
 LONGEST_ANSWER = 128
@@ -42,39 +41,11 @@ MAX_FAULTS = 100
 """They tell the story."""
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 
-SLOTS = 16
-SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
-"""Our own server: it keeps finished sequences only in slots that nothing runs in."""
-RETRY_SECONDS, STOP_SECONDS = 2, 60
+RETRY_SECONDS = 2
 
 
 class Lost(Exception):
     """A good request without a good answer, or a bad one that got one."""
-
-
-@dataclass
-class Answer:
-    """What one greedy request said."""
-
-    tokens: list[str] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[dict[str, float]] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def add(self, choice: dict[str, Any], skip: int = 0) -> None:
-        """Takes in a choice, or a part of it, without its first ``skip`` tokens."""
-        part = choice.get("logprobs") or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-        self.tokens += part["tokens"][skip:]
-        self.logprobs += part["token_logprobs"][skip:]
-        self.top += part["top_logprobs"][skip:]
-        self.finish_reason = choice["finish_reason"] or self.finish_reason
-
-    @classmethod
-    def of_chat(cls, choice: dict[str, Any]) -> Answer:
-        """The answer that a chat completion's choice is."""
-        steps = choice["logprobs"]["content"]
-        top = [{other["token"]: other["logprob"] for other in step["top_logprobs"]} for step in steps]
-        return cls([step["token"] for step in steps], [step["logprob"] for step in steps], top, choice["finish_reason"])
 
 
 @dataclass
@@ -368,31 +339,6 @@ BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
     ("prompt", {}),
     ("no_such_parameter", True),
 )
-
-
-@contextmanager
-def own_server() -> Iterator[str]:
-    """URL of a server with the tiny model; it must end as it is told to."""
-    with tiny_model() as folder:
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SERVER.items()]
-        command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
-        # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
-        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
-            try:
-                assert process.stdout is not None
-                ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
-                if ready is None:
-                    raise SystemExit("the server did not start")
-                yield ready.split()[1].removesuffix("/v1")
-            finally:
-                process.terminate()
-                try:
-                    process.wait(STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        if process.returncode != 128 + signal.SIGTERM:
-            raise SystemExit(f"the server ended with {process.returncode}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

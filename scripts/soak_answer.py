@@ -1,0 +1,31 @@
+"""What one greedy request of a soak said, put together from the choices of its response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """What one greedy request said."""
+
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[dict[str, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, choice: dict[str, Any], skip: int = 0) -> None:
+        """Takes in a choice, or a part of it, without its first ``skip`` tokens."""
+        part = choice.get("logprobs") or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        self.tokens += part["tokens"][skip:]
+        self.logprobs += part["token_logprobs"][skip:]
+        self.top += part["top_logprobs"][skip:]
+        self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    @classmethod
+    def of_chat(cls, choice: dict[str, Any]) -> Answer:
+        """The answer that a chat completion's choice is."""
+        steps = choice["logprobs"]["content"]
+        top = [{other["token"]: other["logprob"] for other in step["top_logprobs"]} for step in steps]
+        return cls([step["token"] for step in steps], [step["logprob"] for step in steps], top, choice["finish_reason"])

@@ -1,0 +1,43 @@
+"""A server of a soak's own, with the tiny model, in a process that must end as it is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tiny_model import ENGINE, tiny_model
+
+SLOTS = 16
+SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
+"""It keeps finished sequences only in slots that nothing runs in."""
+STOP_SECONDS = 60
+
+
+@contextmanager
+def own_server() -> Iterator[str]:
+    """URL of a server with the tiny model; it must end as it is told to."""
+    with tiny_model() as folder:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SERVER.items()]
+        command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
+        # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
+        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+            try:
+                assert process.stdout is not None
+                ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+                if ready is None:
+                    raise SystemExit("the server did not start")
+                yield ready.split()[1].removesuffix("/v1")
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        if process.returncode != 128 + signal.SIGTERM:
+            raise SystemExit(f"the server ended with {process.returncode}")
