@@ -60,7 +60,7 @@ COLUMNS = [
     "hit_rate",
     "status",
 ]
-WORKING_GIB = 2.0
+WORKING_GIB = 1.0
 """Left free for activations, workspaces and captured graphs."""
 
 PROFILED_STEPS = 4
@@ -175,15 +175,24 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     torch.cuda.synchronize()
     start = time.perf_counter()
     begun = 0
+
+    def begin() -> int:
+        """One round of prefill; returns how many sequences it has begun."""
+        outputs = engine.step(decode=False)
+        for output in outputs:
+            if output.error is not None:
+                raise MemoryError(f"sequence {output.request_id}: {output.error}")
+        return len(outputs)
+
     for number in range(count):
         length = context - draw.randrange(64)
         prompt = [draw.randrange(min(1000, engine.model_config.vocab_size)) for _ in range(length)]
         engine.add_request(str(number), prompt, params)
         while not number and not begun:  # alone, so that its time is that of one prompt
-            begun = len(engine.step(decode=False))
+            begun = begin()
             ttft = time.perf_counter() - start
     while begun < count:
-        begun += len(engine.step(decode=False))
+        begun += begin()
     if args.hit_rate is not None and engine.cache.fetching is not None:
         ScriptedSelection(engine.cache, context - 64, args.hit_rate)
     for _ in range(args.steps):
@@ -225,7 +234,7 @@ class SyntheticPrefill(Runner):
     def prefill(
         self, work: list[tuple[Sequence, list[int]]], forks: Forks = ()
     ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """The embeddings as hidden states, and their logits."""
+        """The last tokens' embeddings as hidden states, and their logits."""
         if not self.computed:
             self.computed = True
             return (yield from super().prefill(work, forks))
@@ -238,8 +247,8 @@ class SyntheticPrefill(Runner):
                 self.cache.finish_prefill(layer, batch)
             self.cache.end_prefill(batch)
         yield
-        hidden = [self.model.embed(torch.tensor(tokens, device=self.cache.device)) for _, tokens in work]
-        return self.model.logits(torch.stack([states[-1] for states in hidden])), hidden
+        hidden = [self.model.embed(torch.tensor(tokens[-1:], device=self.cache.device)) for _, tokens in work]
+        return self.model.logits(torch.cat(hidden)), hidden
 
 
 def profile(engine: Engine) -> dict[str, Any]:
