@@ -39,8 +39,12 @@ def extensions() -> list[Extension]:
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
     cpu = Extension(
         "shadowkv._cpu",
-        sources=["csrc/bindings/cpu.cpp", "csrc/cpu/paged_attention.cpp"],
-        depends=[str(header) for header in sorted(Path("csrc/cpu").glob("*.h"))],
+        sources=[
+            str(source) for folder in ("csrc/bindings", "csrc/cpu") for source in sorted(Path(folder).glob("*.cpp"))
+        ],
+        depends=[
+            str(header) for folder in ("csrc/bindings", "csrc/cpu") for header in sorted(Path(folder).glob("*.h"))
+        ],
         include_dirs=include_paths(),
         library_dirs=library_paths(),
         libraries=["c10", "torch_cpu"],

@@ -1,4 +1,4 @@
-// Ops on CPU tensors for PyTorch: checks device, dtype, shape and stride, and spreads the work over its threads.
+// Attention on CPU tensors for PyTorch: checks device, dtype, shape and stride, and spreads the work over its threads.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -13,16 +13,12 @@
 #include <vector>
 
 #include "../cpu/paged_attention.h"
+#include "cpu_checks.h"
 
 namespace {
 
 using at::Tensor;
-
-void check(const Tensor& x, const char* name, int64_t dims, at::ScalarType dtype) {
-  TORCH_CHECK(x.device().is_cpu(), name, " is on ", x.device(), ", not on the CPU");
-  TORCH_CHECK(x.dim() == dims, name, " has shape ", x.sizes(), ", not ", dims, " dimensions");
-  TORCH_CHECK(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", not ", dtype);
-}
+using shadowkv::check;
 
 void check_pages(const Tensor& pages, const Tensor& counts, int64_t num_pages, int64_t page_rows) {
   const int64_t *page = pages.const_data_ptr<int64_t>(), *count = counts.const_data_ptr<int64_t>();

@@ -32,7 +32,8 @@ def load_cpu() -> bool:
     except OSError as error:
         warnings.warn(f"{spec.origin} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
         return False
-    torch.library.register_fake("shadowkv::paged_attention", _paged_attention_shapes)
+    for fake in (_paged_attention, _sign_scores, _select_by_sketch):
+        torch.library.register_fake(f"shadowkv::{fake.__name__[1:]}", fake)
     return True
 
 
@@ -42,8 +43,17 @@ def block_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def _paged_attention_shapes(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _sign_scores(whole: Tensor, unit: Tensor, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
+    return scale.new_empty(len(pages), signs.shape[1], 8 * pages.shape[1])
+
+
+def _select_by_sketch(whole: Tensor, unit: Tensor, coarse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = (*coarse.shape[:2], rest[-1])
+    return coarse.new_empty(shape, dtype=torch.int64), coarse.new_empty(shape, dtype=torch.float32)
 
 
 @cache

@@ -12,6 +12,10 @@ from torch import Tensor
 
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.paged_attention import cpu, reference
+from shadowkv.ops.sign_scores import cpu as cpu_scores
+from shadowkv.ops.sign_scores import reference as reference_scores
+from shadowkv.ops.sign_scores.reference import pack_sketch
+from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
 
@@ -130,11 +134,75 @@ def test_a_nan_in_a_query_stays_in_its_head(seed):
     assert torch.equal(lse.isnan(), broken)
 
 
-def test_the_fake_has_the_shapes_of_the_op():
-    args = case([5, 70])
-    torch.library.opcheck(
-        torch.ops.shadowkv.paged_attention.default, args, test_utils=("test_schema", "test_faketensor")
-    )
+def sketch_case() -> dict[str, Tensor]:
+    """Arguments of the ops on a sketch: two rows of two pages, one kv head of three query heads of 64."""
+    plane = torch.randint(256, (2, 3, 1, 64, 8), dtype=torch.uint8)
+    return {
+        "whole": torch.randint(-127, 128, (2, 3, 8, 8), dtype=torch.int8),
+        "unit": torch.rand(2, 3),
+        "coarse": torch.randn(2, 1, 16).half(),
+        "signs": plane[0],
+        "rest": plane[1],
+        "scale": torch.rand(3, 1, 64).half(),
+        "pages": torch.tensor([[0, 2], [1, 99]]),
+        "num_pages": torch.tensor([2, 1]),
+        "counts": torch.tensor([[10, 8], [2, 0], [20, 9], [5, 0]]),
+        "factors": torch.rand(2, 2, 1),
+        "random": torch.randint(1 << 32, (2, 2, 1)),
+    }
+
+
+SIGNS = ("whole", "unit", "signs", "scale", "pages", "num_pages")
+
+
+def test_the_fakes_have_the_shapes_of_the_ops():
+    sketch = sketch_case()
+    for op, args in (
+        (torch.ops.shadowkv.paged_attention, case([5, 70])),
+        (torch.ops.shadowkv.sign_scores, tuple(sketch[name] for name in SIGNS)),
+        (torch.ops.shadowkv.select_by_sketch, (*sketch.values(), 2, 25)),
+    ):
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_sign_scores_are_those_of_the_reference_to_the_last_bit(seed):
+    keys, q = torch.randn(40, 2, 64, 96), torch.randn(3, 10, 96)
+    signs, _, scale = pack_sketch(keys)
+    maps, slots = torch.linalg.qr(torch.randn(1, 2, 96, 96)).Q, torch.zeros(3, dtype=torch.int64)
+    places = torch.randint(40, (3, 150)), torch.tensor([150, 0, 101])
+    args = sketch_queries(q, maps, slots), signs, scale, *places
+    assert torch.equal(cpu_scores.sign_scores(*args), reference_scores.sign_scores(*args))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (RuntimeError, "whole is Float, not Char", {"whole": torch.zeros(2, 3, 8, 8)}),
+        (RuntimeError, r"whole has shape \[2, 3, 8, 16\]", {"whole": torch.zeros(2, 3, 8, 16, dtype=torch.int8)}),
+        (RuntimeError, r"unit has shape \[2, 4\]", {"unit": torch.zeros(2, 4)}),
+        (RuntimeError, r"signs has shape .*, rest", {"rest": torch.zeros(3, 2, 64, 8, dtype=torch.uint8)}),
+        (RuntimeError, r"scale has shape \[3, 2, 64\]", {"scale": torch.zeros(3, 2, 64).half()}),
+        (RuntimeError, r"pages has shape \[1, 2\]", {"pages": torch.zeros(1, 2, dtype=torch.int64)}),
+        (RuntimeError, r"coarse has shape \[2, 1, 8\]", {"coarse": torch.zeros(2, 1, 8).half()}),
+        (RuntimeError, r"counts has shape \[3, 2\]", {"counts": torch.zeros(3, 2, dtype=torch.int64)}),
+        (RuntimeError, "factors and random have shapes", {"factors": torch.zeros(2, 2, 2)}),
+        (IndexError, r"num_pages 3 is not in \[0, 2\]", {"num_pages": torch.tensor([3, 0])}),
+        (IndexError, r"page 3 is not in \[0, 3\)", {"pages": torch.tensor([[0, 3], [1, 99]])}),
+        (IndexError, r"page -1 is not in", {"pages": torch.tensor([[-1, 0], [1, 99]])}),
+    ],
+)
+def test_the_bindings_of_the_sketch_refuse_what_does_not_fit(error, match, changes):
+    args = sketch_case() | changes
+    with pytest.raises(error, match=match):
+        torch.ops.shadowkv.select_by_sketch(*args.values(), 1, 25)
+    if not changes.keys() - set(SIGNS):
+        with pytest.raises(error, match=match):
+            torch.ops.shadowkv.sign_scores(*(args[name] for name in SIGNS))
+
+
+def test_the_binding_refuses_a_chunk_that_runs_do_not_hold():
+    with pytest.raises(RuntimeError, match="chunks have 1, 2, 4 or 8 tokens, not 3"):
+        torch.ops.shadowkv.select_by_sketch(*sketch_case().values(), 3, 25)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "baseline"])

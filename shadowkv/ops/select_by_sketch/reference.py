@@ -60,6 +60,11 @@ def drawn_runs(num_pages: Tensor, kept: Tensor, draws: Draws | None) -> Tensor:
     return torch.where((some > 0) & (kept < 64 // RUN * num_pages), kept // DRAWN_SHARE, 0)
 
 
+def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
+    """What a score is about multiplied by in the softmax, in units of log 2: the mean of a group, float32 [B, H]."""
+    return queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)
+
+
 def select_by_sketch(
     queries: SketchQueries,
     coarse: Tensor,
@@ -114,7 +119,7 @@ def select_by_sketch(
     kept = _largest(coarse, of_rows(keep))
     if draws is not None:
         drawn, uniform = of_rows(drawn_runs(num_pages, keep, draws)), draws.uniform(layer, heads)
-        sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)  # [B, H]
+        sharpness = log_sharpness(queries, heads)
         some, chance = by_chance(coarse, of_rows(keep) - drawn, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0])
         unsure = coarse.float().masked_fill(chance == 1, float("-inf")).amax(-1)
         kept, chance = some.where(drawn[..., None] > 0, kept), chance.where(drawn[..., None] > 0, 1)

@@ -1,0 +1,164 @@
+// Search of a key sketch on CPU tensors for PyTorch: checks arguments and spreads the work over its threads.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "../cpu/sketch.h"
+#include "cpu_checks.h"
+
+namespace {
+
+using at::Tensor;
+using shadowkv::check;
+
+constexpr int64_t PAGES_OF_A_TASK = 64;  // some 20 microseconds of work
+
+// Queries as the sketch has them, its planes, and where the pages of every sequence are.
+struct SketchArguments {
+  Tensor whole, unit, signs, rest, scale, pages, num_pages;
+  int64_t batch, heads, group, bytes, columns;
+
+  SketchArguments(
+      const Tensor& whole, const Tensor& unit, const Tensor& signs, const Tensor& rest, const Tensor& scale,
+      const Tensor& pages, const Tensor& num_pages)
+      : whole(whole.contiguous()), unit(unit.contiguous()), signs(signs), rest(rest), scale(scale),
+        pages(pages.contiguous()), num_pages(num_pages.contiguous()) {
+    check(whole, "whole", 4, at::kChar);
+    check(unit, "unit", 2, at::kFloat);
+    check(signs, "signs", 4, at::kByte);
+    check(rest, "rest", 4, at::kByte);
+    check(scale, "scale", 3, at::kHalf);
+    check(pages, "pages", 2, at::kLong);
+    check(num_pages, "num_pages", 1, at::kLong);
+    batch = whole.size(0), heads = signs.size(1), bytes = signs.size(3), columns = pages.size(1);
+    TORCH_CHECK(
+        heads > 0 && whole.size(1) % heads == 0, whole.size(1), " query heads are no multiple of ", heads, " kv heads");
+    group = whole.size(1) / heads;
+    TORCH_CHECK(
+        whole.size(2) == 8 && whole.size(3) == bytes && signs.size(2) == shadowkv::SKETCH_PAGE && bytes <= 32,
+        "whole has shape ", whole.sizes(), ", signs has shape ", signs.sizes());
+    TORCH_CHECK(unit.sizes() == whole.sizes().slice(0, 2), "unit has shape ", unit.sizes(), ", whole ", whole.sizes());
+    TORCH_CHECK(
+        signs.sizes().slice(1) == rest.sizes().slice(1), "signs has shape ", signs.sizes(), ", rest ", rest.sizes());
+    TORCH_CHECK(
+        scale.sizes().slice(1) == signs.sizes().slice(1, 2), "scale has shape ", scale.sizes(), ", signs ",
+        signs.sizes());
+    TORCH_CHECK(signs.stride(3) == 1 && rest.stride(3) == 1 && scale.stride(2) == 1, "the last stride is not 1");
+    TORCH_CHECK(pages.size(0) == batch && num_pages.size(0) == batch, "pages has shape ", pages.sizes(),
+                ", num_pages ", num_pages.sizes(), ", whole ", whole.sizes());
+    const int64_t most = std::min({signs.size(0), rest.size(0), scale.size(0)});
+    for (int64_t row = 0; row < batch; ++row) {
+      TORCH_CHECK_INDEX(
+          count(row) >= 0 && count(row) <= columns, "num_pages ", count(row), " is not in [0, ", columns, "]");
+      for (int64_t i = 0; i < count(row); ++i)
+        TORCH_CHECK_INDEX(
+            names(row)[i] >= 0 && names(row)[i] < most, "page ", names(row)[i], " is not in [0, ", most, ")");
+    }
+  }
+
+  int64_t count(int64_t row) const { return num_pages.const_data_ptr<int64_t>()[row]; }
+  const int64_t* names(int64_t row) const { return pages.const_data_ptr<int64_t>() + row * columns; }
+
+  shadowkv::SketchScorer scorer(int64_t row, int64_t head, bool in_sixteenths) const {
+    const int64_t first = (row * heads + head) * group;
+    return {
+        whole.const_data_ptr<int8_t>() + first * 8 * bytes, unit.const_data_ptr<float>() + first, group, bytes,
+        in_sixteenths};
+  }
+
+  shadowkv::SketchPlanes planes(int64_t head) const {
+    return {
+        signs.const_data_ptr<uint8_t>() + head * signs.stride(1),
+        rest.const_data_ptr<uint8_t>() + head * rest.stride(1),
+        static_cast<const shadowkv::Float16*>(scale.const_data_ptr()) + head * scale.stride(1),
+        signs.stride(0), signs.stride(2), rest.stride(0), rest.stride(2), scale.stride(0), bytes};
+  }
+};
+
+Tensor sign_scores(
+    const Tensor& whole, const Tensor& unit, const Tensor& signs, const Tensor& scale, const Tensor& pages,
+    const Tensor& num_pages) {
+  const SketchArguments in(whole, unit, signs, signs, scale, pages, num_pages);
+  const int64_t runs = shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN * in.columns;
+  Tensor scores = at::full({in.batch, in.heads, runs}, -std::numeric_limits<double>::infinity(), scale.options());
+  auto* out = static_cast<shadowkv::Float16*>(scores.mutable_data_ptr());
+  const int64_t blocks = (in.columns + PAGES_OF_A_TASK - 1) / PAGES_OF_A_TASK;
+  at::parallel_for(0, in.batch * in.heads * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t place = task / blocks, row = place / in.heads, head = place % in.heads;
+      const int64_t first = task % blocks * PAGES_OF_A_TASK, count = std::min(PAGES_OF_A_TASK, in.count(row) - first);
+      if (count <= 0) continue;
+      shadowkv::score_runs(
+          in.scorer(row, head, true), in.planes(head), in.names(row) + first, count,
+          out + place * runs + first * (shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN));
+    }
+  });
+  return scores;
+}
+
+std::tuple<Tensor, Tensor> select_by_sketch(
+    const Tensor& whole, const Tensor& unit, const Tensor& coarse, const Tensor& signs, const Tensor& rest,
+    const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& factors,
+    const Tensor& random, int64_t chunk, int64_t width) {
+  const SketchArguments in(whole, unit, signs, rest, scale, pages, num_pages);
+  const int64_t runs = shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN * in.columns;
+  check(coarse, "coarse", 3, at::kHalf);
+  check(counts, "counts", 2, at::kLong);
+  check(factors, "factors", 3, at::kFloat);
+  check(random, "random", 3, at::kLong);
+  TORCH_CHECK(
+      coarse.size(0) == in.batch && coarse.size(1) == in.heads && coarse.size(2) == runs, "coarse has shape ",
+      coarse.sizes(), ", not [", in.batch, ", ", in.heads, ", ", runs, "]");
+  TORCH_CHECK(counts.size(0) == 4 && counts.size(1) == in.batch, "counts has shape ", counts.sizes(), ", not [4, ",
+              in.batch, "]");
+  for (const Tensor& x : {factors, random})
+    TORCH_CHECK(
+        x.size(0) == 2 && x.size(1) == in.batch && x.size(2) == in.heads, "factors and random have shapes ",
+        factors.sizes(), " and ", random.sizes(), ", not [2, ", in.batch, ", ", in.heads, "]");
+  TORCH_CHECK(chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks have 1, 2, 4 or 8 tokens, not ", chunk);
+  const Tensor scores = coarse.contiguous(), whole_counts = counts.contiguous();
+  const Tensor two_factors = factors.contiguous(), numbers = random.contiguous();
+  Tensor selected = at::empty({in.batch, in.heads, width}, pages.options());
+  Tensor log_weight = at::empty({in.batch, in.heads, width}, unit.options());
+  const int64_t *count = whole_counts.const_data_ptr<int64_t>(), *number = numbers.const_data_ptr<int64_t>();
+  const float* factor = two_factors.const_data_ptr<float>();
+  const auto* coarse_scores = static_cast<const shadowkv::Float16*>(scores.const_data_ptr());
+  int64_t* chosen = selected.mutable_data_ptr<int64_t>();
+  float* weights = log_weight.mutable_data_ptr<float>();
+  const int64_t places = in.batch * in.heads;
+  at::parallel_for(0, places, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t place = begin; place < end; ++place) {
+      const int64_t row = place / in.heads, head = place % in.heads;
+      const shadowkv::SketchSelection wanted = {
+          coarse_scores + place * runs, in.names(row), in.count(row), count[row], count[in.batch + row],
+          count[2 * in.batch + row], count[3 * in.batch + row], chunk, factor[place], factor[places + place],
+          static_cast<uint32_t>(number[place]), static_cast<uint32_t>(number[places + place])};
+      shadowkv::select_chunks(
+          in.scorer(row, head, false), in.planes(head), wanted, width, chosen + place * width, weights + place * width);
+    }
+  });
+  return {selected, log_weight};
+}
+
+TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
+  m.def(
+      "sign_scores(Tensor whole, Tensor unit, Tensor signs, Tensor scale, Tensor pages, Tensor num_pages) -> Tensor");
+  m.def(
+      "select_by_sketch(Tensor whole, Tensor unit, Tensor coarse, Tensor signs, Tensor rest, Tensor scale, "
+      "Tensor pages, Tensor num_pages, Tensor counts, Tensor factors, Tensor random, int chunk, int width) -> "
+      "(Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {
+  m.impl("sign_scores", sign_scores);
+  m.impl("select_by_sketch", select_by_sketch);
+}
+
+}  // namespace

@@ -1,0 +1,221 @@
+#include "sketch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace shadowkv {
+
+namespace {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr uint16_t EXCLUDED = 0x8000;  // -0, the scale of a token that may not be selected
+constexpr float LARGEST = 65504.0f;    // of float16
+constexpr int MOST_BITS = 20;          // of a chance
+constexpr float CAUTION = 0.97f;       // what chances add up to, in all that may be drawn
+constexpr int BINS = 2048;
+
+// The first 11 bits of a number, in the order of numbers.
+int bin_of(Float16 x) {
+  const uint16_t bits = x.bits == 0x8000 ? 0 : x.bits;
+  return (bits & 0x8000 ? static_cast<uint16_t>(~bits) : bits | 0x8000) >> 5;
+}
+
+bool is_nothing(Float16 x) { return x.bits == 0xfc00; }
+
+// Which of some numbers are selected, and with what chance, in multiples of 2^-bits.
+struct Chosen {
+  std::vector<uint8_t> some;
+  std::vector<int64_t> chance;
+  int bits = 0;
+
+  bool sure(int64_t i) const { return chance[i] == int64_t{1} << bits; }
+  float log_chance(int64_t i) const { return std::log2(static_cast<float>(chance[i]) / static_cast<float>(int64_t{1} << bits)); }
+};
+
+// The largest `count` that are not -inf, each for sure.
+Chosen largest(const std::vector<float>& values, int64_t count) {
+  std::vector<int32_t> order(values.size());
+  std::iota(order.begin(), order.end(), 0);
+  count = std::min<int64_t>(count, order.size());
+  const auto greater = [&](int32_t a, int32_t b) { return values[a] > values[b]; };
+  std::nth_element(order.begin(), order.begin() + count, order.end(), greater);
+  Chosen chosen{std::vector<uint8_t>(values.size()), std::vector<int64_t>(values.size(), 1)};
+  for (int64_t i = 0; i < count; ++i) chosen.some[order[i]] = values[order[i]] != NOTHING;
+  return chosen;
+}
+
+// Selection of the largest for sure and of others by chance: `by_chance` of the PyTorch reference.
+Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wanted, float factor, uint32_t random) {
+  const int64_t n = static_cast<int64_t>(values.size());
+  Chosen chosen{std::vector<uint8_t>(n), std::vector<int64_t>(n)};
+  while (chosen.bits < MOST_BITS && std::max<int64_t>(wanted, 1) < int64_t{1} << (30 - chosen.bits)) ++chosen.bits;
+  const int64_t one = int64_t{1} << chosen.bits;
+
+  int32_t counts[BINS] = {};
+  for (const Float16 x : values) ++counts[bin_of(x)];
+  int edge_bin = BINS;  // bins from this one on hold `sure` numbers at the most
+  for (int64_t left = sure; edge_bin > 0 && left >= counts[edge_bin - 1];) left -= counts[--edge_bin];
+
+  int64_t certain = 0;
+  float edge = -LARGEST;
+  for (int64_t i = 0; i < n; ++i) {
+    if (is_nothing(values[i])) continue;
+    if (bin_of(values[i]) >= edge_bin) {
+      chosen.chance[i] = one;
+      ++certain;
+    } else {
+      edge = std::max(edge, to_float(values[i]));
+    }
+  }
+  std::vector<float> weight(n);
+  float total = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (chosen.chance[i] || is_nothing(values[i])) continue;
+    weight[i] = std::exp2(factor * (to_float(values[i]) - edge));
+    total += weight[i];
+  }
+  const float scale = total > 0 ? CAUTION * static_cast<float>((wanted - certain) << chosen.bits) / total : 0;
+  int64_t before = static_cast<int64_t>(static_cast<uint64_t>(random) >> (32 - chosen.bits));
+  for (int64_t i = 0; i < n; ++i) {
+    if (!chosen.chance[i]) chosen.chance[i] = std::min(static_cast<int64_t>(std::rint(weight[i] * scale)), one);
+    const int64_t after = before + chosen.chance[i];
+    chosen.some[i] = after >> chosen.bits != before >> chosen.bits;
+    before = after;
+  }
+  return chosen;
+}
+
+}  // namespace
+
+SketchScorer::SketchScorer(
+    const int8_t* whole, const float* unit, int64_t queries, int64_t bytes, bool in_sixteenths)
+    : groups_((queries + LANES - 1) / LANES), bytes_(bytes) {
+  for (int64_t first = 0; first < queries; first += LANES) {
+    Queries& group = groups_[first / LANES];
+    group.count = std::min(LANES, queries - first);
+    std::vector<Sums> numbers(bytes * 8);
+    for (int64_t lane = 0; lane < group.count; ++lane) {
+      group.unit[lane] = in_sixteenths ? 16 * unit[first + lane] : unit[first + lane];
+      group.sum[lane] = 0;
+      for (int64_t bit = 0; bit < 8; ++bit) {
+        for (int64_t byte = 0; byte < bytes; ++byte) {
+          const int x = whole[((first + lane) * 8 + bit) * bytes + byte];
+          const int number = in_sixteenths ? std::min((x + 8) >> 4, 7) : x;
+          numbers[byte * 8 + bit][lane] = static_cast<int16_t>(number);
+          group.sum[lane] += number;
+        }
+      }
+    }
+    group.table.resize(bytes * 256);
+    for (int64_t byte = 0; byte < bytes; ++byte) {
+      Sums* row = group.table.data() + 256 * byte;
+      for (unsigned value = 1; value < 256; ++value)
+        row[value] = row[value & (value - 1)] + numbers[byte * 8 + __builtin_ctz(value)];
+    }
+  }
+}
+
+SketchScorer::Sums SketchScorer::Queries::look_up(const uint8_t* plane, int64_t bytes) const {
+  Sums sums{};
+  for (int64_t byte = 0; byte < bytes; ++byte) sums += table[256 * byte + plane[byte]];
+  return sums;
+}
+
+float SketchScorer::with_signs(const uint8_t* signs) const {
+  float best = NOTHING;
+  for (const Queries& group : groups_) {
+    const Sums high = group.look_up(signs, bytes_);
+    for (int64_t lane = 0; lane < group.count; ++lane)
+      best = std::max(best, group.unit[lane] * static_cast<float>(2 * high[lane] - group.sum[lane]));
+  }
+  return best;
+}
+
+float SketchScorer::with_both(const uint8_t* signs, const uint8_t* rest) const {
+  float best = NOTHING;
+  for (const Queries& group : groups_) {
+    const Sums high = group.look_up(signs, bytes_), low = group.look_up(rest, bytes_);
+    for (int64_t lane = 0; lane < group.count; ++lane) {
+      const float product = static_cast<float>(2 * high[lane] + low[lane]) - 1.5f * static_cast<float>(group.sum[lane]);
+      best = std::max(best, group.unit[lane] * product);
+    }
+  }
+  return best;
+}
+
+void score_runs(
+    const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best) {
+  for (int64_t page = 0; page < count; ++page) {
+    const uint8_t* signs = planes.signs + pages[page] * planes.signs_page;
+    const Float16* scale = planes.scale + pages[page] * planes.scale_page;
+    for (int64_t run = 0; run < SKETCH_PAGE; run += SKETCH_RUN) {
+      float most = NOTHING;
+      for (int64_t token = run; token < run + SKETCH_RUN; ++token)
+        most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * to_float(scale[token]));
+      *best++ = to_float16(std::clamp(most, -LARGEST, LARGEST));
+    }
+  }
+}
+
+void select_chunks(
+    const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& wanted, int64_t width,
+    int64_t* selected, float* log_weight) {
+  const int64_t runs = wanted.num_pages * (SKETCH_PAGE / SKETCH_RUN), per_run = SKETCH_RUN / wanted.chunk;
+  const std::vector<Float16> coarse(wanted.coarse, wanted.coarse + runs);
+  float edge = 0;
+  Chosen kept;
+  if (wanted.drawn_runs) {
+    kept = by_chance(coarse, wanted.keep - wanted.drawn_runs, wanted.keep, wanted.run_factor, wanted.run_random);
+    edge = NOTHING;
+    for (int64_t run = 0; run < runs; ++run)
+      if (!kept.sure(run)) edge = std::max(edge, to_float(coarse[run]));
+  } else {
+    std::vector<float> scores(runs);
+    std::transform(coarse.begin(), coarse.end(), scores.begin(), [](Float16 x) { return to_float(x); });
+    kept = largest(scores, wanted.keep);
+  }
+
+  std::vector<int64_t> numbers;
+  std::vector<float> scores, weights;  // weights: logarithms to base 2
+  for (int64_t run = 0; run < runs; ++run) {
+    if (!kept.some[run]) continue;
+    const int64_t page = wanted.pages[run * SKETCH_RUN / SKETCH_PAGE], first = run * SKETCH_RUN % SKETCH_PAGE;
+    const uint8_t* signs = planes.signs + page * planes.signs_page + first * planes.signs_row;
+    const uint8_t* rest = planes.rest + page * planes.rest_page + first * planes.rest_row;
+    const Float16* scale = planes.scale + page * planes.scale_page + first;
+    const float weight = -kept.log_chance(run);
+    for (int64_t chunk = 0; chunk < per_run; ++chunk) {
+      float most = NOTHING;
+      for (int64_t token = chunk * wanted.chunk; token < (chunk + 1) * wanted.chunk; ++token) {
+        if (scale[token].bits == EXCLUDED) continue;
+        const float product = scorer.with_both(signs + token * planes.signs_row, rest + token * planes.rest_row);
+        most = std::max(most, product * to_float(scale[token]));
+      }
+      numbers.push_back(run * per_run + chunk);
+      scores.push_back(most);
+      weights.push_back(weight);
+    }
+  }
+
+  Chosen chosen;
+  if (wanted.draws) {
+    std::vector<Float16> values(scores.size());
+    for (size_t i = 0; i < scores.size(); ++i)
+      values[i] = to_float16(wanted.chunk_factor * (scores[i] - edge) + weights[i]);
+    chosen = by_chance(values, wanted.budget, wanted.budget + wanted.draws, 1.0f, wanted.chunk_random);
+  } else {
+    chosen = largest(scores, wanted.budget);
+  }
+  int64_t count = 0;
+  for (size_t i = 0; i < numbers.size() && count < width; ++i) {
+    if (!chosen.some[i]) continue;
+    selected[count] = numbers[i];
+    log_weight[count++] = 0.69314718055994531f * (weights[i] - chosen.log_chance(i));
+  }
+  std::fill(selected + count, selected + width, -1);
+  std::fill(log_weight + count, log_weight + width, 0.0f);
+}
+
+}  // namespace shadowkv

@@ -1,0 +1,76 @@
+// Search of a key sketch: products of its bits by tables, and the two-level selection. On raw pointers.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "float16.h"
+
+namespace shadowkv {
+
+constexpr int64_t SKETCH_PAGE = 64;  // tokens of a page
+constexpr int64_t SKETCH_RUN = 8;    // tokens that are looked at together
+
+// One kv head's planes of all pages. Strides count elements, the last dimension is contiguous.
+struct SketchPlanes {
+  const uint8_t* signs;  // [pages, 64, bytes]
+  const uint8_t* rest;   // null where only signs are scored
+  const Float16* scale;  // [pages, 64]
+  int64_t signs_page, signs_row, rest_page, rest_row, scale_page;
+  int64_t bytes;
+};
+
+// The queries of one kv head, as whole numbers that face the planes' bits, and what they are multiples of.
+//
+// A table says for each byte of a plane, and each of the 256 values that it can have, what its bits add to the products
+// with 8 queries at a time: a key costs as many look-ups as it has bytes.
+class SketchScorer {
+ public:
+  // whole [queries, 8, bytes]: row j faces bit j of every byte. In sixteenths, rounded, where only signs are scored.
+  SketchScorer(const int8_t* whole, const float* unit, int64_t queries, int64_t bytes, bool in_sixteenths);
+
+  // The largest product of any query with a key whose levels are 1 and -1.
+  float with_signs(const uint8_t* signs) const;
+
+  // The same where they are -1.5, -0.5, 0.5 and 1.5.
+  float with_both(const uint8_t* signs, const uint8_t* rest) const;
+
+ private:
+  static constexpr int64_t LANES = 8;
+  typedef int16_t Sums __attribute__((vector_size(2 * LANES)));  // 127 times 256 dimensions at the most
+
+  struct Queries {
+    std::vector<Sums> table;  // [bytes, 256]
+    float unit[LANES];
+    int32_t sum[LANES];
+    int64_t count;
+
+    Sums look_up(const uint8_t* plane, int64_t bytes) const;
+  };
+
+  std::vector<Queries> groups_;
+  int64_t bytes_;
+};
+
+// Scores of the runs of some pages, as the PyTorch reference has them.
+void score_runs(const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best);
+
+// One kv head's part of a selection; what it means stands in the PyTorch reference.
+struct SketchSelection {
+  const Float16* coarse;  // [8 pages]
+  const int64_t* pages;
+  int64_t num_pages;
+  int64_t keep, drawn_runs;   // runs looked at, those of them that are drawn
+  int64_t budget, draws;      // chunks found and drawn
+  int64_t chunk;              // tokens
+  float run_factor, chunk_factor;
+  uint32_t run_random, chunk_random;
+};
+
+// Writes up to `width` chunk numbers, ascending, then -1s, and the logarithms of what each stands for.
+void select_chunks(
+    const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& wanted, int64_t width,
+    int64_t* selected, float* log_weight);
+
+}  // namespace shadowkv

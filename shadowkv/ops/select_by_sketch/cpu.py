@@ -1,0 +1,49 @@
+"""Two-level selection in C++, ``csrc/cpu/sketch.h``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.select_by_sketch import reference
+from shadowkv.ops.select_by_sketch.draws import Draws
+from shadowkv.ops.sign_scores.cpu import MOST_BYTES
+from shadowkv.ops.sketch_queries.reference import SketchQueries
+
+__all__ = ["available", "select_by_sketch"]
+
+
+def select_by_sketch(
+    queries: SketchQueries,
+    coarse: Tensor,
+    signs: Tensor,
+    rest: Tensor,
+    scale: Tensor,
+    pages: Tensor,
+    num_pages: Tensor,
+    budget: Tensor,
+    chunk: int,
+    k: int,
+    draws: Draws | None = None,
+    layer: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """As the reference; names of pages past the valid ones are not read.
+
+    A head dim over 256 is left to the reference.
+    """
+    heads, fields = signs.shape[1], (coarse, signs, rest, scale, pages, num_pages)
+    if signs.shape[-1] > MOST_BYTES:
+        return reference.select_by_sketch(queries, *fields, budget, chunk, k, draws, layer)
+    counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
+    keep = reference.kept_runs(num_pages, budget + counts, chunk)
+    numbers = torch.stack((keep, reference.drawn_runs(num_pages, keep, draws), budget, counts))
+    sharpness = reference.log_sharpness(queries, heads)
+    factors = torch.stack((reference.RUN_SHARPNESS * sharpness, reference.CHUNK_SHARPNESS * sharpness))
+    random = (
+        torch.zeros(factors.shape, dtype=torch.int64) if draws is None else torch.stack(draws.uniform(layer, heads))
+    )
+    selected, log_weight = torch.ops.shadowkv.select_by_sketch(
+        queries.whole, queries.unit, *fields, numbers, factors, random, chunk, k
+    )
+    return selected, None if draws is None else log_weight
