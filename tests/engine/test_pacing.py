@@ -10,10 +10,10 @@ from shadowkv.engine.pacing import Mark, Stopwatch
 
 def test_a_cpus_time_is_the_hosts() -> None:
     watch = Stopwatch(torch.device("cpu"))
-    time.sleep(0.01)
-    assert 0.01 <= watch.passed() <= watch.passed()
+    time.sleep(0.2)
+    assert 0.2 <= watch.passed() <= watch.passed()
     watch.start()
-    assert watch.passed() < 0.01
+    assert watch.passed() < 0.2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

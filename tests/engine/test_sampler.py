@@ -75,7 +75,7 @@ def test_the_same_seed_and_step_repeat_and_other_steps_and_seeds_do_not():
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_draws_follow_the_softmax_at_the_temperature(seed, temperature):
-    logits = torch.randn(12)
+    logits = torch.randn(12).clamp(-1.5, 1.5)  # chi-square is not for what is expected a hundredth of a time
     tokens = draws(logits, 4000, seed, temperature=temperature)
     assert_drawn_from(tokens, torch.softmax(logits.double() / temperature, -1))
 
@@ -124,7 +124,7 @@ def test_draws_come_from_the_candidates_alone_and_by_their_shares(seed, params):
     shares = kept(logits, **params)
     tokens = draws(logits, 3000, seed, **params)
     assert set(tokens) <= set(shares.nonzero().flatten().tolist())
-    likely = shares * 3000 > 10
+    likely = shares * 3000 > 20
     assert set(likely.nonzero().flatten().tolist()) <= set(tokens)
     rare = len(shares)  # one class of all the others, for the test's sake
     pooled = [token if likely[token] else rare for token in tokens]

@@ -45,7 +45,9 @@ def test_a_perfect_answer_scores_one_and_fits(kind: str, seed: int) -> None:
         right = answer(sample)
         assert len(right.splitlines()) == len(sample.references[0]) == parts
         assert score(sample, [right]) == 1
-        assert score(sample, ["\n".join(right.splitlines()[: parts // 4])]) == 0.25
+        assert score(sample, ["\n".join(right.splitlines()[: parts // 4])]) == pytest.approx(
+            0.25, abs=0.02
+        )  # codes may repeat
         limit = sample.length - sample.max_new_tokens
         tokens = len(smollm2_tokenizer().encode(sample.turns[0]))
         assert 0.9 * limit <= tokens <= limit

@@ -60,6 +60,7 @@ def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
     assert layout.blocks(PageCount()) == Blocks(0, 0)
 
 
+@settings(deadline=None)
 @given(exact=st.integers(1, 4000), sealed=st.integers(1, 4000))
 def test_packing_wastes_little_in_small_blocks(exact, sealed):
     count, other, size = pack(exact, sealed)

@@ -154,6 +154,9 @@ def test_mass_takes_the_fewest_best_chunks_that_reach_it_in_every_query_head(ops
             chosen = [place for place in row if place != -1]
             assert row == chosen + [-1] * (40 - len(chosen))
             order = shares[b, h].amax(0).argsort(descending=True).tolist()
+            sums = torch.cat((torch.zeros(4, 1), shares[b, h][:, order].cumsum(1)), dim=1).amin(0)
+            if (sums - mass).abs().min() < 1e-5:
+                continue  # in float32 it may take one more or less
             reached = [n for n in range(41) if (shares[b, h][:, order[:n]].sum(1) >= mass).all()]
             wanted = min(reached[0], int(budget[b])) if reached else 0
             assert set(chosen) == set(order[:wanted])

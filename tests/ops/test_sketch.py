@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import EXCLUDED, KEPT_LEAST, KEPT_SHARE, kept_runs, select_by_sketch
+from shadowkv.ops.select_by_sketch.reference import EXCLUDED, KEPT_LEAST, KEPT_SHARE, kept_runs
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
-from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, sign_scores
+from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 from shadowkv.ops.sketch_queries.reference import sketch_queries as sketch
 
@@ -48,7 +48,7 @@ def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
     assert not rest[..., dim // 8 :].any()
     x = keys.float() @ matrix
     for place in [(0, 0), (1, 4)]:
-        sigma = keys[place].float().norm() / math.sqrt(dim)
+        sigma = x.norm(dim=-1)[place] / math.sqrt(dim)
         levels = (x[place] / (0.9957 * sigma)).floor().add(2).clamp(0, 3)
 
         def bit(plane: Tensor, at: int, place: tuple[int, int] = place) -> int:
@@ -126,16 +126,18 @@ def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> t
 
 
 sizes = pytest.mark.parametrize(
-    ("heads", "group", "dim", "chunk"), [(2, 3, 64, 1), (1, 7, 96, 2), (3, 4, 32, 4), (2, 1, 128, 8)]
+    ("heads", "group", "dim", "chunk"), [(2, 3, 64, 1), (1, 7, 96, 2), (3, 4, 32, 4), (2, 1, 128, 8), (1, 11, 256, 2)]
 )
 
 
 @sizes
-def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, monkeypatch, heads, group, dim, chunk):
+def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(
+    ops, seed, monkeypatch, heads, group, dim, chunk
+):
     monkeypatch.setattr(reference, "PAGES_AT_ONCE", 5)
-    args, queries = problem(heads, group, dim, chunk, [5, 1, 0])
+    args, _ = problem(heads, group, dim, chunk, [5, 1, 0])
     del args["rest"]
-    scores = sign_scores(**args)
+    scores = ops.sign_scores(**args)
     assert (scores.shape, scores.dtype) == ((3, heads, 40), torch.float16)
     for b in range(3):
         count = int(args["num_pages"][b])
@@ -144,27 +146,28 @@ def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(seed, mo
         levels = (2.0 * plane_bits(args["signs"][own], dim) - 1) * args["scale"][own].float().unsqueeze(-1)
         tokens = levels.transpose(0, 1).flatten(1, 2).double()  # [H, tokens, d]
         unit = args["queries"].unit[b].double().view(heads, -1, 1)
-        rounder = 16 * unit * (((queries[b] / unit).round() + 8) / 16).floor().clamp(max=7)
+        whole = args["queries"].whole[b, ..., : dim // 8].flatten(-2).unflatten(0, (heads, -1)).double()
+        rounder = 16 * unit * ((whole + 8) / 16).floor().clamp(max=7)
         expected = (tokens @ rounder.transpose(1, 2)).amax(-1).unflatten(-1, (-1, 8)).amax(-1)
         torch.testing.assert_close(scores[b, :, : 8 * count].double(), expected, atol=2e-3, rtol=1e-3)
 
 
-def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(seed):
+def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(ops, seed):
     args, _ = problem(1, 2, 64, 8, [2])
     del args["rest"]
     zeros = sketch_queries(torch.zeros(1, 2, 64), random_rotation(64, "sketch"))
-    assert not sign_scores(**args | {"queries": zeros}).any()
-    assert sign_scores(**args | {"scale": torch.full_like(args["scale"], 65504.0)}).isfinite().all()
+    assert not ops.sign_scores(**args | {"queries": zeros}).any()
+    assert ops.sign_scores(**args | {"scale": torch.full_like(args["scale"], 65504.0)}).isfinite().all()
 
 
 @pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
 @sizes
-def test_selection_is_the_best_chunks_of_the_kept_runs(seed, heads, group, dim, chunk, budgets):
+def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, dim, chunk, budgets):
     args, queries = problem(heads, group, dim, chunk, [51, 1, 0, 60])
     coarse = torch.rand(4, heads, 480).argsort(dim=-1).half()  # no ties, of which an op may keep either
     coarse.masked_fill_(torch.arange(480) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
-    selected, none = select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
+    selected, none = ops.select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
     assert selected.shape == (4, heads, k) and none is None
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):

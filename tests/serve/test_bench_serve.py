@@ -92,7 +92,7 @@ def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         async for output in generate(self, request):
             yield output
             if number == 3 and output.completion_tokens == 5:
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+                threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
                 await asyncio.Event().wait()
 
     monkeypatch.setattr(FakeEngine, "generate", hang)

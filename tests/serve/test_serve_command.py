@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -28,13 +27,11 @@ def error_line(capsys) -> str:
 
 
 def test_help_needs_no_torch():
-    start = time.monotonic()
     code = (
         "import sys, shadowkv.serve.__main__ as m\ntry: m.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--served-model-name" in result.stdout and "--kv" in result.stdout
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
