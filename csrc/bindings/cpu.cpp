@@ -1,6 +1,5 @@
 // Attention on CPU tensors for PyTorch: checks device, dtype, shape and stride, and spreads the work over its threads.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -13,7 +12,7 @@
 #include <vector>
 
 #include "../cpu/paged_attention.h"
-#include "cpu_checks.h"
+#include "cpu_common.h"
 
 namespace {
 
@@ -50,12 +49,10 @@ void attend(
     left[i] = plan.first_partial[i + 1] - plan.first_partial[i];
     if (left[i] == 0) merge(i);
   }
-  // Threads draw tasks from one counter: sequences differ in length, and cores in what else they do.
   const int64_t tasks = static_cast<int64_t>(plan.tasks.size());
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t, int64_t) {
+  shadowkv::share_tasks(tasks, [&](const auto& next) {
     shadowkv::PagedScratch scratch(group, dim);
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+    for (int64_t i; (i = next()) < tasks;) {
       const shadowkv::PageTask& task = plan.tasks[i];
       shadowkv::run_task(in, plan, task, scratch, partials);
       const int64_t row = task.sequence * heads + task.head;

@@ -1,24 +1,24 @@
 // Search of a key sketch on CPU tensors for PyTorch: checks arguments and spreads the work over its threads.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include "../cpu/sketch.h"
-#include "cpu_checks.h"
+#include "cpu_common.h"
 
 namespace {
 
 using at::Tensor;
 using shadowkv::check;
 
-constexpr int64_t PAGES_OF_A_TASK = 64;  // some 20 microseconds of work
+constexpr int64_t PAGES_PER_TASK = 64;  // some 20 microseconds of work
 
 // Queries as the sketch has them, its planes, and where the pages of every sequence are.
 struct SketchArguments {
@@ -57,14 +57,15 @@ struct SketchArguments {
     for (int64_t row = 0; row < batch; ++row) {
       TORCH_CHECK_INDEX(
           count(row) >= 0 && count(row) <= columns, "num_pages ", count(row), " is not in [0, ", columns, "]");
-      for (int64_t i = 0; i < count(row); ++i)
-        TORCH_CHECK_INDEX(
-            names(row)[i] >= 0 && names(row)[i] < most, "page ", names(row)[i], " is not in [0, ", most, ")");
+      for (int64_t i = 0; i < count(row); ++i) {
+        const int64_t page = page_numbers(row)[i];
+        TORCH_CHECK_INDEX(page >= 0 && page < most, "page ", page, " is not in [0, ", most, ")");
+      }
     }
   }
 
   int64_t count(int64_t row) const { return num_pages.const_data_ptr<int64_t>()[row]; }
-  const int64_t* names(int64_t row) const { return pages.const_data_ptr<int64_t>() + row * columns; }
+  const int64_t* page_numbers(int64_t row) const { return pages.const_data_ptr<int64_t>() + row * columns; }
 
   shadowkv::SketchScorer scorer(int64_t row, int64_t head, bool in_sixteenths) const {
     const int64_t first = (row * heads + head) * group;
@@ -78,7 +79,7 @@ struct SketchArguments {
         signs.const_data_ptr<uint8_t>() + head * signs.stride(1),
         rest.const_data_ptr<uint8_t>() + head * rest.stride(1),
         static_cast<const shadowkv::Float16*>(scale.const_data_ptr()) + head * scale.stride(1),
-        signs.stride(0), signs.stride(2), rest.stride(0), rest.stride(2), scale.stride(0), bytes};
+        signs.stride(0), signs.stride(2), rest.stride(0), rest.stride(2), scale.stride(0)};
   }
 };
 
@@ -89,20 +90,25 @@ Tensor sign_scores(
   const int64_t runs = shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN * in.columns;
   Tensor scores = at::full({in.batch, in.heads, runs}, -std::numeric_limits<double>::infinity(), scale.options());
   auto* out = static_cast<shadowkv::Float16*>(scores.mutable_data_ptr());
-  const int64_t blocks = (in.columns + PAGES_OF_A_TASK - 1) / PAGES_OF_A_TASK;
-  at::parallel_for(0, in.batch * in.heads * blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
+  const int64_t blocks = (in.columns + PAGES_PER_TASK - 1) / PAGES_PER_TASK, tasks = in.batch * in.heads * blocks;
+  shadowkv::share_tasks(tasks, [&](const auto& next) {
+    std::optional<shadowkv::SketchScorer> scorer;  // kept from task to task of one row and head
+    int64_t scored = -1;
+    for (int64_t task; (task = next()) < tasks;) {
       const int64_t place = task / blocks, row = place / in.heads, head = place % in.heads;
-      const int64_t first = task % blocks * PAGES_OF_A_TASK, count = std::min(PAGES_OF_A_TASK, in.count(row) - first);
+      const int64_t first = task % blocks * PAGES_PER_TASK, count = std::min(PAGES_PER_TASK, in.count(row) - first);
       if (count <= 0) continue;
+      if (place != scored) scorer.emplace(in.scorer(row, head, true)), scored = place;
       shadowkv::score_runs(
-          in.scorer(row, head, true), in.planes(head), in.names(row) + first, count,
+          *scorer, in.planes(head), in.page_numbers(row) + first, count,
           out + place * runs + first * (shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN));
     }
   });
   return scores;
 }
 
+// counts [4, B]: runs looked at, those of them that are drawn, chunks found, chunks drawn.
+// factors, random [2, B, H]: of the draws of runs, and of those of chunks.
 std::tuple<Tensor, Tensor> select_by_sketch(
     const Tensor& whole, const Tensor& unit, const Tensor& coarse, const Tensor& signs, const Tensor& rest,
     const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& factors,
@@ -123,25 +129,30 @@ std::tuple<Tensor, Tensor> select_by_sketch(
         x.size(0) == 2 && x.size(1) == in.batch && x.size(2) == in.heads, "factors and random have shapes ",
         factors.sizes(), " and ", random.sizes(), ", not [2, ", in.batch, ", ", in.heads, "]");
   TORCH_CHECK(chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks have 1, 2, 4 or 8 tokens, not ", chunk);
-  const Tensor scores = coarse.contiguous(), whole_counts = counts.contiguous();
-  const Tensor two_factors = factors.contiguous(), numbers = random.contiguous();
-  Tensor selected = at::empty({in.batch, in.heads, width}, pages.options());
-  Tensor log_weight = at::empty({in.batch, in.heads, width}, unit.options());
-  const int64_t *count = whole_counts.const_data_ptr<int64_t>(), *number = numbers.const_data_ptr<int64_t>();
-  const float* factor = two_factors.const_data_ptr<float>();
-  const auto* coarse_scores = static_cast<const shadowkv::Float16*>(scores.const_data_ptr());
+  const Tensor dense_coarse = coarse.contiguous(), dense_counts = counts.contiguous();
+  const Tensor dense_factors = factors.contiguous(), dense_random = random.contiguous();
+  Tensor selected = at::full({in.batch, in.heads, width}, -1, pages.options());
+  Tensor log_weight = at::zeros({in.batch, in.heads, width}, unit.options());
+  const int64_t* count = dense_counts.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < 4 * in.batch; ++i)
+    TORCH_CHECK_INDEX(count[i] >= 0 && count[i] < int64_t{1} << 30, "count ", count[i], " is not in [0, 2**30)");
+  const int64_t* number = dense_random.const_data_ptr<int64_t>();
+  const float* factor = dense_factors.const_data_ptr<float>();
+  const auto* scores = static_cast<const shadowkv::Float16*>(dense_coarse.const_data_ptr());
   int64_t* chosen = selected.mutable_data_ptr<int64_t>();
   float* weights = log_weight.mutable_data_ptr<float>();
   const int64_t places = in.batch * in.heads;
-  at::parallel_for(0, places, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t place = begin; place < end; ++place) {
+  shadowkv::share_tasks(places, [&](const auto& next) {
+    for (int64_t place; (place = next()) < places;) {
       const int64_t row = place / in.heads, head = place % in.heads;
-      const shadowkv::SketchSelection wanted = {
-          coarse_scores + place * runs, in.names(row), in.count(row), count[row], count[in.batch + row],
+      if (count[row] == 0) continue;  // nothing is looked at
+      const shadowkv::SketchSelection selection = {
+          scores + place * runs, in.page_numbers(row), in.count(row), count[row], count[in.batch + row],
           count[2 * in.batch + row], count[3 * in.batch + row], chunk, factor[place], factor[places + place],
           static_cast<uint32_t>(number[place]), static_cast<uint32_t>(number[places + place])};
       shadowkv::select_chunks(
-          in.scorer(row, head, false), in.planes(head), wanted, width, chosen + place * width, weights + place * width);
+          in.scorer(row, head, false), in.planes(head), selection, width, chosen + place * width,
+          weights + place * width);
     }
   });
   return {selected, log_weight};

@@ -12,11 +12,11 @@ struct Float16 {
 };
 
 inline float to_float(Float16 x) {
-  // A float's exponent has 112 more; multiplied by 2^112, subnormal numbers come out right too, and infinities by hand.
   const uint32_t bits = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   float result;
   std::memcpy(&result, &bits, sizeof result);
-  result *= 0x1p112f;
+  result *= 0x1p112f;  // a float's exponent has 112 more
+  if (!(x.bits & 0x7c00)) result = static_cast<float>(x.bits & 0x3ff) * 0x1p-24f;  // a subnormal float may be flushed
   if ((x.bits & 0x7c00) == 0x7c00) result = (x.bits & 0x3ff) ? __builtin_nanf("") : __builtin_inff();
   return x.bits & 0x8000 ? -result : result;
 }

@@ -31,7 +31,7 @@ struct Chosen {
   int bits = 0;
 
   bool sure(int64_t i) const { return chance[i] == int64_t{1} << bits; }
-  float log_chance(int64_t i) const { return std::log2(static_cast<float>(chance[i]) / static_cast<float>(int64_t{1} << bits)); }
+  float log_chance(int64_t i) const { return std::log2(std::ldexp(static_cast<float>(chance[i]), -bits)); }
 };
 
 // The largest `count` that are not -inf, each for sure.
@@ -79,7 +79,9 @@ Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wante
   const float scale = total > 0 ? CAUTION * static_cast<float>((wanted - certain) << chosen.bits) / total : 0;
   int64_t before = static_cast<int64_t>(static_cast<uint64_t>(random) >> (32 - chosen.bits));
   for (int64_t i = 0; i < n; ++i) {
-    if (!chosen.chance[i]) chosen.chance[i] = std::min(static_cast<int64_t>(std::rint(weight[i] * scale)), one);
+    // A NaN, of a query that is not finite, counts as 0: max returns its first argument.
+    if (!chosen.chance[i])
+      chosen.chance[i] = std::llrint(std::min(std::max(0.0f, weight[i] * scale), static_cast<float>(one)));
     const int64_t after = before + chosen.chance[i];
     chosen.some[i] = after >> chosen.bits != before >> chosen.bits;
     before = after;
@@ -160,35 +162,36 @@ void score_runs(
 }
 
 void select_chunks(
-    const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& wanted, int64_t width,
+    const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& in, int64_t width,
     int64_t* selected, float* log_weight) {
-  const int64_t runs = wanted.num_pages * (SKETCH_PAGE / SKETCH_RUN), per_run = SKETCH_RUN / wanted.chunk;
-  const std::vector<Float16> coarse(wanted.coarse, wanted.coarse + runs);
+  const int64_t runs = in.num_pages * (SKETCH_PAGE / SKETCH_RUN), per_run = SKETCH_RUN / in.chunk;
+  const std::vector<Float16> coarse(in.coarse, in.coarse + runs);
   float edge = 0;
   Chosen kept;
-  if (wanted.drawn_runs) {
-    kept = by_chance(coarse, wanted.keep - wanted.drawn_runs, wanted.keep, wanted.run_factor, wanted.run_random);
+  if (in.drawn_runs) {
+    kept = by_chance(coarse, in.keep - in.drawn_runs, in.keep, in.run_factor, in.run_random);
     edge = NOTHING;
     for (int64_t run = 0; run < runs; ++run)
       if (!kept.sure(run)) edge = std::max(edge, to_float(coarse[run]));
   } else {
     std::vector<float> scores(runs);
-    std::transform(coarse.begin(), coarse.end(), scores.begin(), [](Float16 x) { return to_float(x); });
-    kept = largest(scores, wanted.keep);
+    // A NaN counts as nothing: it has no order.
+    for (int64_t run = 0; run < runs; ++run) scores[run] = std::max(NOTHING, to_float(coarse[run]));
+    kept = largest(scores, in.keep);
   }
 
   std::vector<int64_t> numbers;
   std::vector<float> scores, weights;  // weights: logarithms to base 2
   for (int64_t run = 0; run < runs; ++run) {
     if (!kept.some[run]) continue;
-    const int64_t page = wanted.pages[run * SKETCH_RUN / SKETCH_PAGE], first = run * SKETCH_RUN % SKETCH_PAGE;
+    const int64_t page = in.pages[run * SKETCH_RUN / SKETCH_PAGE], first = run * SKETCH_RUN % SKETCH_PAGE;
     const uint8_t* signs = planes.signs + page * planes.signs_page + first * planes.signs_row;
     const uint8_t* rest = planes.rest + page * planes.rest_page + first * planes.rest_row;
     const Float16* scale = planes.scale + page * planes.scale_page + first;
     const float weight = -kept.log_chance(run);
     for (int64_t chunk = 0; chunk < per_run; ++chunk) {
       float most = NOTHING;
-      for (int64_t token = chunk * wanted.chunk; token < (chunk + 1) * wanted.chunk; ++token) {
+      for (int64_t token = chunk * in.chunk; token < (chunk + 1) * in.chunk; ++token) {
         if (scale[token].bits == EXCLUDED) continue;
         const float product = scorer.with_both(signs + token * planes.signs_row, rest + token * planes.rest_row);
         most = std::max(most, product * to_float(scale[token]));
@@ -200,13 +203,13 @@ void select_chunks(
   }
 
   Chosen chosen;
-  if (wanted.draws) {
+  if (in.draws) {
     std::vector<Float16> values(scores.size());
     for (size_t i = 0; i < scores.size(); ++i)
-      values[i] = to_float16(wanted.chunk_factor * (scores[i] - edge) + weights[i]);
-    chosen = by_chance(values, wanted.budget, wanted.budget + wanted.draws, 1.0f, wanted.chunk_random);
+      values[i] = to_float16(std::min(in.chunk_factor * (scores[i] - edge) + weights[i], LARGEST));
+    chosen = by_chance(values, in.budget, in.budget + in.draws, 1.0f, in.chunk_random);
   } else {
-    chosen = largest(scores, wanted.budget);
+    chosen = largest(scores, in.budget);
   }
   int64_t count = 0;
   for (size_t i = 0; i < numbers.size() && count < width; ++i) {
@@ -214,8 +217,6 @@ void select_chunks(
     selected[count] = numbers[i];
     log_weight[count++] = 0.69314718055994531f * (weights[i] - chosen.log_chance(i));
   }
-  std::fill(selected + count, selected + width, -1);
-  std::fill(log_weight + count, log_weight + width, 0.0f);
 }
 
 }  // namespace shadowkv

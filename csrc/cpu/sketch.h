@@ -15,10 +15,9 @@ constexpr int64_t SKETCH_RUN = 8;    // tokens that are looked at together
 // One kv head's planes of all pages. Strides count elements, the last dimension is contiguous.
 struct SketchPlanes {
   const uint8_t* signs;  // [pages, 64, bytes]
-  const uint8_t* rest;   // null where only signs are scored
+  const uint8_t* rest;   // [pages, 64, bytes]; not read where only signs are scored
   const Float16* scale;  // [pages, 64]
   int64_t signs_page, signs_row, rest_page, rest_row, scale_page;
-  int64_t bytes;
 };
 
 // The queries of one kv head, as whole numbers that face the planes' bits, and what they are multiples of.
@@ -54,7 +53,8 @@ class SketchScorer {
 };
 
 // Scores of the runs of some pages, as the PyTorch reference has them.
-void score_runs(const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best);
+void score_runs(
+    const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best);
 
 // One kv head's part of a selection; what it means stands in the PyTorch reference.
 struct SketchSelection {
@@ -68,9 +68,9 @@ struct SketchSelection {
   uint32_t run_random, chunk_random;
 };
 
-// Writes up to `width` chunk numbers, ascending, then -1s, and the logarithms of what each stands for.
+// Writes up to `width` chunk numbers, ascending, and the logarithms of what each stands for.
 void select_chunks(
-    const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& wanted, int64_t width,
+    const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& in, int64_t width,
     int64_t* selected, float* log_weight);
 
 }  // namespace shadowkv

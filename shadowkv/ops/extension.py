@@ -22,7 +22,7 @@ CUDA_FOLDER = Path(__file__).resolve().parent.parent / "_cuda"
 def load_cpu() -> bool:
     """Makes ``torch.ops.shadowkv`` available; False where the extension was not built.
 
-    Warns if it was built for another torch and cannot be loaded.
+    Warns if it was built for another torch and cannot be loaded, or from older sources and lacks an op.
     """
     spec = find_spec(NAME)
     if spec is None or spec.origin is None:
@@ -32,8 +32,12 @@ def load_cpu() -> bool:
     except OSError as error:
         warnings.warn(f"{spec.origin} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
         return False
-    for fake in (_paged_attention, _sign_scores, _select_by_sketch):
-        torch.library.register_fake(f"shadowkv::{fake.__name__[1:]}", fake)
+    fakes = {fake.__name__[1:]: fake for fake in (_paged_attention, _sign_scores, _select_by_sketch)}
+    if not all(hasattr(torch.ops.shadowkv, name) for name in fakes):
+        warnings.warn(f"{spec.origin} is of an older version, reinstall shadowkv", stacklevel=2)
+        return False
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"shadowkv::{name}", fake)
     return True
 
 

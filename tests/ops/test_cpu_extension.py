@@ -12,9 +12,12 @@ from torch import Tensor
 
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.paged_attention import cpu, reference
+from shadowkv.ops.select_by_sketch import cpu as cpu_selection
+from shadowkv.ops.select_by_sketch import reference as reference_selection
+from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores import cpu as cpu_scores
 from shadowkv.ops.sign_scores import reference as reference_scores
-from shadowkv.ops.sign_scores.reference import pack_sketch
+from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bytes
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
@@ -174,6 +177,47 @@ def test_sign_scores_are_those_of_the_reference_to_the_last_bit(seed):
     assert torch.equal(cpu_scores.sign_scores(*args), reference_scores.sign_scores(*args))
 
 
+@pytest.mark.parametrize(("dim", "chunk"), [(64, 1), (96, 4), (264, 2)])
+def test_selections_are_those_of_the_reference(seed, dim, chunk):
+    rows, pages = 16, 90
+    arena = torch.randint(256, (pages, 2, 64, 3 * plane_bytes(dim)), dtype=torch.uint8)  # planes of a page lie together
+    signs, rest = arena[..., : plane_bytes(dim)], arena[..., plane_bytes(dim) : 2 * plane_bytes(dim)]
+    scale = (torch.rand(pages, 2, 64) + 0.5).half()
+    scale[3, 1, 8:24] = -0.0
+    maps, slots = torch.linalg.qr(torch.randn(1, 2, dim, dim)).Q, torch.zeros(rows, dtype=torch.int64)
+    queries = sketch_queries(3 * torch.randn(rows, 6, dim), maps, slots)
+    places = torch.stack([torch.randperm(pages) for _ in range(rows)]), torch.randint(pages + 1, (rows,))
+    coarse = reference_scores.sign_scores(queries, signs, scale, *places)
+    args = queries, coarse, signs, rest, scale, *places, torch.full((rows,), 40), chunk, 80
+    counts = torch.randint(41, (rows,))
+    for draws in (None, Draws(counts, torch.randint(1 << 40, (rows,)))):
+        chunks, log_weight = cpu_selection.select_by_sketch(*args, draws, 5)
+        expected, expected_weight = reference_selection.select_by_sketch(*args, draws, 5)
+        same = (chunks == expected).all(-1)
+        assert same.float().mean() > 0.8  # what is drawn hangs on the last bits of sums, ties are broken as one likes
+        assert ((chunks >= 0).sum(-1) - (expected >= 0).sum(-1)).abs().max() <= 1
+        if draws is not None:
+            some = same[..., None] & (chunks >= 0)
+            torch.testing.assert_close(log_weight[some], expected_weight[some], atol=1e-4, rtol=1e-4)
+
+
+def test_queries_that_are_not_finite_select_something_of_their_own_row_alone(seed):
+    signs, rest = torch.randint(256, (2, 90, 2, 64, 8), dtype=torch.uint8)
+    scale, places = (torch.rand(90, 2, 64) + 0.5).half(), (torch.randperm(90).expand(3, -1), torch.full((3,), 90))
+    q = torch.randn(3, 2, 64)
+    q[1, 0, 5], q[1, 1, 7] = torch.nan, torch.inf
+    queries = sketch_queries(q, torch.eye(64).expand(1, 2, 64, 64), torch.zeros(3, dtype=torch.int64))
+    draws = Draws(torch.full((3,), 40), torch.arange(3))
+    coarse = cpu_scores.sign_scores(queries, signs, scale, *places)
+    args = coarse, signs, rest, scale, *places, torch.full((3,), 40), 1, 80, draws
+    chunks, _ = cpu_selection.select_by_sketch(queries, *args)
+    assert (chunks[1] < 90 * 64).all()
+    q[1] = 1.0
+    finite = sketch_queries(q, torch.eye(64).expand(1, 2, 64, 64), torch.zeros(3, dtype=torch.int64))
+    others, _ = cpu_selection.select_by_sketch(finite, cpu_scores.sign_scores(finite, signs, scale, *places), *args[1:])
+    assert torch.equal(chunks[[0, 2]], others[[0, 2]])
+
+
 @pytest.mark.parametrize(
     ("error", "match", "changes"),
     [
@@ -186,6 +230,11 @@ def test_sign_scores_are_those_of_the_reference_to_the_last_bit(seed):
         (RuntimeError, r"coarse has shape \[2, 1, 8\]", {"coarse": torch.zeros(2, 1, 8).half()}),
         (RuntimeError, r"counts has shape \[3, 2\]", {"counts": torch.zeros(3, 2, dtype=torch.int64)}),
         (RuntimeError, "factors and random have shapes", {"factors": torch.zeros(2, 2, 2)}),
+        (
+            IndexError,
+            r"count -1 is not in \[0, 2\*\*30\)",
+            {"counts": torch.tensor([[10, -1], [2, 0], [20, 9], [5, 0]])},
+        ),
         (IndexError, r"num_pages 3 is not in \[0, 2\]", {"num_pages": torch.tensor([3, 0])}),
         (IndexError, r"page 3 is not in \[0, 3\)", {"pages": torch.tensor([[0, 3], [1, 99]])}),
         (IndexError, r"page -1 is not in", {"pages": torch.tensor([[-1, 0], [1, 99]])}),

@@ -40,9 +40,7 @@ def select_by_sketch(
     numbers = torch.stack((keep, reference.drawn_runs(num_pages, keep, draws), budget, counts))
     sharpness = reference.log_sharpness(queries, heads)
     factors = torch.stack((reference.RUN_SHARPNESS * sharpness, reference.CHUNK_SHARPNESS * sharpness))
-    random = (
-        torch.zeros(factors.shape, dtype=torch.int64) if draws is None else torch.stack(draws.uniform(layer, heads))
-    )
+    random = torch.stack(draws.uniform(layer, heads)) if draws else torch.zeros_like(factors, dtype=torch.int64)
     selected, log_weight = torch.ops.shadowkv.select_by_sketch(
         queries.whole, queries.unit, *fields, numbers, factors, random, chunk, k
     )

@@ -60,7 +60,8 @@ def by_chance(values: Tensor, sure: Tensor, wanted: Tensor, factor: Tensor, unif
     total = weights.sum(-1, keepdim=True)
     rest = wanted[..., None] - certain.sum(-1, keepdim=True)
     scale = torch.where(total > 0, CAUTION * (rest << bits) / total, 0)
-    chance = torch.minimum((weights * scale).round().long(), 1 << bits).masked_fill(certain, 0)
+    chance = (weights * scale).nan_to_num(0).round().long()  # NaN of a query that is not finite
+    chance = torch.minimum(chance, 1 << bits).masked_fill(certain, 0)
     chance += certain * (1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
     return after >> bits != after - chance >> bits, chance / (1 << bits)

@@ -147,7 +147,8 @@ def select_by_sketch(
     if draws is not None:
         chunk_weight = -chance.gather(-1, at_run).log2().repeat_interleave(per_run, dim=-1)
         slope, counts = CHUNK_SHARPNESS * sharpness, of_rows(counts)
-        values = (slope[..., None] * (scores - edge[..., None]) + chunk_weight).half()
+        values = slope[..., None] * (scores - edge[..., None]) + chunk_weight
+        values = values.clamp(max=torch.finfo(torch.float16).max).half()
         one = torch.ones_like(slope)
         some, chance = by_chance(values, of_rows(budget), of_rows(budget) + counts, one, uniform[1])
         chosen, chance = some.where(counts[..., None] > 0, chosen), chance.where(counts[..., None] > 0, 1)

@@ -16,7 +16,7 @@ MOST_BYTES = 32
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """As the reference, to the last bit; names of pages past the valid ones are not read.
+    """As the reference, to the last bit of finite scores; names of pages past the valid ones are not read.
 
     A head dim over 256 is left to the reference.
     """

@@ -1,0 +1,30 @@
+// What the CPU bindings share: checks, and tasks for all threads.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace shadowkv {
+
+// Raises unless x is a CPU tensor of so many dimensions and that dtype.
+inline void check(const at::Tensor& x, const char* name, int64_t dims, at::ScalarType dtype) {
+  TORCH_CHECK(x.device().is_cpu(), name, " is on ", x.device(), ", not on the CPU");
+  TORCH_CHECK(x.dim() == dims, name, " has shape ", x.sizes(), ", not ", dims, " dimensions");
+  TORCH_CHECK(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", not ", dtype);
+}
+
+// Runs `work` in every thread, with a function that gives it one task after the other, numbers below `tasks`, then
+// others. Threads draw from one counter: sequences differ in length, and cores in what else they do.
+template <typename Work>
+void share_tasks(int64_t tasks, const Work& work) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t, int64_t) {
+    work([&] { return next.fetch_add(1, std::memory_order_relaxed); });
+  });
+}
+
+}  // namespace shadowkv
