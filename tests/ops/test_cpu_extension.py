@@ -10,6 +10,7 @@ import torch
 from plain_formulas import SHAPES, assert_close, attend_rows, poison
 from torch import Tensor
 
+from shadowkv.ops import extension
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.paged_attention import cpu, reference
 from shadowkv.ops.select_by_sketch import cpu as cpu_selection
@@ -135,6 +136,14 @@ def test_a_nan_in_a_query_stays_in_its_head(seed):
     assert torch.equal(out.isnan().all(-1), broken)
     assert torch.equal(out.isnan().any(-1), broken)
     assert torch.equal(lse.isnan(), broken)
+
+
+def test_an_extension_of_an_older_version_is_told_and_left(monkeypatch):
+    def _op_that_came_later() -> None: ...
+
+    monkeypatch.setattr(extension, "_sign_scores", _op_that_came_later)
+    with pytest.warns(UserWarning, match="is of an older version, reinstall shadowkv"):
+        assert not load_cpu.__wrapped__()
 
 
 def sketch_case() -> dict[str, Tensor]:

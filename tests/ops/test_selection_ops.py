@@ -6,6 +6,8 @@ import pytest
 import torch
 from plain_formulas import SHAPES, assert_close, group_shares, poison
 
+from shadowkv.ops.select_top_chunks.reference import select_top_chunks
+
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 
 
@@ -137,6 +139,14 @@ def test_every_query_head_of_a_group_counts_by_its_own_share(ops):
     logits = torch.tensor([[5.0, 0, 0, 0], [90, 90, 95, 90]]).view(1, 1, 2, 4)
     selected = ops.select_top_chunks(logits, logits.logsumexp(-1, keepdim=True), torch.tensor([2]), 2)
     assert set(selected.flatten().tolist()) == {0, 2}
+
+
+def test_of_equal_shares_the_reference_takes_the_first_whatever_the_padding():
+    for columns in (40, 41, 700, 5000):
+        logits = torch.full((1, 1, 1, columns), -math.inf)
+        logits[..., :40] = 1.0
+        selected = select_top_chunks(logits, logits.logsumexp(-1, keepdim=True), torch.tensor([13]), 13)
+        assert selected.flatten().tolist() == list(range(13))
 
 
 @pytest.mark.parametrize("mass", [0.2, 0.7, 0.95])

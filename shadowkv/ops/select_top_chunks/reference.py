@@ -24,7 +24,8 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
     shares = logits - lse.logsumexp(-1, keepdim=True)
     scores = shares.masked_fill(~shares.isfinite(), float("-inf")).amax(2)
     count = min(k, scores.shape[-1])
-    best, chosen = scores.topk(count, dim=-1)
+    # Stable, unlike topk: of equal shares the first ones are chosen, however many columns of padding there are.
+    best, chosen = (x[..., :count] for x in scores.sort(dim=-1, descending=True, stable=True))
     beyond = torch.arange(count, device=logits.device) >= budget[:, None, None]
     if mass is not None:
         ranked = shares.gather(-1, chosen.unsqueeze(2).expand(-1, -1, shares.shape[2], -1)).exp()
