@@ -15,7 +15,7 @@ from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.paged_attention import cpu, reference
 from shadowkv.ops.select_by_sketch import cpu as cpu_selection
 from shadowkv.ops.select_by_sketch import reference as reference_selection
-from shadowkv.ops.select_by_sketch.draws import Draws
+from shadowkv.ops.select_by_sketch.draws import MOST_BITS, Draws
 from shadowkv.ops.sign_scores import cpu as cpu_scores
 from shadowkv.ops.sign_scores import reference as reference_scores
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bytes
@@ -207,7 +207,9 @@ def test_selections_are_those_of_the_reference(seed, dim, chunk):
         assert ((chunks >= 0).sum(-1) - (expected >= 0).sum(-1)).abs().max() <= 1
         if draws is not None:
             some = same[..., None] & (chunks >= 0)
-            torch.testing.assert_close(log_weight[some], expected_weight[some], atol=1e-4, rtol=1e-4)
+            # A chance is a multiple of 2**-20, and may be the next one: the rarer what was drawn, the more that is.
+            allowed = 1e-4 + 4 * expected_weight[some].exp() / 2**MOST_BITS
+            assert ((log_weight[some] - expected_weight[some]).abs() < allowed).all()
 
 
 def test_queries_that_are_not_finite_select_something_of_their_own_row_alone(seed):
