@@ -8,9 +8,15 @@ static void check_aligned(const Tensor& x, const char* name) {
   STD_TORCH_CHECK((int64_t(x.const_data_ptr()) | x.stride(0)) % 16 == 0, name, " is not aligned to 16 bytes");
 }
 
+static void check_counts(const Tensor& counts, int64_t window_bits) {
+  check(counts, "counts", Dtype::Int, {int64_t(sizeof(MissCounts) / 4)});
+  STD_TORCH_CHECK(0 <= window_bits && window_bits < 64, "windows of 2**", window_bits, " bytes");
+}
+
 void find_missing_chunks(
     const Tensor host, const Tensor pages, const Tensor slots, const Tensor selected, Tensor rows, Tensor owner,
-    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor count, Tensor entries) {
+    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor counts, int64_t window_bits,
+    Tensor entries) {
   check(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1});
   check_dense_from(host, "host", 1);
   check_aligned(host, "host");
@@ -38,9 +44,9 @@ void find_missing_chunks(
   check_dense_from(step, "step", 0);
   check(counters, "counters", Dtype::Long, {2});
   check_dense_from(counters, "counters", 0);
-  check(misses, "misses", Dtype::Long, {batch * heads * k, 2});
+  check(misses, "misses", Dtype::Long, {2, batch * heads * k, 2});
   check_dense_from(misses, "misses", 0);
-  check(count, "count", Dtype::Int, {1});
+  check_counts(counts, window_bits);
   check(entries, "entries", Dtype::Long, {batch, heads, k});
   check_dense_from(entries, "entries", 0);
   STD_TORCH_CHECK(batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, "more than 32 GiB may have to be fetched");
@@ -61,11 +67,11 @@ void find_missing_chunks(
   p.step = static_cast<int32_t*>(step.mutable_data_ptr());
   p.counters = static_cast<unsigned long long*>(counters.mutable_data_ptr());
   p.misses = static_cast<Miss*>(misses.mutable_data_ptr());
-  p.count = static_cast<uint32_t*>(count.mutable_data_ptr());
+  p.counts = static_cast<MissCounts*>(counts.mutable_data_ptr());
   p.entries = static_cast<int64_t*>(entries.mutable_data_ptr());
   p.row_bytes = row_bytes;
   p.heads = int(heads), p.k = int(k), p.capacity = int(capacity), p.chunks = int(entry.size(2));
-  p.chunks_of_page = int(host.size(2));
+  p.chunks_of_page = int(host.size(2)), p.window_bits = int(window_bits);
 
   const cudaStream_t stream = current_stream(selected);
   const int bytes = int(find_misses_bytes(capacity, k));
@@ -74,24 +80,26 @@ void find_missing_chunks(
       error == cudaSuccess, capacity, " entries and ", k, " chunks do not fit in shared memory: ",
       cudaGetErrorString(error));
   // Not a memset, which in a graph took 9 us and gaps as long on either side while other chunks were copied.
-  clear_count_kernel<<<1, 1, 0, stream>>>(p.count);
+  clear_counts_kernel<<<1, kWindows, 0, stream>>>(p.counts);
   find_misses_kernel<<<unsigned(batch * heads), kFindThreads, bytes, stream>>>(p);
   check_launch("fetch_chunks");
 }
 
-void copy_missing_chunks(const Tensor misses, const Tensor count, Tensor rows, int64_t blocks) {
-  check(misses, "misses", Dtype::Long, {-1, 2});
+void copy_missing_chunks(Tensor misses, Tensor counts, int64_t window_bits, Tensor rows, int64_t blocks) {
+  check(misses, "misses", Dtype::Long, {2, -1, 2});
   check_dense_from(misses, "misses", 0);
-  check(count, "count", Dtype::Int, {1});
+  check_counts(counts, window_bits);
   check(rows, "rows", Dtype::Byte, {-1, -1, -1, -1, -1});
   const int64_t row_bytes = rows.size(3) * rows.size(4);
   STD_TORCH_CHECK(row_bytes % 16 == 0, "chunks have ", row_bytes, " bytes, no multiple of 16");
   STD_TORCH_CHECK(0 < blocks && blocks <= 1024, blocks, " blocks, not between 1 and 1024");
-  if (misses.size(0) == 0) return;
+  if (misses.size(1) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(misses.get_device());
-  copy_misses_kernel<<<unsigned(blocks), kCopyThreads, 0, current_stream(misses)>>>(
-      static_cast<const Miss*>(misses.const_data_ptr()), static_cast<const uint32_t*>(count.const_data_ptr()),
-      uint32_t(row_bytes / 16));
+  const cudaStream_t stream = current_stream(misses);
+  Miss *found = static_cast<Miss*>(misses.mutable_data_ptr()), *sorted = found + misses.size(1);
+  MissCounts* numbers = static_cast<MissCounts*>(counts.mutable_data_ptr());
+  sort_misses_kernel<<<kSortBlocks, kWindows, 0, stream>>>(found, numbers, int(window_bits), sorted);
+  copy_misses_kernel<<<unsigned(blocks), kCopyThreads, 0, stream>>>(sorted, numbers, uint32_t(row_bytes / 16));
   check_launch("fetch_chunks's copies");
 }
 
@@ -100,9 +108,10 @@ void copy_missing_chunks(const Tensor misses, const Tensor count, Tensor rows, i
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "find_missing_chunks(Tensor host, Tensor pages, Tensor slots, Tensor selected, Tensor(a!) rows, Tensor(b!) owner, "
-      "Tensor(c!) entry, Tensor(d!) used, Tensor(e!) step, Tensor(f!) counters, Tensor(g!) misses, Tensor(h!) count, "
-      "Tensor(i!) entries) -> ()");
-  m.def("copy_missing_chunks(Tensor misses, Tensor count, Tensor(a!) rows, int blocks) -> ()");
+      "Tensor(c!) entry, Tensor(d!) used, Tensor(e!) step, Tensor(f!) counters, Tensor(g!) misses, Tensor(h!) counts, "
+      "int window_bits, Tensor(i!) entries) -> ()");
+  m.def(
+      "copy_missing_chunks(Tensor(a!) misses, Tensor(b!) counts, int window_bits, Tensor(c!) rows, int blocks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

@@ -37,7 +37,7 @@ CASES = [  # rows, tokens, selected chunks, tokens and elements of a chunk row, 
     (1, 124928, 256, 8, 128, torch.bfloat16),
 ]
 SHARES = (1.0, 0.72, 0.6, 0.5, 0.0)
-GRIDS = (16, 32, 64, 132)
+GRIDS = (8, 32, 64, 132)
 STEPS = 32
 ROUNDS = 3
 

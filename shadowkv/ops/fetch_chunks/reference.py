@@ -67,6 +67,7 @@ def fetch_chunks(
     selected: Tensor,
     buffer: ChunkBuffer,
     stream: torch.cuda.Stream | None = None,
+    beside: bool = False,
 ) -> Tensor:
     """Makes ``buffer.rows`` hold all selected chunks; what it holds already is not read from ``host``.
 
@@ -83,6 +84,7 @@ def fetch_chunks(
         buffer: updated in place.
         stream: on a GPU, where the bytes are copied, after all that the current stream has before: only when it has
             come so far are they there. The same one for every call with this buffer. None is the current stream.
+        beside: on a GPU, whether work that takes as long is under way meanwhile, which copies should not slow down.
 
     Returns:
         int64 [B, H, k], the entries that hold the selected chunks, -1 for none.
