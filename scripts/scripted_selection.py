@@ -15,7 +15,7 @@ from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
 
-STEPS = 16
+STEPS = 64
 """Steps of the script; after the last comes the first again, of which the buffer has forgotten most."""
 
 
@@ -32,6 +32,8 @@ def repeating(shape: tuple[int, int, int], k: int, share: float, steps: int) -> 
 class ScriptedSelection:
     """Stands in for ``cache.select``; may be captured in a graph, whose replays go on in the script.
 
+    Rows that fill a captured batch up belong to the padding slot, for which nothing is selected.
+
     Args:
         tokens: of context, of the shortest sequence.
         share: of the chunks of a step that the step before selected too.
@@ -40,18 +42,19 @@ class ScriptedSelection:
     def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
         self._select, self._layer = cache.select, cache.shape.num_layers
         spec, heads = cache.spec, cache.shape.num_kv_heads
-        slots, chunks = cache.pool.table.padding_slot + 1, spec.sealed_pages(tokens) * 64 // spec.chunk
+        self._slots, chunks = cache.pool.table.padding_slot + 1, spec.sealed_pages(tokens) * 64 // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
-        self._step = torch.zeros(1, dtype=torch.int64, device=cache.device)
-        self._script = torch.stack(list(repeating((slots, heads, chunks), k, share, STEPS))).sort().values
+        self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)  # row of the script, of the step's slots
+        self._script = torch.full((STEPS, self._slots, heads, 2 * k), -1, device=cache.device)
+        for step, chosen in enumerate(repeating((self._slots, heads, chunks), k, share, STEPS)):
+            self._script[step, :-1, :, :k] = chosen[:-1].sort().values
+        self._script = self._script.flatten(0, 1)
         cache.select = self  # type: ignore[method-assign]
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         """That of the step at work, which begins where a layer comes again."""
         width = self._select(layer, q, batch).chunks.shape[-1]
         if layer < self._layer:
-            self._step.add_(1).remainder_(STEPS)
+            self._first.add_(self._slots).remainder_(len(self._script))
         self._layer = layer
-        chosen = self._script.index_select(0, self._step)[0, batch.slots, :, :width]
-        chosen = chosen.masked_fill((batch.num_pages == 0)[:, None, None], -1)
-        return Selection(torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1))
+        return Selection(self._script[..., :width].index_select(0, self._first + batch.slots))
