@@ -50,13 +50,18 @@ class ObservedCache(KVCache):
         self._selected.append(selected.chunks)
         return selected
 
-    def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
         """As ever."""
         if isinstance(batch, PrefillBlock):
-            return super().attend(layer, q, batch)
+            return super().begin(layer, q, batch)
         self.batch, self._selected = batch, []
-        out = super().attend(layer, q, batch)
-        if self.observe is not None:
-            selected = torch.cat(self._selected) if self._selected else None
-            self.observe(Attended(layer, q, batch, selected, out))
-        return out
+        finish = super().begin(layer, q, batch)
+        selected = torch.cat(self._selected) if self._selected else None
+
+        def observed() -> Tensor:
+            out = finish()
+            if self.observe is not None:
+                self.observe(Attended(layer, q, batch, selected, out))
+            return out
+
+        return observed

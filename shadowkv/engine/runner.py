@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from collections.abc import Sequence as Items
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from torch import Tensor
 from shadowkv.engine.cuda_graphs import CudaGraphs
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampler import logprobs_of
-from shadowkv.kvcache.batch import DecodePlan
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
+Result = TypeVar("Result")
 Forks = Items[tuple[KVCache, list[Sequence]]]
 
 BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -115,7 +116,31 @@ class Runner:
         batch = self.cache.decode_batch(plan, numbers)
         tokens, sources = inputs
         hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
+        turns = self.cache.turns(batch)
+        parts = hidden.split([len(turn.positions) for turn in turns])
+        hiddens, added = zip(*_in_turns(map(self._layer_by_layer, parts, turns)), strict=True)
+        if len(turns) == 1:
+            return self.model.logits(hiddens[0], added[0])
+        return self.model.logits(torch.cat(hiddens), torch.cat(added))
+
+    def _layer_by_layer(self, hidden: Tensor, batch: DecodeBatch) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Takes rows through all layers, and pauses where attention may have to wait."""
         added = None
         for layer in self.layers:
-            hidden, added = layer(hidden, added, self.cache, batch)
-        return self.model.logits(hidden, added)
+            finish = layer.begin(hidden, added, self.cache, batch)
+            yield
+            hidden, added = finish()
+        assert added is not None, "a model without layers"
+        return hidden, added
+
+
+def _in_turns(ways: Iterable[Generator[None, None, Result]]) -> list[Result]:
+    """What generators of equally many pauses return; each goes on to its next pause in turn."""
+    ways, results = list(ways), list[Result]()
+    while len(results) < len(ways):
+        for way in ways:
+            try:
+                next(way)
+            except StopIteration as end:
+                results.append(end.value)
+    return results

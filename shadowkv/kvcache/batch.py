@@ -51,6 +51,7 @@ class SealedBatch:
         max_budget: no row selects more, found and drawn.
         draws: chunks to draw besides, by the positions of the new tokens, so that every step has another draw; None
             where the policy draws none.
+        in_turns: whether others are under way while values of these rows are waited for.
     """
 
     slots: Tensor
@@ -61,8 +62,9 @@ class SealedBatch:
     budget: Tensor
     max_budget: int
     draws: Draws | None = None
+    in_turns: bool = False
 
-    def rows(self, rows: slice) -> SealedBatch:
+    def rows(self, rows: slice, in_turns: bool = False) -> SealedBatch:
         """Some of the rows, of values on the host: nothing is drawn from those."""
         return SealedBatch(
             self.slots[rows],
@@ -72,6 +74,7 @@ class SealedBatch:
             self.num_chunks[rows],
             self.budget[rows],
             self.max_budget,
+            in_turns=in_turns,
         )
 
 
@@ -94,6 +97,17 @@ class DecodeBatch:
     write_page: Tensor
     write_offset: Tensor
     sealed: SealedBatch | None
+
+    def rows(self, rows: slice) -> DecodeBatch:
+        """Some of the rows, which take turns with the others."""
+        return DecodeBatch(
+            self.positions[rows],
+            self.pages[rows],
+            self.counts[rows],
+            self.write_page[rows],
+            self.write_offset[rows],
+            None if self.sealed is None else self.sealed.rows(rows, in_turns=True),
+        )
 
 
 @dataclass(frozen=True)

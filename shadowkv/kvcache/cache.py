@@ -6,6 +6,7 @@ prefill in ``prefill.py``, sealing in ``sealing.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -168,6 +169,17 @@ class KVCache:
             sealed_batch,
         )
 
+    def turns(self, batch: DecodeBatch) -> list[DecodeBatch]:
+        """``batch``, or parts of its rows that should go through each layer in turns.
+
+        Where many values come from the host, more time than a layer has is needed for them: those of one half cross the
+        bus while the other half is anywhere in a layer. Weights are read twice for it.
+        """
+        if self.fetching is None or batch.sealed is None or not self.fetching.many(batch.sealed):
+            return [batch]
+        half = len(batch.positions) // 2
+        return [batch.rows(slice(half)), batch.rows(slice(half, None))]
+
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
         self.pool.table.length[plan.slots] += 1
@@ -191,20 +203,29 @@ class KVCache:
 
         Exact in prefill; in decode over [sink | outliers | selected | tail], or over everything where dense.
         """
+        return self.begin(layer, q, batch)()
+
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
+        """Begins ``attend``, as far as it need not wait for values from the host; what is returned finishes it."""
+        if isinstance(batch, DecodeBatch) and batch.sealed is not None and self.fetching is not None:
+            q = self.ops.rotate(q, batch.positions, self.store.rotary)
+            return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
+        out = self._attend(layer, q, batch)
+        return lambda: out
+
+    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        """What rotated queries [B, H_q, d] attend to of the sealed chunks."""
+        return self.parts.index.select(self.store, layer, q, batch)
+
+    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         if isinstance(batch, PrefillBlock):
             return self.prefill.attend(layer, q, batch)
         q = self.ops.rotate(q, batch.positions, self.store.rotary)
         if batch.sealed is None:
             return self._attend_exact(layer, q, batch)[0]
-        if self.fetching is not None:
-            return self._attend_fetched(layer, q, batch, batch.sealed, self.fetching)
         exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
         found = self._attend_sealed(layer, q, batch.sealed)
         return self.ops.merge_attention([exact(), found])
-
-    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        """What rotated queries [B, H_q, d] attend to of the sealed chunks."""
-        return self.parts.index.select(self.store, layer, q, batch)
 
     def _append_exact(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         pages = self.store.k[layer], self.store.v[layer]
@@ -220,9 +241,9 @@ class KVCache:
         values = self.parts.values.source(self.store, layer, batch)
         return self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
 
-    def _attend_fetched(
+    def _begin_fetched(
         self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         """In portions of the rows: values of one cross the bus while others are scored or attended."""
         started = []
         for rows in fetching.portions(sealed):
@@ -230,12 +251,17 @@ class KVCache:
             selected = self.select(layer, q[rows], portion).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        exact, outs = self._attend_exact(layer, q, batch), []  # while the bus is busy
-        for rows, portion, selected, fetch in started:
-            keys = self.parts.keys.source(self.store, layer, portion)
-            found = self.ops.attend_selected(q[rows], keys, fetch.wait(), selected)
-            outs.append(self.ops.merge_attention([(exact[0][rows], exact[1][rows]), found]))
-        return torch.cat(outs)
+        exact = self._attend_exact(layer, q, batch)  # while the bus is busy
+
+        def finish() -> Tensor:
+            outs = []
+            for rows, portion, selected, fetch in started:
+                keys = self.parts.keys.source(self.store, layer, portion)
+                found = self.ops.attend_selected(q[rows], keys, fetch.wait(), selected)
+                outs.append(self.ops.merge_attention([(exact[0][rows], exact[1][rows]), found]))
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+        return finish
 
 
 def _exact_counts(

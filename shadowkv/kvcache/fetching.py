@@ -21,6 +21,10 @@ MANY_BYTES = 50 * 10**6
 """Where so much is selected four portions of a batch are faster than two: 0.77 against 0.84 ms a layer for 48 x 128
 chunks of 2 KiB on an H200. For a third of that three were slower than two, 0.37 against 0.33 ms."""
 
+MANY_CHUNKS = 2**16
+"""Where all rows and heads select so many, the batch goes through the layers in two turns (``KVCache.turns``): 1.20
+instead of 1.38 ms a layer for 131 x 120 chunks of 8 heads, 384 B each, 72 % of them found, on an H200."""
+
 
 @dataclass(frozen=True)
 class FetchCounts:
@@ -60,18 +64,23 @@ class Fetching:
         self._stream = beside.stream
         self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)
 
+    def many(self, batch: SealedBatch) -> bool:
+        """Whether so much is selected that fetching takes longer than what a layer has to do meanwhile."""
+        heads = self._buffers[0].rows.shape[1]
+        return self._stream is not None and len(batch.slots) * batch.max_budget * heads >= MANY_CHUNKS
+
     def portions(self, batch: SealedBatch) -> list[slice]:
-        """Runs of rows that are fetched one after the other; all at once where there is no bus."""
+        """Runs of rows that are fetched one after the other; all at once without a bus or where others use the time."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
-        parts = 1 if self._stream is None else min(count, 4 if many else 2)
+        parts = 1 if self._stream is None or batch.in_turns else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
     def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | QuantisedRows) -> Fetch:
         """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
         buffer = self._buffers[layer]
         where = self.store.page["values"][layer], batch.value_pages, batch.slots
-        entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream)
+        entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.in_turns)
         done = None if self._stream is None else self._stream.record_event()
         return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ class Cache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
         """Take the keys and values, each [T, H, d], of the batch's tokens."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any) -> Tensor:
-        """Causal attention of the queries [T, Hq, d] over their sequences, own token included -> [T, Hq, d]."""
+    def begin(self, layer: int, q: Tensor, batch: Any) -> Callable[[], Tensor]:
+        """Begins causal attention of the queries [T, Hq, d] over their sequences, own token included.
+
+        What is returned finishes it -> [T, Hq, d]; what a cache waits for meanwhile others can use.
+        """
         ...
 
 
@@ -50,11 +54,11 @@ class Attention(nn.Module):
         else:
             self.query_norm = self.key_norm = None
 
-    def forward(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
-        """Append and attend with one projection: normalised hidden states [T, D] -> [T, D]."""
+    def begin(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
+        """Append and attend with one projection: of normalised hidden states [T, D], what finishes it -> [T, D]."""
         qkv = self.qkv(x)
         self._store(qkv[:, self.query_dim :], cache, batch)
-        return self._attend(qkv[:, : self.query_dim], cache, batch)
+        return self._begin(qkv[:, : self.query_dim], cache, batch)
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
         """Keys and values of normalised hidden states [T, D] into the cache."""
@@ -62,7 +66,7 @@ class Attention(nn.Module):
 
     def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
         """Attention of tokens whose keys and values are in the cache: [T, D] -> [T, D]."""
-        return self._attend(self.qkv.rows(x, 0, self.query_dim), cache, batch)
+        return self._begin(self.qkv.rows(x, 0, self.query_dim), cache, batch)()
 
     def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:
         k, v = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).split(self.num_kv_heads, dim=1)
@@ -70,8 +74,9 @@ class Attention(nn.Module):
             k = self.key_norm(k)
         cache.append(self.layer, k, v, batch)
 
-    def _attend(self, q: Tensor, cache: Cache, batch: Any) -> Tensor:
+    def _begin(self, q: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
         q = q.unflatten(-1, (self.num_query_heads, self.head_dim))
         if self.query_norm is not None:
             q = self.query_norm(q)
-        return self.out(cache.attend(self.layer, q, batch).flatten(-2))
+        attended = cache.begin(self.layer, q, batch)
+        return lambda: self.out(attended().flatten(-2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +14,11 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A layer with three entry points.
+    """A layer with four entry points.
 
     Prefill is layer-major and runs in token blocks: ``append`` on all blocks, then ``attend`` on all blocks, equals
-    ``forward`` on all tokens at once. Between any two blocks it can be paused.
+    ``forward`` on all tokens at once. Between any two blocks it can be paused. ``begin`` is ``forward`` up to where
+    attention may have to wait.
     """
 
     post_attention_norm: RMSNorm | None
@@ -40,8 +42,13 @@ class DecoderLayer(nn.Module):
 
         They are added where the next norm is taken, in one launch.
         """
+        return self.begin(x, added, cache, batch)()
+
+    def begin(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Begins ``forward``; what is returned finishes it."""
         x, normed = (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
-        return self._finish(x, self.attention(normed, cache, batch))
+        attended = self.attention.begin(normed, cache, batch)
+        return lambda: self._finish(x, attended())
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
         """Keys and values of a block [T, D] of the residual stream into the cache."""

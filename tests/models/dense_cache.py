@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,9 @@ class DenseCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
         self.kept.setdefault(layer, []).append((self.rotate(k, batch.positions), v, batch))
+
+    def begin(self, layer: int, q: Tensor, batch: DenseBatch) -> Callable[[], Tensor]:
+        return lambda: self.attend(layer, q, batch)
 
     def attend(self, layer: int, q: Tensor, batch: DenseBatch) -> Tensor:
         keys = torch.cat([k for k, _, _ in self.kept[layer]])

@@ -1,0 +1,99 @@
+"""Batches that go through the layers in two turns: the same logits, and one half computes while the other waits."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.runner import _in_turns
+from shadowkv.kvcache.fetching import MANY_CHUNKS, Fetching
+from shadowkv.layers.decoder_layer import DecoderLayer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = [1500, 700, 90, 1000, 2000]  # an odd number, one of them dense
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def open_engine(folder: Path, kv: str) -> Engine:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return Engine(
+        EngineConfig(
+            model=str(folder), load_format="dummy", kv=kv, max_num_seqs=len(LENGTHS), max_model_len=4096,
+            dtype="float32" if DEVICE == "cpu" else "bfloat16", fetch_buffer=1.5, gpu_memory_utilization=0.5,
+        )
+    )  # fmt: skip
+
+
+def steps(engine: Engine, count: int) -> torch.Tensor:
+    """Logits of steps on fixed tokens, through seals."""
+    draw, sequences = random.Random(0), []
+    for length in LENGTHS:
+        sequence = engine.cache.pool.allocate(length, length + count)
+        with torch.inference_mode():
+            for _ in engine.runner.prefill([(sequence, [draw.randrange(500) for _ in range(length)])]):
+                pass
+        sequences.append(sequence)
+    logits = [engine.runner.decode(sequences, [draw.randrange(500) for _ in LENGTHS]).clone() for _ in range(count)]
+    for sequence in sequences:
+        engine.cache.pool.release(sequence)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("kv", ["shadowkv", "turbo-host"])
+def test_turns_change_nothing(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = steps(open_engine(tmp_path, kv), 70)
+    monkeypatch.setattr(Fetching, "many", lambda self, batch: True)
+    engine, order = open_engine(tmp_path, kv), []
+    begin = DecoderLayer.begin
+
+    def watched(layer: DecoderLayer, x: torch.Tensor, *rest: object) -> object:
+        finish, of = begin(layer, x, *rest), (layer.attention.layer, len(x))
+        order.append(("begin", *of))
+        return lambda: (order.append(("finish", *of)), finish())[1]
+
+    monkeypatch.setattr(DecoderLayer, "begin", watched)
+    apart = steps(engine, 70)
+    error = (apart - together).norm(dim=-1) / together.norm(dim=-1)
+    assert error.max() < (1e-4 if DEVICE == "cpu" else 0.05), error.max()
+    assert engine.cache.fetching is not None
+    assert engine.cache.fetching.counts.fetched > 0
+    first = order.index(("begin", 0, 2))  # of the first decode step
+    assert order[first : first + 7] == [
+        ("begin", 0, 2), ("begin", 0, 3), ("finish", 0, 2), ("begin", 1, 2), ("finish", 0, 3), ("begin", 1, 3),
+        ("finish", 1, 2),
+    ]  # fmt: skip
+
+
+def test_turns_are_taken_where_much_is_selected_from_beyond_a_bus(tmp_path: Path) -> None:
+    fetching = open_engine(tmp_path, "turbo-host").cache.fetching
+    assert fetching is not None
+    rows = SimpleNamespace(slots=range(64), max_budget=MANY_CHUNKS // 64 // 2)  # of two heads
+    fetching._stream = None
+    assert not fetching.many(rows)  # type: ignore[arg-type]
+    fetching._stream = object()
+    assert fetching.many(rows)  # type: ignore[arg-type]
+    rows.max_budget -= 1
+    assert not fetching.many(rows)  # type: ignore[arg-type]
+
+
+def test_who_takes_turns_goes_from_pause_to_pause() -> None:
+    seen = []
+
+    def way(name: str):
+        for pause in range(2):
+            seen.append((name, pause))
+            yield
+        return name
+
+    assert _in_turns(way(name) for name in "abc") == ["a", "b", "c"]
+    assert seen == [(name, pause) for pause in range(2) for name in "abc"]
+    assert _in_turns([]) == []
