@@ -10,7 +10,7 @@ static void check_aligned(const Tensor& x, const char* name) {
 
 static void check_counts(const Tensor& counts, int64_t window_bits) {
   check(counts, "counts", Dtype::Int, {int64_t(sizeof(MissCounts) / 4)});
-  STD_TORCH_CHECK(0 <= window_bits && window_bits < 64, "windows of 2**", window_bits, " bytes");
+  STD_TORCH_CHECK(-1 <= window_bits && window_bits < 64, "windows of 2**", window_bits, " bytes");
 }
 
 void find_missing_chunks(
@@ -98,8 +98,13 @@ void copy_missing_chunks(Tensor misses, Tensor counts, int64_t window_bits, Tens
   const cudaStream_t stream = current_stream(misses);
   Miss *found = static_cast<Miss*>(misses.mutable_data_ptr()), *sorted = found + misses.size(1);
   MissCounts* numbers = static_cast<MissCounts*>(counts.mutable_data_ptr());
-  sort_misses_kernel<<<kSortBlocks, kWindows, 0, stream>>>(found, numbers, int(window_bits), sorted);
-  copy_misses_kernel<<<unsigned(blocks), kCopyThreads, 0, stream>>>(sorted, numbers, uint32_t(row_bytes / 16));
+  const uint32_t row = uint32_t(row_bytes / 16);
+  if (window_bits < 0) {
+    copy_misses_kernel<false><<<unsigned(blocks), kCopyThreads, 0, stream>>>(found, numbers, row);
+  } else {
+    sort_misses_kernel<<<kSortBlocks, kWindows, 0, stream>>>(found, numbers, int(window_bits), sorted);
+    copy_misses_kernel<true><<<unsigned(blocks), kOrderedThreads, 0, stream>>>(sorted, numbers, row);
+  }
   check_launch("fetch_chunks's copies");
 }
 

@@ -1,10 +1,13 @@
 // Chunks of host memory through a buffer on the device. One block per sequence and kv head finds what the buffer lacks,
-// chooses the entries that make place and lists the copies. These are put in the order of their addresses, coarsely; then
-// a small grid reads all of them across the bus, whose latency of microseconds wants some 100 KB under way, not many
-// multiprocessors. Host memory is mapped in pages of 64 KiB: short rows at random, each on a page of its own, wait for
-// their addresses to be translated, 30 ns a row one after the other, and meanwhile whatever else runs waits for its own.
-// In order it is half of that, and orders finer than windows of 32 MiB are not better (H200; 18,600 rows of 384 B in
-// 3 GiB: 0.55 ms and 0.38 after a kernel that reads memory at random, 0.42 and 0.20 after others; 0.15 is the bus).
+// chooses the entries that make place and lists the copies; a small grid then reads all of them across the bus, whose
+// latency of microseconds wants some 100 KB under way, not many multiprocessors.
+//
+// Copies of short rows are put in the order of their addresses first, coarsely. A translation of an address serves 64 KiB
+// of host memory, however that was allocated: short rows at random, each in another 64 KiB, wait for them, 30 ns a row one
+// after the other, and meanwhile whatever else runs waits for its own. In order it is a third to half less, and windows
+// of less than 32 MiB are no better (H200; 18,600 rows of 384 B in 3 GiB take 0.55 ms at random and 0.38 in order where
+// other kernels have had the L2 cache since, 0.42 and 0.20 where they have not; the bus takes 0.15). Rows of 2 KiB wait
+// for the bus: there the order saves nothing and takes 10 us.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +15,8 @@
 namespace shadowkv {
 
 constexpr int kFindThreads = 256;
-constexpr int kCopyThreads = 128;
+constexpr int kCopyThreads = 256;     // where misses are not in order
+constexpr int kOrderedThreads = 128;  // where they are
 constexpr int kCopyLoads = 4;         // of 16 bytes that a thread has under way
 constexpr int kWindows = 512;         // of addresses, in whose order copies are made
 constexpr int kSortBlocks = 16;
@@ -53,7 +57,7 @@ struct FindMisses {
   int64_t* entries;        // [B, H, k]
   int64_t row_bytes;
   int heads, k, capacity, chunks, chunks_of_page; // H, k, M, n, C
-  int window_bits;         // kWindows << window_bits bytes are no less than the host's pages span
+  int window_bits;         // kWindows << window_bits bytes are no less than the host's pages span; -1: in any order
 };
 
 // Ages of all entries, entries that make place, columns of `selected` that need one.
@@ -142,7 +146,7 @@ __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMis
         reinterpret_cast<const uint4*>(p.host + page * p.page_stride + inside * p.row_bytes),
         reinterpret_cast<uint4*>(p.rows + (state * p.capacity + place) * p.row_bytes)};
     p.misses[list + i] = miss;
-    atomicAdd(&p.counts->of_window[window_of(miss.from, p.window_bits)], 1);
+    if (p.window_bits >= 0) atomicAdd(&p.counts->of_window[window_of(miss.from, p.window_bits)], 1);
   }
 }
 
@@ -171,8 +175,17 @@ __global__ void __launch_bounds__(kWindows)
   }
 }
 
-// Not through the read-only path: an earlier kernel may have written the host's memory. First to leave the L2 cache:
-// that alone makes short rows come a sixth sooner, as if translations had more of the cache to stay in.
+// Not through the read-only path: an earlier kernel may have written the host's memory.
+__device__ __forceinline__ uint4 load_host16(const uint4* p) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+// What is first to leave the L2 cache: alone, short rows in order come a sixth sooner so, as if translations had more of
+// the cache to stay in.
 __device__ __forceinline__ uint4 load_host16(const uint4* p, uint64_t first_out) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
@@ -182,15 +195,17 @@ __device__ __forceinline__ uint4 load_host16(const uint4* p, uint64_t first_out)
 }
 
 // Warps take equal shares of all bytes, not rows: however short these are, as much is under way. On an H200 that is
-// 46 GB/s, as of any kernel, with 32 blocks as with 128, and not more with twice the loads or bulk copies. row: in 16
+// 46 GB/s, as of any kernel, with 16 blocks as with 64, and not more with twice the loads or bulk copies. row: in 16
 // bytes.
-__global__ void __launch_bounds__(kCopyThreads)
+template <bool kOrdered>
+__global__ void __launch_bounds__(kOrdered ? kOrderedThreads : kCopyThreads)
     copy_misses_kernel(const Miss* misses, const MissCounts* counts, uint32_t row) {
+  constexpr int kThreads = kOrdered ? kOrderedThreads : kCopyThreads;
   uint64_t first_out;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_out));
+  if constexpr (kOrdered) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_out));
   const uint32_t total = counts->all * row, lane = threadIdx.x % 32;
-  const uint32_t warp = (blockIdx.x * kCopyThreads + threadIdx.x) / 32, share = 32 * kCopyLoads;
-  for (uint32_t first = warp * share; first < total; first += gridDim.x * (kCopyThreads / 32) * share) {
+  const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / 32, share = 32 * kCopyLoads;
+  for (uint32_t first = warp * share; first < total; first += gridDim.x * (kThreads / 32) * share) {
     const uint4* from[kCopyLoads];
     uint4 *to[kCopyLoads], data[kCopyLoads];
 #pragma unroll
@@ -201,7 +216,12 @@ __global__ void __launch_bounds__(kCopyThreads)
       to[i] = miss.to + at % row;
     }
 #pragma unroll
-    for (int i = 0; i < kCopyLoads; ++i) data[i] = load_host16(from[i], first_out);
+    for (int i = 0; i < kCopyLoads; ++i) {
+      if constexpr (kOrdered)
+        data[i] = load_host16(from[i], first_out);
+      else
+        data[i] = load_host16(from[i]);
+    }
 #pragma unroll
     for (int i = 0; i < kCopyLoads; ++i) *to[i] = data[i];
   }

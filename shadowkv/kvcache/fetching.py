@@ -15,15 +15,16 @@ from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, QuantisedRows
-from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
 MANY_BYTES = 50 * 10**6
 """Where so much is selected four portions of a batch are faster than two: 0.77 against 0.84 ms a layer for 48 x 128
 chunks of 2 KiB on an H200. For a third of that three were slower than two, 0.37 against 0.33 ms."""
 
 MANY_CHUNKS = 2**16
-"""Where all rows and heads select so many, the batch goes through the layers in two turns (``KVCache.turns``): 1.20
-instead of 1.38 ms a layer for 131 x 120 chunks of 8 heads, 384 B each, 72 % of them found, on an H200."""
+"""Where all rows and heads select so many short chunks, the batch goes through the layers in two turns
+(``KVCache.turns``): 1.20 instead of 1.38 ms a layer for 131 x 120 chunks of 8 heads, 384 B each, 72 % of them found, in
+a model of 8 layers on an H200. With long ones it has not been tried."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class Fetching:
 
     def many(self, batch: SealedBatch) -> bool:
         """Whether so much is selected that fetching takes longer than what a layer has to do meanwhile."""
-        heads = self._buffers[0].rows.shape[1]
-        return self._stream is not None and len(batch.slots) * batch.max_budget * heads >= MANY_CHUNKS
+        rows = self._buffers[0].rows
+        short = rows[0, 0, 0].nbytes < SHORT_ROW
+        return self._stream is not None and short and len(batch.slots) * batch.max_budget * rows.shape[1] >= MANY_CHUNKS
 
     def portions(self, batch: SealedBatch) -> list[slice]:
         """Runs of rows that are fetched one after the other; all at once without a bus or where others use the time."""

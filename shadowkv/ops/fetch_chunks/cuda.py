@@ -11,15 +11,18 @@ from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.fetch_chunks import reference
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 
-BLOCKS = 32
-"""Thread blocks that copy. On an H200 more of them fetch chunks of 2 KiB no faster, and chunks of 512 B by 3 %."""
+WINDOWS = 512
+"""Parts of the host's memory in whose order short rows are copied."""
+
+BLOCKS = 16
+"""Thread blocks that copy. On an H200 more of them fetch chunks of 2 KiB no faster."""
+
+BLOCKS_OF_SHORT_ROWS = 32
+"""The same of short rows; these blocks are half as large."""
 
 BLOCKS_BESIDE = 8
 """The same beside work that takes as long: whatever that reads waits behind all translations of addresses that copies
 have under way. 65 x 36 chunks of 384 B take 375 us with 8 blocks and 355 with 32, which cost kernels beside 300."""
-
-WINDOWS = 512
-"""Parts of the host's memory in whose order misses are copied."""
 
 
 @cache
@@ -42,8 +45,7 @@ def fetch_chunks(
     beside: bool = False,
     blocks: int | None = None,
 ) -> Tensor:
-    """As the reference; can be captured in a CUDA graph. ``blocks`` is the grid of the copying kernel, by default
-    ``BLOCKS`` or ``BLOCKS_BESIDE``.
+    """As the reference; can be captured in a CUDA graph. ``blocks`` is the grid of the copying kernel; None chooses.
 
     ``host`` may be pinned host memory that is mapped to the device. The kernel takes pages and chunks that start at
     multiples of 16 bytes, dense but for the first axis of ``host``; the reference, which cannot be captured, does the
@@ -56,7 +58,7 @@ def fetch_chunks(
     entries = torch.empty_like(selected)
     misses = selected.new_empty(2, selected.numel(), 2)  # addresses from and to, as they are found and in order
     counts = selected.new_empty(1 + 2 * WINDOWS, dtype=torch.int32)
-    window_bits = _window_bits(host)
+    window_bits = _window_bits(host) if row_bytes < reference.SHORT_ROW else -1
     torch.ops.shadowkv_cuda.find_missing_chunks(
         host.view(torch.uint8),
         pages,
@@ -81,7 +83,7 @@ def fetch_chunks(
         counts.record_stream(stream)
     with torch.cuda.stream(stream):
         rows = buffer.rows.view(torch.uint8)
-        grid = blocks or (BLOCKS_BESIDE if beside else BLOCKS)
+        grid = blocks or (BLOCKS if window_bits < 0 else BLOCKS_BESIDE if beside else BLOCKS_OF_SHORT_ROWS)
         torch.ops.shadowkv_cuda.copy_missing_chunks(misses, counts, window_bits, rows, grid)
     return entries
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SHORT_ROW = 1024
+"""Chunks of fewer bytes wait for the translation of their addresses more than for the bus, on a GPU."""
+
 
 @dataclass(frozen=True)
 class ChunkBuffer:
