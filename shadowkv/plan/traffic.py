@@ -53,8 +53,8 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
         return StepReads(exact=context * exact_token)
     pages = spec.sealed_pages(context)
     sealed, tail = PAGE * pages, context - PAGE * pages
-    budget = int(spec.budget_chunks(np.asarray(context))) * spec.chunk
-    selected = min(budget, sealed - spec.static_tokens)
+    budget = int(spec.budget_chunks(np.asarray(context)))
+    selected = min(budget * spec.chunk, sealed - spec.static_tokens)
     excluded = sum(field.nbytes for field in layout.sealed_fields if field.name == "excluded")
     # Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can be
     # shared, so never more than all of them.
@@ -64,7 +64,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - found)
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
-        index=sealed * parts.index.scored_bytes_per_token() + pages * excluded,
+        index=parts.index.scored_bytes(sealed, budget) + pages * excluded,
         state=parts.keys.state_bytes_read() + parts.index.state_bytes_read(),
         keys=keys * parts.keys.bytes_per_token(),
         values=values - missed,

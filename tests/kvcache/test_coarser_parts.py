@@ -56,7 +56,12 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
 def test_signs_alone_find_runs_of_eight_and_read_less() -> None:
     model = ModelShape(2, 6, 2, 64)
     parts = [make_cache(preset(f"turbo-host:index={index}")).parts.index for index in ("sketch", "sketch-1bit")]
-    assert parts[1].scored_bytes_per_token() < parts[0].scored_bytes_per_token()
+    whole, signs = parts[0].bytes_per_token(), parts[1].scored_bytes(1, 0)
+    assert parts[1].scored_bytes(64_000, 100) == 64_000 * signs
+    assert parts[0].scored_bytes(64_000, 100) == 64_000 * (signs + whole / 16)
+    assert parts[0].scored_bytes(64_000, 2000) == 64_000 * signs + 4 * 16_000 * whole  # four times what is selected
+    assert parts[0].scored_bytes(6400, 100) == 6400 * signs + 3200 * whole  # four times 800 tokens, over 384 runs of 8
+    assert parts[0].scored_bytes(2048, 10) == 2048 * (signs + whole)  # all of them
     assert parts[1].unsupported(preset("turbo", drawn=0.0), model) == [
         "signs alone find runs of 8 tokens: chunk=1 is none"
     ]

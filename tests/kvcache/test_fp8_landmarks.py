@@ -71,4 +71,4 @@ def test_half_the_bytes(dim: int) -> None:
         build_parts(preset(f"shadowkv:index={index}").resolve(shape), shape, torch.bfloat16).index
         for index in ("chunk-mean", "chunk-mean-fp8")
     )
-    assert small.bytes_per_token() == small.scored_bytes_per_token() == plain.bytes_per_token() / 2 + 8 * 4 / 64
+    assert small.bytes_per_token() == small.scored_bytes(1, 1) == plain.bytes_per_token() / 2 + 8 * 4 / 64

@@ -152,9 +152,9 @@ class IndexPart(Part):
             reasons.append(f"index={spec.index!r} draws no chunks: drawn={spec.drawn} has no meaning with it")
         return reasons
 
-    def scored_bytes_per_token(self) -> float:
-        """Bytes of a sealed token that a step reads to find chunks, in one layer, all kv heads."""
-        return self.bytes_per_token()
+    def scored_bytes(self, tokens: int, chunks: int) -> float:
+        """Bytes that a step reads to find ``chunks`` of ``tokens`` sealed tokens, in one layer, all kv heads."""
+        return tokens * self.bytes_per_token()
 
     def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         """Marks chunks of pages just sealed that may not be selected, bool [L, n, H, C]."""

@@ -27,8 +27,8 @@ class Exact(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
-    def scored_bytes_per_token(self) -> float:
-        return self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+    def scored_bytes(self, tokens: int, chunks: int) -> float:
+        return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         return

@@ -19,7 +19,7 @@ from shadowkv.kvcache.parts.base import IndexPart, SealedTokens, Selection
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
-from shadowkv.ops.select_by_sketch.reference import KEPT_SHARE
+from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
 
@@ -55,14 +55,11 @@ class Sketch(IndexPart):
             Field("sketch_scale", plane[:2], torch.float16),
         )
 
-    def scored_bytes_per_token(self) -> float:
-        """Signs and scales of all tokens; everything of the share that is looked at closely.
-
-        That is of contexts of 49,152 tokens and more: of shorter ones it is a larger one (``KEPT_LEAST``).
-        """
-        _, rest, _ = self.page_fields()
-        whole = self.bytes_per_token()
-        return whole - rest.nbytes / PAGE + whole / KEPT_SHARE
+    def scored_bytes(self, tokens: int, chunks: int) -> float:
+        """Signs and scales of all tokens, and everything of the runs that are looked at closely."""
+        signs, _, scale = self.page_fields()
+        close = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
+        return tokens * (signs.nbytes + scale.nbytes) / PAGE + close * self.bytes_per_token()
 
     def state_fields(self) -> tuple[Field, ...]:
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -120,9 +117,9 @@ class SignSketch(Sketch):
             reasons.append(f"signs alone find runs of {RUN} tokens: chunk={spec.chunk} is none")
         return reasons
 
-    def scored_bytes_per_token(self) -> float:
+    def scored_bytes(self, tokens: int, chunks: int) -> float:
         signs, _, scale = self.page_fields()
-        return (signs.nbytes + scale.nbytes) / PAGE
+        return tokens * (signs.nbytes + scale.nbytes) / PAGE
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", "excluded"))
