@@ -32,10 +32,11 @@ def repeating(shape: tuple[int, int, int], k: int, share: float, steps: int) -> 
 class ScriptedSelection:
     """Stands in for ``cache.select``; may be captured in a graph, whose replays go on in the script.
 
-    Rows that fill a captured batch up belong to the padding slot, for which nothing is selected.
+    Rows that fill a captured batch up belong to the padding slot, for which nothing is selected. A model has two layers
+    or more.
 
     Args:
-        tokens: of context, of the shortest sequence.
+        tokens: of context, of the shortest sequence; none that decodes may be shorter.
         share: of the chunks of a step that the step before selected too.
     """
 
@@ -52,7 +53,7 @@ class ScriptedSelection:
         cache.select = self  # type: ignore[method-assign]
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        """That of the step at work, which begins where a layer comes again."""
+        """That of the step at work, which begins where a layer comes after a later one."""
         width = self._select(layer, q, batch).chunks.shape[-1]
         if layer < self._layer:
             self._first.add_(self._slots).remainder_(len(self._script))

@@ -8,14 +8,14 @@ static void check_aligned(const Tensor& x, const char* name) {
   STD_TORCH_CHECK((int64_t(x.const_data_ptr()) | x.stride(0)) % 16 == 0, name, " is not aligned to 16 bytes");
 }
 
-static void check_counts(const Tensor& counts, int64_t window_bits) {
+static void check_counts(const Tensor& counts, int64_t bucket_bits) {
   check(counts, "counts", Dtype::Int, {int64_t(sizeof(MissCounts) / 4)});
-  STD_TORCH_CHECK(-1 <= window_bits && window_bits < 64, "windows of 2**", window_bits, " bytes");
+  STD_TORCH_CHECK(-1 <= bucket_bits && bucket_bits < 64, "buckets of 2**", bucket_bits, " bytes");
 }
 
 void find_missing_chunks(
     const Tensor host, const Tensor pages, const Tensor slots, const Tensor selected, Tensor rows, Tensor owner,
-    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor counts, int64_t window_bits,
+    Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor counts, int64_t bucket_bits,
     Tensor entries) {
   check(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1});
   check_dense_from(host, "host", 1);
@@ -44,9 +44,9 @@ void find_missing_chunks(
   check_dense_from(step, "step", 0);
   check(counters, "counters", Dtype::Long, {2});
   check_dense_from(counters, "counters", 0);
-  check(misses, "misses", Dtype::Long, {2, batch * heads * k, 2});
+  check(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, batch * heads * k, 2});
   check_dense_from(misses, "misses", 0);
-  check_counts(counts, window_bits);
+  check_counts(counts, bucket_bits);
   check(entries, "entries", Dtype::Long, {batch, heads, k});
   check_dense_from(entries, "entries", 0);
   STD_TORCH_CHECK(batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, "more than 32 GiB may have to be fetched");
@@ -71,7 +71,7 @@ void find_missing_chunks(
   p.entries = static_cast<int64_t*>(entries.mutable_data_ptr());
   p.row_bytes = row_bytes;
   p.heads = int(heads), p.k = int(k), p.capacity = int(capacity), p.chunks = int(entry.size(2));
-  p.chunks_of_page = int(host.size(2)), p.window_bits = int(window_bits);
+  p.chunks_of_page = int(host.size(2)), p.bucket_bits = int(bucket_bits);
 
   const cudaStream_t stream = current_stream(selected);
   const int bytes = int(find_misses_bytes(capacity, k));
@@ -80,15 +80,15 @@ void find_missing_chunks(
       error == cudaSuccess, capacity, " entries and ", k, " chunks do not fit in shared memory: ",
       cudaGetErrorString(error));
   // Not a memset, which in a graph took 9 us and gaps as long on either side while other chunks were copied.
-  clear_counts_kernel<<<1, kWindows, 0, stream>>>(p.counts);
+  clear_counts_kernel<<<1, kBuckets, 0, stream>>>(p.counts);
   find_misses_kernel<<<unsigned(batch * heads), kFindThreads, bytes, stream>>>(p);
   check_launch("fetch_chunks");
 }
 
-void copy_missing_chunks(Tensor misses, Tensor counts, int64_t window_bits, Tensor rows, int64_t blocks) {
-  check(misses, "misses", Dtype::Long, {2, -1, 2});
+void copy_missing_chunks(Tensor misses, Tensor counts, int64_t bucket_bits, Tensor rows, int64_t blocks) {
+  check(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, -1, 2});
   check_dense_from(misses, "misses", 0);
-  check_counts(counts, window_bits);
+  check_counts(counts, bucket_bits);
   check(rows, "rows", Dtype::Byte, {-1, -1, -1, -1, -1});
   const int64_t row_bytes = rows.size(3) * rows.size(4);
   STD_TORCH_CHECK(row_bytes % 16 == 0, "chunks have ", row_bytes, " bytes, no multiple of 16");
@@ -97,13 +97,13 @@ void copy_missing_chunks(Tensor misses, Tensor counts, int64_t window_bits, Tens
   const torch::stable::accelerator::DeviceGuard guard(misses.get_device());
   const cudaStream_t stream = current_stream(misses);
   Miss *found = static_cast<Miss*>(misses.mutable_data_ptr()), *sorted = found + misses.size(1);
-  MissCounts* numbers = static_cast<MissCounts*>(counts.mutable_data_ptr());
+  MissCounts* of_all = static_cast<MissCounts*>(counts.mutable_data_ptr());
   const uint32_t row = uint32_t(row_bytes / 16);
-  if (window_bits < 0) {
-    copy_misses_kernel<false><<<unsigned(blocks), kCopyThreads, 0, stream>>>(found, numbers, row);
+  if (bucket_bits < 0) {
+    copy_misses_kernel<false><<<unsigned(blocks), kCopyThreads, 0, stream>>>(found, of_all, row);
   } else {
-    sort_misses_kernel<<<kSortBlocks, kWindows, 0, stream>>>(found, numbers, int(window_bits), sorted);
-    copy_misses_kernel<true><<<unsigned(blocks), kOrderedThreads, 0, stream>>>(sorted, numbers, row);
+    sort_misses_kernel<<<kSortBlocks, kBuckets, 0, stream>>>(found, of_all, int(bucket_bits), sorted);
+    copy_misses_kernel<true><<<unsigned(blocks), kOrderedThreads, 0, stream>>>(sorted, of_all, row);
   }
   check_launch("fetch_chunks's copies");
 }
@@ -114,9 +114,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "find_missing_chunks(Tensor host, Tensor pages, Tensor slots, Tensor selected, Tensor(a!) rows, Tensor(b!) owner, "
       "Tensor(c!) entry, Tensor(d!) used, Tensor(e!) step, Tensor(f!) counters, Tensor(g!) misses, Tensor(h!) counts, "
-      "int window_bits, Tensor(i!) entries) -> ()");
+      "int bucket_bits, Tensor(i!) entries) -> ()");
   m.def(
-      "copy_missing_chunks(Tensor(a!) misses, Tensor(b!) counts, int window_bits, Tensor(c!) rows, int blocks) -> ()");
+      "copy_missing_chunks(Tensor(a!) misses, Tensor(b!) counts, int bucket_bits, Tensor(c!) rows, int blocks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {

@@ -4,7 +4,7 @@
 //
 // Copies of short rows are put in the order of their addresses first, coarsely. A translation of an address serves 64 KiB
 // of host memory, however that was allocated: short rows at random, each in another 64 KiB, wait for them, 30 ns a row one
-// after the other, and meanwhile whatever else runs waits for its own. In order it is a third to half less, and windows
+// after the other, and meanwhile whatever else runs waits for its own. In order it is a third to half less, and buckets
 // of less than 32 MiB are no better (H200; 18,600 rows of 384 B in 3 GiB take 0.55 ms at random and 0.38 in order where
 // other kernels have had the L2 cache since, 0.42 and 0.20 where they have not; the bus takes 0.15). Rows of 2 KiB wait
 // for the bus: there the order saves nothing and takes 10 us.
@@ -18,7 +18,7 @@ constexpr int kFindThreads = 256;
 constexpr int kCopyThreads = 256;     // where misses are not in order
 constexpr int kOrderedThreads = 128;  // where they are
 constexpr int kCopyLoads = 4;         // of 16 bytes that a thread has under way
-constexpr int kWindows = 512;         // of addresses, in whose order copies are made
+constexpr int kBuckets = 512;         // of addresses, in whose order short rows are copied
 constexpr int kSortBlocks = 16;
 constexpr uint32_t kOldest = 0xffff; // steps since an entry's last use; more count as that many
 
@@ -30,13 +30,13 @@ struct alignas(16) Miss {
 // Of all misses of a call.
 struct MissCounts {
   uint32_t all;
-  uint32_t of_window[kWindows];
-  uint32_t placed[kWindows]; // of a window's, so far
+  uint32_t of_bucket[kBuckets];
+  uint32_t placed[kBuckets]; // of a bucket's, so far
 };
 
-// Windows follow each other but for where the last is followed by the first.
-__device__ __forceinline__ int window_of(const uint4* host, int window_bits) {
-  return int((reinterpret_cast<uintptr_t>(host) >> window_bits) % kWindows);
+// Buckets follow each other, but where the last is followed by the first.
+__device__ __forceinline__ int bucket_of(const uint4* host, int bucket_bits) {
+  return int((reinterpret_cast<uintptr_t>(host) >> bucket_bits) % kBuckets);
 }
 
 struct FindMisses {
@@ -57,7 +57,7 @@ struct FindMisses {
   int64_t* entries;        // [B, H, k]
   int64_t row_bytes;
   int heads, k, capacity, chunks, chunks_of_page; // H, k, M, n, C
-  int window_bits;         // kWindows << window_bits bytes are no less than the host's pages span; -1: in any order
+  int bucket_bits;         // of an address within a bucket; all together hold about all pages. -1: in any order
 };
 
 // Ages of all entries, entries that make place, columns of `selected` that need one.
@@ -146,17 +146,17 @@ __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMis
         reinterpret_cast<const uint4*>(p.host + page * p.page_stride + inside * p.row_bytes),
         reinterpret_cast<uint4*>(p.rows + (state * p.capacity + place) * p.row_bytes)};
     p.misses[list + i] = miss;
-    if (p.window_bits >= 0) atomicAdd(&p.counts->of_window[window_of(miss.from, p.window_bits)], 1);
+    if (p.bucket_bits >= 0) atomicAdd(&p.counts->of_bucket[bucket_of(miss.from, p.bucket_bits)], 1);
   }
 }
 
-// Misses by windows; within one, in any order. Every block adds up the windows' counts for itself.
-__global__ void __launch_bounds__(kWindows)
-    sort_misses_kernel(const Miss* misses, MissCounts* counts, int window_bits, Miss* sorted) {
-  __shared__ uint32_t first[kWindows], of_warps[kWindows / 32];
+// A counting sort by buckets; within one, misses come in any order. Every block adds up the counts for itself.
+__global__ void __launch_bounds__(kBuckets)
+    sort_misses_kernel(const Miss* misses, MissCounts* counts, int bucket_bits, Miss* sorted) {
+  __shared__ uint32_t first[kBuckets], of_warps[kBuckets / 32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const uint32_t own = counts->of_window[thread];
-  uint32_t until = own; // of this warp's windows up to this one, then of all
+  const uint32_t own = counts->of_bucket[thread];
+  uint32_t until = own; // of this warp's buckets up to this one, then of all
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const uint32_t other = __shfl_up_sync(~0u, until, step);
@@ -168,10 +168,10 @@ __global__ void __launch_bounds__(kWindows)
   first[thread] = until - own;
   __syncthreads();
   const uint32_t all = counts->all;
-  for (uint32_t i = blockIdx.x * kWindows + thread; i < all; i += gridDim.x * kWindows) {
+  for (uint32_t i = blockIdx.x * kBuckets + thread; i < all; i += gridDim.x * kBuckets) {
     const Miss miss = misses[i];
-    const int window = window_of(miss.from, window_bits);
-    sorted[first[window] + atomicAdd(&counts->placed[window], 1)] = miss;
+    const int bucket = bucket_of(miss.from, bucket_bits);
+    sorted[first[bucket] + atomicAdd(&counts->placed[bucket], 1)] = miss;
   }
 }
 
@@ -184,8 +184,8 @@ __device__ __forceinline__ uint4 load_host16(const uint4* p) {
   return x;
 }
 
-// What is first to leave the L2 cache: alone, short rows in order come a sixth sooner so, as if translations had more of
-// the cache to stay in.
+// Read as what is first to leave the L2 cache: short rows in order come a fifth sooner while nothing else runs, as if
+// translations had more of the cache to stay in.
 __device__ __forceinline__ uint4 load_host16(const uint4* p, uint64_t first_out) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBlock, SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class ObservedCache(KVCache):
     batch: DecodeBatch | None = None
     observe: Callable[[Attended], None] | None = None
     _selected: list[Tensor]
+
+    def plan_decode(self, sequences: Items[Sequence]) -> DecodePlan:
+        """As ever, but in one batch: who observes has seen all rows when it is called."""
+        return replace(super().plan_decode(sequences), micro_batches=1)
 
     def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         """As ever; it may be called for some of the rows at a time."""

@@ -33,11 +33,12 @@ CASES = [  # rows, tokens, selected chunks, tokens and elements of a chunk row, 
     (48, 61440, 128, 8, 128, torch.bfloat16),
     (24, 124928, 256, 8, 128, torch.bfloat16),
     (48, 61440, 128, 8, 64, torch.uint8),
+    (48, 61440, 128, 8, 48, torch.uint8),
     (48, 61440, 64, 16, 64, torch.uint8),
     (1, 124928, 256, 8, 128, torch.bfloat16),
 ]
 SHARES = (1.0, 0.72, 0.6, 0.5, 0.0)
-GRIDS = (8, 32, 64, 132)
+GRIDS = (8, 16, 32, 64)
 STEPS = 32
 ROUNDS = 3
 

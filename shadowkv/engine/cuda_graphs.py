@@ -59,7 +59,7 @@ class CudaGraphs:
         """float32 logits [B, V]; overwritten by the next call with the same shapes."""
         count = len(tokens)
         shape = self._rounded(plan)
-        key = (len(shape.slots), shape.exact_pages, shape.sealed_pages)
+        key = (len(shape.slots), shape.exact_pages, shape.sealed_pages, shape.micro_batches)
         numbers = np.concatenate((shape.numbers, np.full((2, len(shape.slots)), -1, np.int64)))
         numbers[-2], numbers[-2, :count], numbers[-1, :count] = 0, tokens, sources
         logits: Tensor = self._run(key, numbers, lambda static: self._step(shape, static[:-2], static[-2:]))

@@ -116,15 +116,16 @@ class Runner:
         batch = self.cache.decode_batch(plan, numbers)
         tokens, sources = inputs
         hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
-        turns = self.cache.turns(batch)
-        parts = hidden.split([len(turn.positions) for turn in turns])
-        hiddens, added = zip(*_in_turns(map(self._layer_by_layer, parts, turns)), strict=True)
-        if len(turns) == 1:
-            return self.model.logits(hiddens[0], added[0])
+        micro_batches = batch.split(plan.micro_batches)
+        parts = hidden.split([len(one.positions) for one in micro_batches])
+        results = _interleave(map(self._layer_by_layer, parts, micro_batches))
+        if len(results) == 1:
+            return self.model.logits(*results[0])
+        hiddens, added = zip(*results, strict=True)
         return self.model.logits(torch.cat(hiddens), torch.cat(added))
 
     def _layer_by_layer(self, hidden: Tensor, batch: DecodeBatch) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Takes rows through all layers, and pauses where attention may have to wait."""
+        """Takes a micro-batch through all layers, and pauses where attention may have to wait."""
         added = None
         for layer in self.layers:
             finish = layer.begin(hidden, added, self.cache, batch)
@@ -134,13 +135,13 @@ class Runner:
         return hidden, added
 
 
-def _in_turns(ways: Iterable[Generator[None, None, Result]]) -> list[Result]:
-    """What generators of equally many pauses return; each goes on to its next pause in turn."""
-    ways, results = list(ways), list[Result]()
-    while len(results) < len(ways):
-        for way in ways:
+def _interleave(generators: Iterable[Generator[None, None, Result]]) -> list[Result]:
+    """What generators with equally many pauses return; they go on to their next pause one after the other."""
+    running, results = list(generators), list[Result]()
+    while len(results) < len(running):
+        for generator in running:
             try:
-                next(way)
+                next(generator)
             except StopIteration as end:
                 results.append(end.value)
     return results

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ class DecodePlan:
             chunks to find and chunks to draw per kv head.
         exact_pages, sealed_pages: pages of the longest row, at least 1 and 0; the widths of the page tables.
         max_budget: chunks that any row may select, found and drawn.
+        micro_batches: parts of the rows that go through the layers one behind the other, so that values of one are
+            fetched while another computes.
     """
 
     slots: np.ndarray
@@ -35,6 +38,7 @@ class DecodePlan:
     exact_pages: int
     sealed_pages: int
     max_budget: int
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class SealedBatch:
         max_budget: no row selects more, found and drawn.
         draws: chunks to draw besides, by the positions of the new tokens, so that every step has another draw; None
             where the policy draws none.
-        in_turns: whether others are under way while values of these rows are waited for.
+        overlapped: whether another micro-batch computes while values of these rows are fetched.
     """
 
     slots: Tensor
@@ -62,19 +66,19 @@ class SealedBatch:
     budget: Tensor
     max_budget: int
     draws: Draws | None = None
-    in_turns: bool = False
+    overlapped: bool = False
 
-    def rows(self, rows: slice, in_turns: bool = False) -> SealedBatch:
+    def rows(self, rows: slice) -> SealedBatch:
         """Some of the rows, of values on the host: nothing is drawn from those."""
-        return SealedBatch(
-            self.slots[rows],
-            self.pages[rows],
-            self.value_pages[rows],
-            self.num_pages[rows],
-            self.num_chunks[rows],
-            self.budget[rows],
-            self.max_budget,
-            in_turns=in_turns,
+        assert self.draws is None
+        return replace(
+            self,
+            slots=self.slots[rows],
+            pages=self.pages[rows],
+            value_pages=self.value_pages[rows],
+            num_pages=self.num_pages[rows],
+            num_chunks=self.num_chunks[rows],
+            budget=self.budget[rows],
         )
 
 
@@ -98,15 +102,21 @@ class DecodeBatch:
     write_offset: Tensor
     sealed: SealedBatch | None
 
-    def rows(self, rows: slice) -> DecodeBatch:
-        """Some of the rows, which take turns with the others."""
+    def split(self, count: int) -> list[DecodeBatch]:
+        """``count`` micro-batches, of values on the host where it is more than one; at most as many as rows."""
+        if count == 1:
+            return [self]
+        bounds = [part * len(self.positions) // count for part in range(count + 1)]
+        return [self._rows(slice(start, stop)) for start, stop in pairwise(bounds)]
+
+    def _rows(self, rows: slice) -> DecodeBatch:
         return DecodeBatch(
             self.positions[rows],
             self.pages[rows],
             self.counts[rows],
             self.write_page[rows],
             self.write_offset[rows],
-            None if self.sealed is None else self.sealed.rows(rows, in_turns=True),
+            None if self.sealed is None else replace(self.sealed.rows(rows), overlapped=True),
         )
 
 

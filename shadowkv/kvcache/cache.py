@@ -131,6 +131,7 @@ class KVCache:
             int(exact.max()),
             int(sealed.max()) // PAGE,
             int(budget.max()),
+            1 if self.fetching is None else self.fetching.micro_batches(budget),
         )
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
@@ -168,17 +169,6 @@ class KVCache:
             length % PAGE,
             sealed_batch,
         )
-
-    def turns(self, batch: DecodeBatch) -> list[DecodeBatch]:
-        """``batch``, or parts of its rows that should go through each layer in turns.
-
-        Where many values come from the host, more time than a layer has is needed for them: those of one half cross the
-        bus while the other half is anywhere in a layer. Weights are read twice for it.
-        """
-        if self.fetching is None or batch.sealed is None or not self.fetching.many(batch.sealed):
-            return [batch]
-        half = len(batch.positions) // 2
-        return [batch.rows(slice(half)), batch.rows(slice(half, None))]
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,10 @@ MANY_BYTES = 50 * 10**6
 """Where so much is selected four portions of a batch are faster than two: 0.77 against 0.84 ms a layer for 48 x 128
 chunks of 2 KiB on an H200. For a third of that three were slower than two, 0.37 against 0.33 ms."""
 
-MANY_CHUNKS = 2**16
-"""Where all rows and heads select so many short chunks, the batch goes through the layers in two turns
-(``KVCache.turns``): 1.20 instead of 1.38 ms a layer for 131 x 120 chunks of 8 heads, 384 B each, 72 % of them found, in
-a model of 8 layers on an H200. With long ones it has not been tried."""
+TWO_BATCH_CHUNKS = 2**16
+"""Where all rows and heads select so many short chunks, the batch is split in two: at 131 x 120 x 8 of 384 B, 72 % of
+them found, a layer takes 1.20 instead of 1.38 ms on an H200, in a model of 8 layers, although weights are read twice.
+Neither fewer nor longer chunks have been tried."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,25 @@ class Fetching:
         self._stream = beside.stream
         self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)
 
-    def many(self, batch: SealedBatch) -> bool:
-        """Whether so much is selected that fetching takes longer than what a layer has to do meanwhile."""
+    def micro_batches(self, budget: np.ndarray) -> int:
+        """How many a batch whose rows may select ``budget`` int64 [B] chunks per head is split into: 1 or 2."""
         rows = self._buffers[0].rows
         short = rows[0, 0, 0].nbytes < SHORT_ROW
-        return self._stream is not None and short and len(batch.slots) * batch.max_budget * rows.shape[1] >= MANY_CHUNKS
+        much = len(budget) > 1 and int(budget.sum()) * rows.shape[1] >= TWO_BATCH_CHUNKS
+        return 2 if self._stream is not None and short and much else 1
 
     def portions(self, batch: SealedBatch) -> list[slice]:
         """Runs of rows that are fetched one after the other; all at once without a bus or where others use the time."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
-        parts = 1 if self._stream is None or batch.in_turns else min(count, 4 if many else 2)
+        parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
     def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | QuantisedRows) -> Fetch:
         """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
         buffer = self._buffers[layer]
         where = self.store.page["values"][layer], batch.value_pages, batch.slots
-        entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.in_turns)
+        entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
         done = None if self._stream is None else self._stream.record_event()
         return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
 

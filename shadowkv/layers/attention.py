@@ -24,7 +24,7 @@ class Cache(Protocol):
     def begin(self, layer: int, q: Tensor, batch: Any) -> Callable[[], Tensor]:
         """Begins causal attention of the queries [T, Hq, d] over their sequences, own token included.
 
-        What is returned finishes it -> [T, Hq, d]; what a cache waits for meanwhile others can use.
+        What is returned finishes it -> [T, Hq, d]. Other work may be launched before: a cache may wait for the host.
         """
         ...
 

@@ -27,23 +27,29 @@ def test_a_stream_of_ragged_selections(seed, rows, entries):
     check_stream(Problem.random(6, 3, 40, entries, 40, rows, "cuda"), cuda.fetch_chunks, steps=8)
 
 
+SHORT_AND_LONG = pytest.mark.parametrize("rows", [byte_rows(8, 48), bf16_rows(8, 64)], ids=["384 B", "1 KiB"])
+
+
+@SHORT_AND_LONG
 @pytest.mark.parametrize("blocks", [1, 8, 32, 132])
-def test_any_grid_copies_everything(seed, blocks):
+def test_any_grid_copies_everything(seed, blocks, rows):
     def op(*args) -> Tensor:
         return cuda.fetch_chunks(*args, blocks=blocks)
 
-    check_stream(Problem.random(9, 8, 300, 700, 150, bf16_rows(8, 64), "cuda"), op, steps=5)
+    check_stream(Problem.random(9, 8, 300, 700, 150, rows, "cuda"), op, steps=5)
 
 
-def test_bytes_may_come_on_another_stream(seed):
+@SHORT_AND_LONG
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_bytes_may_come_on_another_stream(seed, rows, overlapped):
     side = torch.cuda.Stream()
 
     def op(*args) -> Tensor:
-        entries = cuda.fetch_chunks(*args, stream=side)
+        entries = cuda.fetch_chunks(*args, side, overlapped)
         torch.cuda.current_stream().wait_stream(side)
         return entries
 
-    check_stream(Problem.random(9, 8, 300, 700, 150, bf16_rows(8, 64), "cuda"), op, steps=5)
+    check_stream(Problem.random(9, 8, 300, 700, 150, rows, "cuda"), op, steps=5)
 
 
 def test_more_entries_than_fit_in_ordinary_shared_memory(seed):
@@ -55,8 +61,9 @@ def test_one_chunk_a_step_like_a_plain_lru(seed):
     check_exact_lru(Problem.random(1, 1, 1, 7, 13, bf16_rows(8, 64), "cuda"), cuda.fetch_chunks, steps=100)
 
 
-def test_as_many_hits_as_the_reference(seed):
-    problem = Problem.random(4, 4, 50, 100, 40, bf16_rows(8, 64), "cuda")
+@SHORT_AND_LONG
+def test_as_many_hits_as_the_reference(seed, rows):
+    problem = Problem.random(4, 4, 50, 100, 40, rows, "cuda")
     stream = [problem.select(0.6) for _ in range(40)]
     missed = []
     for op in (reference.fetch_chunks, cuda.fetch_chunks):
@@ -69,20 +76,23 @@ def test_as_many_hits_as_the_reference(seed):
     assert abs(missed[0] - missed[1]) < 0.01 * 4 * 4 * 50 * 40
 
 
-def test_pages_beyond_four_gigabytes(seed):
-    problem = Problem.random(4, 2, 20, 33, 10, bf16_rows(8, 64), "cuda")
+@SHORT_AND_LONG
+def test_pages_beyond_four_gigabytes(seed, rows):
+    problem = Problem.random(4, 2, 20, 33, 10, rows, "cuda")
     arena = torch.empty(5 * 2**30, dtype=torch.uint8, device="cuda")
     arena[-(2**24) :] = torch.randint(0, 256, (2**24,), dtype=torch.uint8)
-    shape = problem.host.shape[1:]
-    page = problem.host[0].numel() * 2
+    shape, size = problem.host.shape[1:], problem.host.element_size()
+    page = problem.host[0].nbytes
     granules = (arena.numel() - page) // 256 + 1
-    problem.host = arena.view(torch.bfloat16).as_strided((granules, *shape), (128, *problem.host.stride()[1:]))
+    strides = 256 // size, *problem.host.stride()[1:]
+    problem.host = arena.view(problem.host.dtype).as_strided((granules, *shape), strides)
     problem.pages = granules - 1 - torch.randperm(200, device="cuda")[:40].view(4, 10) * (page // 256)
     check_stream(problem, cuda.fetch_chunks, steps=5)
 
 
-def test_a_captured_call_follows_its_inputs(seed):
-    problem = Problem.random(6, 3, 40, 80, 40, bf16_rows(8, 128), "cuda")
+@SHORT_AND_LONG
+def test_a_captured_call_follows_its_inputs(seed, rows):
+    problem = Problem.random(6, 3, 40, 80, 40, rows, "cuda")
     selected = problem.select(0.6).clone()
     problem.fetch(cuda.fetch_chunks, selected)
     graph = torch.cuda.CUDAGraph()

@@ -1,17 +1,18 @@
-"""Batches that go through the layers in two turns: the same logits, and one half computes while the other waits."""
+"""Batches split in two: the same logits, and one micro-batch computes while values of the other are fetched."""
 
 import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.runner import _in_turns
-from shadowkv.kvcache.fetching import MANY_CHUNKS, Fetching
+from shadowkv.engine.runner import _interleave
+from shadowkv.kvcache.fetching import TWO_BATCH_CHUNKS, Fetching
 from shadowkv.layers.decoder_layer import DecoderLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,18 +50,24 @@ def steps(engine: Engine, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kv", ["shadowkv", "turbo-host"])
-def test_turns_change_nothing(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_change_nothing(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = steps(open_engine(tmp_path, kv), 70)
-    monkeypatch.setattr(Fetching, "many", lambda self, batch: True)
-    engine, order = open_engine(tmp_path, kv), []
-    begin = DecoderLayer.begin
+    monkeypatch.setattr(Fetching, "micro_batches", lambda self, budget: 2)
+    engine, order, fetches = open_engine(tmp_path, kv), [], []
+    begin, fetch = DecoderLayer.begin, engine.cache.ops.fetch_chunks
 
     def watched(layer: DecoderLayer, x: torch.Tensor, *rest: object) -> object:
         finish, of = begin(layer, x, *rest), (layer.attention.layer, len(x))
         order.append(("begin", *of))
         return lambda: (order.append(("finish", *of)), finish())[1]
 
+    def fetched(*args: object) -> torch.Tensor:
+        *_, selected, _, _, overlapped = args
+        fetches.append((len(selected), overlapped))
+        return fetch(*args)
+
     monkeypatch.setattr(DecoderLayer, "begin", watched)
+    monkeypatch.setattr(engine.cache.ops, "fetch_chunks", fetched)
     apart = steps(engine, 70)
     error = (apart - together).norm(dim=-1) / together.norm(dim=-1)
     assert error.max() < (1e-4 if DEVICE == "cpu" else 0.05), error.max()
@@ -71,29 +78,44 @@ def test_turns_change_nothing(kv: str, tmp_path: Path, monkeypatch: pytest.Monke
         ("begin", 0, 2), ("begin", 0, 3), ("finish", 0, 2), ("begin", 1, 2), ("finish", 0, 3), ("begin", 1, 3),
         ("finish", 1, 2),
     ]  # fmt: skip
+    assert fetches[:4] == [(2, True), (3, True)] * 2
 
 
-def test_turns_are_taken_where_much_is_selected_from_beyond_a_bus(tmp_path: Path) -> None:
+def test_one_batch_is_fetched_as_what_nothing_overlaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, overlapped = open_engine(tmp_path, "turbo-host"), []
+    fetch = engine.cache.ops.fetch_chunks
+    monkeypatch.setattr(engine.cache.ops, "fetch_chunks", lambda *args: (overlapped.append(args[-1]), fetch(*args))[1])
+    steps(engine, 2)
+    assert overlapped
+    assert not any(overlapped)
+
+
+def test_batches_are_split_where_much_is_selected_in_short_chunks_beyond_a_bus(tmp_path: Path) -> None:
     fetching = open_engine(tmp_path, "turbo-host").cache.fetching
+    long = open_engine(tmp_path, "shadowkv").cache.fetching
     assert fetching is not None
-    rows = SimpleNamespace(slots=range(64), max_budget=MANY_CHUNKS // 64 // 2)  # of two heads
+    assert long is not None
+    budget = np.full(64, TWO_BATCH_CHUNKS // 64 // 2)  # of two heads
     fetching._stream = None
-    assert not fetching.many(rows)  # type: ignore[arg-type]
-    fetching._stream = object()
-    assert fetching.many(rows)  # type: ignore[arg-type]
-    rows.max_budget -= 1
-    assert not fetching.many(rows)  # type: ignore[arg-type]
+    assert fetching.micro_batches(budget) == 1
+    fetching._stream = long._stream = object()
+    assert fetching.micro_batches(budget) == 2
+    assert fetching.micro_batches(budget[:63]) == 1
+    assert fetching.micro_batches(np.append(budget[:32], budget[:32] * 0)) == 1  # dense rows select nothing
+    assert fetching.micro_batches(budget[:1] * 64) == 1  # one row has no halves
+    long._buffers[0] = SimpleNamespace(rows=torch.empty(1, 2, 1, 8, 128, dtype=torch.bfloat16))
+    assert long.micro_batches(budget * 100) == 1
 
 
-def test_who_takes_turns_goes_from_pause_to_pause() -> None:
+def test_generators_go_from_pause_to_pause_one_after_the_other() -> None:
     seen = []
 
-    def way(name: str):
+    def generator(name: str):
         for pause in range(2):
             seen.append((name, pause))
             yield
         return name
 
-    assert _in_turns(way(name) for name in "abc") == ["a", "b", "c"]
+    assert _interleave(generator(name) for name in "abc") == ["a", "b", "c"]
     assert seen == [(name, pause) for pause in range(2) for name in "abc"]
-    assert _in_turns([]) == []
+    assert _interleave([]) == []
