@@ -7,7 +7,7 @@ granules and is indexed by page names (``shadowkv.kvcache.memory``). The token a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -25,6 +25,10 @@ class DenseRows:
 
     rows: Tensor
     pages: Tensor
+
+    def of(self, rows: Tensor) -> DenseRows:
+        """That of some of the B rows, int64 [n]."""
+        return replace(self, pages=self.pages[rows])
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class LatentKeys:
     pages: Tensor
     rotary: RotaryTables
 
+    def of(self, rows: Tensor) -> LatentKeys:
+        """That of some of the B rows, int64 [n]."""
+        return replace(self, slots=self.slots[rows], pages=self.pages[rows])
+
 
 @dataclass(frozen=True)
 class QuantisedRows:
@@ -68,6 +76,11 @@ class QuantisedRows:
     pages: Tensor
     scale_pages: Tensor | None = None
 
+    def of(self, rows: Tensor) -> QuantisedRows:
+        """That of some of the B rows, int64 [n]."""
+        scale_pages = None if self.scale_pages is None else self.scale_pages[rows]
+        return replace(self, pages=self.pages[rows], scale_pages=scale_pages)
+
 
 @dataclass(frozen=True)
 class BufferedRows:
@@ -84,6 +97,10 @@ class BufferedRows:
     rows: Tensor
     slots: Tensor
     entries: Tensor
+
+    def of(self, rows: Tensor) -> BufferedRows:
+        """That of some of the B rows, int64 [n]."""
+        return replace(self, source=self.source.of(rows), slots=self.slots[rows], entries=self.entries[rows])
 
 
 KeySource = DenseRows | LatentKeys
