@@ -143,6 +143,32 @@ def test_no_chunks_at_all_give_zero():
     assert torch.equal(lse, torch.full((2, 4), -math.inf))
 
 
+def test_rows_that_select_nothing_leave_the_others_what_they_are_alone(seed):
+    batch, heads, dim = 5, 2, 64
+    pages, slots = torch.randperm(20)[: batch * 3].view(batch, 3), torch.randperm(7)[:batch]
+    rotary = RotaryTables(RopeConfig(dim), 192)
+    keys = LatentKeys(torch.randn(20, 8, 8, 12), torch.randn(7, 12, heads, dim), None, slots, pages, rotary)
+    rotation = orthogonal(dim)
+    codes, scale = quantise_rows(torch.randn(20, heads, 8, 8, dim), rotation, 3)
+    elsewhere = torch.randperm(20)
+    coded = QuantisedRows(codes, scale.flatten(2)[elsewhere], 3, rotation, pages, elsewhere.argsort()[pages])
+    selected = torch.rand(batch, heads, 24).argsort(-1)[..., :5]
+    selected[0] = selected[3] = -1
+    q, weight, some = torch.randn(batch, 4, dim), torch.randn(batch, heads, 5), [1, 2, 4]
+    entries = torch.rand(batch, heads, 9).argsort(-1)[..., :5].masked_fill(selected < 0, -1)
+    exact = torch.randn(20, heads, 8, 8, dim)
+    for values in (coded, BufferedRows(coded, codes[:7, :, 0:1].repeat(1, 1, 9, 1, 1), slots, entries)):
+        for used in (keys, DenseRows(exact, pages)):
+            out, lse = attend_selected(q, used, values, selected, weight)
+            assert not out[[0, 3]].any()
+            assert (lse[[0, 3]] == -math.inf).all()
+            for row in some:
+                one = torch.tensor([row])
+                alone, total = attend_selected(q[one], used.of(one), values.of(one), selected[one], weight[one])
+                assert_close(out[one], alone, atol=1e-5, rtol=1e-5)
+                assert_close(lse[one], total, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("form", ["rows", "codes"])
 def test_buffered_rows_are_those_of_their_source_bit_by_bit(seed, form):
     batch, heads, dim = 3, 2, 64
