@@ -60,8 +60,8 @@ COLUMNS = [
     "hit_rate",
     "status",
 ]
-WORKING_GIB = 1.0
-"""Left free for activations, workspaces and captured graphs."""
+UTILIZATION = 0.99
+"""Of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
 PROFILED_STEPS = 4
 
@@ -120,7 +120,7 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
         max_num_seqs=batch,
         max_cached_seqs=0,
         max_model_len=context + new_tokens(args),
-        gpu_memory_utilization=0.99,
+        gpu_memory_utilization=UTILIZATION,
         host_memory_gib=args.host_memory_gib or 0.85 * psutil.virtual_memory().available / GIB,
         enforce_eager=args.enforce_eager,
         # Random weights have no context that they were made for: any base rotates as fast.
@@ -154,45 +154,24 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
-    """Sequences that both tiers hold."""
+    """Sequences that both tiers hold, as the engine counts."""
     shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
     spec = preset(kv).resolve(shape)
     capacity = context + new_tokens(args)
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
-    working = WORKING_GIB * GIB + prefill_bytes(loaded.config, capacity, dtype)
-    free = torch.cuda.mem_get_info()[0] - working - layout.bytes_per_block().device - layout.state_bytes
+    free, total = torch.cuda.mem_get_info()
+    free -= (1 - UTILIZATION) * total + prefill_bytes(loaded.config, capacity, dtype) + layout.state_bytes
     host = config_of(args, kv, 1, context).host_memory_gib
     assert host is not None
     return largest_batch(sequence_bytes(layout, capacity), int(free), int(host * GIB)).both
 
 
 def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
-    """Fills the engine and times its steps."""
+    """Times the steps of an engine that it fills."""
     for tier in (engine.cache.store.device, engine.cache.store.host):
         tier.shuffle(seed=0)
-    draw = random.Random(0)
-    params = SamplingParams(max_tokens=new_tokens(args), temperature=0.0, ignore_eos=True)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    begun = 0
-
-    def begin() -> int:
-        """One round of prefill; returns how many sequences it has begun."""
-        outputs = engine.step(decode=False)
-        for output in outputs:
-            if output.error is not None:
-                raise MemoryError(f"sequence {output.request_id}: {output.error}")
-        return len(outputs)
-
-    for number in range(count):
-        length = context - draw.randrange(64)
-        prompt = [draw.randrange(min(1000, engine.model_config.vocab_size)) for _ in range(length)]
-        engine.add_request(str(number), prompt, params)
-        while not number and not begun:  # alone, so that its time is that of one prompt
-            begun = begin()
-            ttft = time.perf_counter() - start
-    while begun < count:
-        begun += begin()
+    ttft = fill(engine, count, context, new_tokens(args))
     if args.hit_rate is not None and engine.cache.fetching is not None:
         ScriptedSelection(engine.cache, context - 64, args.hit_rate)
     for _ in range(args.steps):
@@ -224,6 +203,34 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "hit_rate": 1 - fetched / selected if selected else None,
         "profile": profile(engine),
     }
+
+
+def fill(engine: Engine, count: int, context: int, new: int) -> float:
+    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's seconds."""
+    draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
+    prompts = [draw.choices(words, k=context - draw.randrange(64)) for _ in range(count)]
+    start = time.perf_counter()
+    begin(engine, prompts[:1], new)  # alone, so that its time is that of one prompt
+    ttft = time.perf_counter() - start
+    begin(engine, prompts[1:], new)
+    return ttft
+
+
+def begin(engine: Engine, prompts: list[list[int]], new: int) -> None:
+    """Computes the first of ``new`` tokens of every prompt; raises MemoryError where some do not fit."""
+    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    there = engine.num_running
+    for number, prompt in enumerate(prompts, there):
+        engine.add_request(str(number), prompt, params)
+    left = len(prompts)
+    while left:
+        outputs = engine.step(decode=False)
+        for output in outputs:
+            if output.error is not None:
+                raise MemoryError(f"sequence {output.request_id}: {output.error}")
+        if not outputs and engine.stats().waiting == left:  # nothing is being computed: nothing will ever end
+            raise MemoryError(f"only {engine.num_running} of {there + len(prompts)} sequences fit")
+        left -= len(outputs)
 
 
 class SyntheticPrefill(Runner):

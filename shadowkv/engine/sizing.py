@@ -41,7 +41,8 @@ def size_cache(
 ) -> tuple[Blocks, int]:
     """Blocks of each tier, no more than all slots can use; and the longest sequence those hold.
 
-    A ``max_model_len`` that was asked for must fit; the model's own is lowered to what does.
+    A ``max_model_len`` that was asked for must fit; the model's own is lowered to what does. Raises MemoryError where
+    not one sequence fits, or where more host memory was asked for than is free.
     """
     max_model_len = layout.max_model_len
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
@@ -51,7 +52,8 @@ def size_cache(
         device_bytes = int(total * share) - (total - free) - working
     else:
         device_bytes = int(psutil.virtual_memory().available * share)
-    host_bytes = int(psutil.virtual_memory().available * HOST_SHARE)
+    host_free = psutil.virtual_memory().available
+    host_bytes = int(host_free * HOST_SHARE)
     if config.host_memory_gib is not None:
         host_bytes = int(config.host_memory_gib * GIB)
     unit = layout.bytes_per_block()
@@ -76,7 +78,14 @@ def size_cache(
         )
     need = _demand(layout, longest)
     most = have(layout.resized(longest))
-    return Blocks(min(most.device, slots * need.device), min(most.host, slots * need.host)), longest
+    blocks = Blocks(min(most.device, slots * need.device), min(most.host, slots * need.host))
+    taken = blocks.host * unit.host
+    if taken > host_free:  # it would be given, and the process killed later
+        raise MemoryError(
+            f"the KV cache would take {taken / GIB:.2f} GiB of host memory, {host_free / GIB:.2f} are free. Lower "
+            "--host-memory-gib"
+        )
+    return blocks, longest
 
 
 def _demand(layout: Layout, capacity: int) -> Blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,17 @@ def test_contexts_that_never_seal_start(make: Any) -> None:
 def test_too_little_memory_for_one_sequence_names_both_amounts(make: Any) -> None:
     with pytest.raises(MemoryError, match=r"2048 tokens needs .* GiB of device and .* GiB of host .* there are"):
         make(kv="shadowkv", max_model_len=2048, host_memory_gib=0.0)
+
+
+def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
+    taken = make(**settings).stats().host_total_bytes
+    free = SimpleNamespace(available=taken)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    make(**settings)
+    free.available -= 1
+    with pytest.raises(MemoryError, match=r"take 0\.\d+ GiB of host memory, 0\.\d+ are free\. Lower --host-memory-gib"):
+        make(**settings)
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
