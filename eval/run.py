@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from shadowkv.eval.files import Prediction, PredictionFile, write_json
 from shadowkv.eval.outputs import write_outputs
 from shadowkv.eval.policies import Policy
+from shadowkv.eval.provenance import commit
 from shadowkv.eval.sample import Sample
 from shadowkv.kvcache.spec import KVSpec
 
@@ -92,22 +92,13 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": list(command),
-            "commit": _commit(),
+            "commit": commit(),
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
             "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
         }
     )
     write_json(path, config)
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

@@ -16,7 +16,6 @@ import random
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -27,6 +26,8 @@ from typing import Any
 import httpx
 from serving_stats import Record, figures
 from tqdm import tqdm
+
+from shadowkv.eval.provenance import commit
 
 SMALLEST_VOCABULARY = 32000
 """Of the usual models."""
@@ -223,11 +224,10 @@ async def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         run = Bench(client, args)
         about = await run.server()
         measured = await run.run(args.model or about["model_id"])
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
         **about,
         "num_prompts": args.num_prompts,
         "random_input_len": args.random_input_len,

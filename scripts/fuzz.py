@@ -33,6 +33,7 @@ from tiny_model import ENGINE, tiny_model
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
+from shadowkv.eval.provenance import provenance
 from shadowkv.serve.api import build_app
 
 MODEL, VOCAB = "tiny", 256
@@ -365,7 +366,7 @@ def main() -> int:
     for example in summary["examples"]:
         print(example)
     if args.out:
-        args.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(provenance() | summary, indent=1) + "\n", encoding="utf-8")
     return 0 if summary["ok"] else 1
 
 

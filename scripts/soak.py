@@ -32,6 +32,8 @@ import httpx
 from soak_answer import Answer
 from soak_server import SERVER, SLOTS, own_server
 
+from shadowkv.eval.provenance import provenance
+
 WEIGHTS = {"whole": 35, "stream": 30, "hang up": 13, "bad": 12, "chat": 10}
 LONGEST_ANSWER = 128
 TURNS, TURN_TOKENS = 3, 16
@@ -380,7 +382,7 @@ def main() -> int:
     for name, value in summary.items():
         print(f"{name:38} {value}")
     if args.out:
-        args.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(provenance() | summary, indent=1) + "\n", encoding="utf-8")
     return 0 if summary["ok"] else 1
 
 

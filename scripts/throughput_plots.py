@@ -10,9 +10,10 @@ COLOURS = {
     "full": "tab:gray",
     "shadowkv": "tab:blue",
     "quest": "tab:green",
-    "turbo": "tab:red",
     "turbo-host": "tab:orange",
+    "turbo": "tab:red",
 }
+"""Of the policies, in the order in which they are shown; others come after them."""
 
 
 def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
@@ -26,9 +27,13 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
     from matplotlib import pyplot
 
     panels: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for cell in sorted(
-        (cell for cell in cells if cell["status"] == "ok"), key=lambda cell: (cell["context"], cell["batch"])
-    ):
+    order = list(COLOURS)
+
+    def place(cell: dict[str, Any]) -> tuple[int, int, str, int]:
+        shown = order.index(cell["kv"]) if cell["kv"] in order else len(order)
+        return cell["context"], shown, cell["kv"], cell["batch"]
+
+    for cell in sorted((cell for cell in cells if cell["status"] == "ok"), key=place):
         panels[cell["model"], cell["context"]][cell["kv"]].append(cell)
     written = []
 
@@ -42,7 +47,6 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
             axis.set_xlim(0, 1.05 * axis.get_xlim()[1])
             axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.grid(alpha=0.3)
-            axis.legend(fontsize="small")
         save(figure, name)
 
     def bars() -> None:
@@ -56,11 +60,14 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
             axis.set(title=f"{model}, {context:,} tokens", ylabel="GiB per sequence")
             axis.tick_params(axis="x", labelrotation=15)
             axis.set_ylim(0, 1.1 * max(map(sum, zip(device, host, strict=True))))
-            axis.legend(fontsize="small")
         save(figure, "memory.png")
 
     def save(figure: Any, name: str) -> None:
-        figure.tight_layout()
+        shown = {
+            label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        figure.tight_layout(rect=(0, 0.07, 1, 1))
+        figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=len(shown), frameon=False)
         figure.savefig(out / name, dpi=120)
         pyplot.close(figure)
         written.append(out / name)

@@ -19,7 +19,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -40,6 +39,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.runner import Forks, Runner
 from shadowkv.engine.sizing import GIB, prefill_bytes
+from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import POLICY_HELP, preset
@@ -136,7 +136,7 @@ def new_tokens(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
     """One cell; what does not fit is a row that says so."""
     cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
-    cell["about"] = about(args)
+    cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill}
     try:
         count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
         cell["batch"] = count
@@ -279,19 +279,6 @@ def profile(engine: Engine) -> dict[str, Any]:
         for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
     ]
     return {"device_ms_per_step": total, "busy": ran / (end - events[0].time_range.start), "kernels": table[:40]}
-
-
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {
-        "commit": commit.stdout.strip() or None,
-        "command": " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "synthetic_prefill": args.synthetic_prefill,
-    }
 
 
 def show(value: Any) -> str:

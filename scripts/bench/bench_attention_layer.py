@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Blocks, Layout
@@ -172,9 +173,7 @@ def main() -> int:
             writer.writeheader()
             writer.writerows(rows)
         about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
+            **provenance(),
             "shape": asdict(SHAPE),
             "budget_tokens": {str(context): budget for context, _, budget in CASES},
             "fetch_buffer": args.fetch_buffer,

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.registry import PREFERENCE, Ops
 
@@ -178,7 +179,7 @@ def main() -> int:
     if args.out:
         report = {
             "machine": machine,
-            "torch": torch.__version__,
+            **provenance(),
             "roof_gb_per_s": ROOF / 1e9 if on_cuda else None,
             "kv_heads": heads,
             "group": group,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sizing import prefill_bytes
+from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
@@ -186,7 +187,7 @@ def main() -> int:
         print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
         torch.cuda.empty_cache()
     if args.out:
-        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+        content = {**provenance(), "results": results}
         args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 

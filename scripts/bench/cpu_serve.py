@@ -130,7 +130,9 @@ def main() -> int:
         import torch
         import transformers
 
-        about = {"torch": torch.__version__, "transformers": transformers.__version__, "cpu": platform.processor()}
+        from shadowkv.eval.provenance import provenance
+
+        about = {**provenance(), "transformers": transformers.__version__, "cpu": platform.processor()}
         about["threads"] = str(torch.get_num_threads())
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"about": about, "kv": args.kv, "runs": runs}, indent=1) + "\n")

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from shadowkv.eval.provenance import provenance
+
 Case = TypeVar("Case")
 Row = dict[str, object]
 
@@ -56,6 +58,6 @@ def run(text: str, available: bool, cases: Sequence[Case], measure: Callable[[Ca
             results.append(row)
         torch.cuda.empty_cache()
     if args.out:
-        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+        content = {**provenance(), "results": results}
         args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -22,8 +22,8 @@ BLOCKS_OF_SHORT_ROWS = 32
 
 BLOCKS_OVERLAPPED = 8
 """The same beside work that takes as long, whose own translations of addresses wait behind all that copies have under
-way: 65 x 8 x 36 chunks of 384 B take 375 us with 8 blocks and 355 with 32, beside which the search of as many sequences
-takes 370 us instead of 210."""
+way: a step whose micro-batches fetch 65 x 8 x 34 chunks of 384 B a layer takes 38.2 ms with 8 blocks on an H200, 42.4
+with 16, and 49.5 with 4, whose copies it waits for."""
 
 
 @cache

@@ -1,0 +1,31 @@
+"""Where figures come from: the code, the command and the machine, for the files that keep results."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def commit() -> str | None:
+    """The checkout's commit, with ``-dirty`` where files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def provenance() -> dict[str, str | None]:
+    """Commit, command line, GPU (None without one) and versions of PyTorch and CUDA."""
+    return {
+        "commit": commit(),
+        "command": shlex.join(sys.argv),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
