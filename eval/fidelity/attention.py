@@ -35,14 +35,16 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
     attended = torch.ones(len(seen.q), shape.num_kv_heads, length, dtype=torch.bool, device=seen.q.device)
     if sealed is None or seen.selected is None:
         return attended
+    selected = seen.batch.of_sealed(seen.selected)
     elsewhere = cache.store.excluded(seen.layer, sealed.pages)  # exact, so read
     chunks = elsewhere.shape[-1]
     chosen = torch.zeros(*elsewhere.shape[:2], chunks + 1, dtype=torch.bool, device=elsewhere.device)
-    chosen.scatter_(2, seen.selected.where(seen.selected >= 0, chunks), True)
+    chosen.scatter_(2, selected.where(selected >= 0, chunks), True)
     tail = torch.arange(chunks, device=chosen.device) >= sealed.num_chunks[:, None, None]
     read = (elsewhere | chosen[..., :-1] | tail).repeat_interleave(cache.spec.chunk, dim=2)[..., :length]
-    attended[..., : read.shape[-1]] = read
-    return attended
+    of_sealed = seen.batch.of_sealed(attended)
+    of_sealed[..., : read.shape[-1]] = read
+    return seen.batch.with_sealed(attended, of_sealed)
 
 
 class AttentionLoss:

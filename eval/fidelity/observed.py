@@ -23,7 +23,7 @@ class Attended:
         layer: its number.
         q: [B, H_q, d], before the rotation.
         batch: whose queries they are.
-        selected: chunks int64 [B, H, k], -1 for none; None where all rows are dense.
+        selected: chunks int64 [B, H, k], -1 for none, as in dense rows; None where all rows are dense.
         out: [B, H_q, d].
     """
 
@@ -62,7 +62,10 @@ class ObservedCache(KVCache):
             return super().begin(layer, q, batch)
         self.batch, self._selected = batch, []
         finish = super().begin(layer, q, batch)
-        selected = torch.cat(self._selected) if self._selected else None
+        selected = None
+        if self._selected:
+            found = torch.cat(self._selected)
+            selected = batch.with_sealed(found.new_full((len(q), *found.shape[1:]), -1), found)
 
         def observed() -> Tensor:
             out = finish()

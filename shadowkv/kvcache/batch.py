@@ -43,7 +43,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class SealedBatch:
-    """Sealed pages of the rows of a batch; rows that are dense have none.
+    """Sealed pages of B rows of a batch: all of them, or those that are compressed. Rows that are dense have none.
 
     Attributes:
         slots: int64 [B].
@@ -93,6 +93,7 @@ class DecodeBatch:
         write_page: int64 [B], granule of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         sealed: None where no row has sealed pages.
+        compressed: int64 [R], the rows that ``sealed`` is of, ascending; None where it is of all.
     """
 
     positions: Tensor
@@ -101,6 +102,15 @@ class DecodeBatch:
     write_page: Tensor
     write_offset: Tensor
     sealed: SealedBatch | None
+    compressed: Tensor | None = None
+
+    def of_sealed(self, x: Tensor) -> Tensor:
+        """Those of [B, ...] that belong to the rows of ``sealed``."""
+        return x if self.compressed is None else x[self.compressed]
+
+    def with_sealed(self, x: Tensor, found: Tensor) -> Tensor:
+        """[B, ...] with those of the rows of ``sealed`` replaced by ``found`` [R, ...]."""
+        return found if self.compressed is None else x.index_copy(0, self.compressed, found)
 
     def split(self, count: int) -> list[DecodeBatch]:
         """``count`` micro-batches, of values on the host where it is more than one; at most as many as rows."""
@@ -110,6 +120,7 @@ class DecodeBatch:
         return [self._rows(slice(start, stop)) for start, stop in pairwise(bounds)]
 
     def _rows(self, rows: slice) -> DecodeBatch:
+        assert self.compressed is None  # no rows are left out where there are micro-batches
         return DecodeBatch(
             self.positions[rows],
             self.pages[rows],

@@ -143,24 +143,16 @@ class KVCache:
         """
         if numbers is None:
             numbers = torch.from_numpy(plan.numbers).to(self.device)
-        slots, length, sealed, ring, static_pages, static_tokens, found, drawn = numbers
+        slots, length, sealed, ring, static_pages, static_tokens, _, _ = numbers
         table = self.pool.table
         pages = table.exact[slots, : plan.exact_pages].long()
-        sealed_batch = None
+        sealed_batch = compressed = None
         if plan.sealed_pages:
-            sealed_pages = value_pages = table.sealed_pages[slots, : plan.sealed_pages].long()
-            if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
-                value_pages = table.value_pages[slots, : plan.sealed_pages].long()
-            sealed_batch = SealedBatch(
-                slots,
-                sealed_pages,
-                value_pages,
-                sealed // PAGE,
-                sealed // self.spec.chunk,
-                found,
-                plan.max_budget,
-                Draws(drawn, length) if self.spec.drawn else None,
-            )
+            # On a GPU shapes may not depend on which rows these are, as steps are captured in graphs; micro-batches,
+            # which a GPU alone has use for, are cut by rows of the whole batch.
+            if self.device.type == "cpu" and plan.micro_batches == 1 and not sealed.all():
+                compressed = sealed.nonzero().squeeze(1)
+            sealed_batch = self._sealed_batch(plan, numbers if compressed is None else numbers[:, compressed])
         return DecodeBatch(
             length,
             pages,
@@ -168,6 +160,25 @@ class KVCache:
             pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
             length % PAGE,
             sealed_batch,
+            compressed,
+        )
+
+    def _sealed_batch(self, plan: DecodePlan, numbers: Tensor) -> SealedBatch:
+        """The sealed pages of rows of a plan, which ``numbers`` int64 [8, R] are of."""
+        slots, length, sealed, _, _, _, found, drawn = numbers
+        table = self.pool.table
+        pages = value_pages = table.sealed_pages[slots, : plan.sealed_pages].long()
+        if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
+            value_pages = table.value_pages[slots, : plan.sealed_pages].long()
+        return SealedBatch(
+            slots,
+            pages,
+            value_pages,
+            sealed // PAGE,
+            sealed // self.spec.chunk,
+            found,
+            plan.max_budget,
+            Draws(drawn, length) if self.spec.drawn else None,
         )
 
     def end_decode(self, plan: DecodePlan) -> None:
@@ -214,8 +225,10 @@ class KVCache:
         if batch.sealed is None:
             return self._attend_exact(layer, q, batch)[0]
         exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
-        found = self._attend_sealed(layer, q, batch.sealed)
-        return self.ops.merge_attention([exact(), found])
+        found = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
+        out, lse = exact()
+        merged = self.ops.merge_attention([(batch.of_sealed(out), batch.of_sealed(lse)), found])
+        return batch.with_sealed(out, merged)
 
     def _append_exact(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         pages = self.store.k[layer], self.store.v[layer]
@@ -235,21 +248,21 @@ class KVCache:
         self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
     ) -> Callable[[], Tensor]:
         """In portions of the rows: values of one cross the bus while others are scored or attended."""
-        started = []
+        queries, started = batch.of_sealed(q), []
         for rows in fetching.portions(sealed):
             portion = sealed.rows(rows)
-            selected = self.select(layer, q[rows], portion).chunks
+            selected = self.select(layer, queries[rows], portion).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        exact = self._attend_exact(layer, q, batch)  # while the bus is busy
+        out, lse = self._attend_exact(layer, q, batch)  # while the bus is busy
 
         def finish() -> Tensor:
-            outs = []
+            outs, exact = [], (batch.of_sealed(out), batch.of_sealed(lse))
             for rows, portion, selected, fetch in started:
                 keys = self.parts.keys.source(self.store, layer, portion)
-                found = self.ops.attend_selected(q[rows], keys, fetch.wait(), selected)
+                found = self.ops.attend_selected(queries[rows], keys, fetch.wait(), selected)
                 outs.append(self.ops.merge_attention([(exact[0][rows], exact[1][rows]), found]))
-            return outs[0] if len(outs) == 1 else torch.cat(outs)
+            return batch.with_sealed(out, outs[0] if len(outs) == 1 else torch.cat(outs))
 
         return finish
 

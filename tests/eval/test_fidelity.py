@@ -125,6 +125,24 @@ def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed
         assert read[head].tolist() == expected
 
 
+def test_dense_rows_select_nothing_and_read_everything(loaded: LoadedModel, seed: int) -> None:
+    cache = open_cache_as(ObservedCache, loaded, preset("quest:chunk=16,budget=32"), 500, 2)
+    seen: list[Attended] = []
+    cache.observe = seen.append
+    runner, lengths = Runner(loaded.model, cache), (60, 400)
+    sequences = [cache.pool.allocate(length, 500) for length in lengths]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        prefill(runner, [(sequence, prompts(tokens=length)[0].tokens)])
+    runner.decode(sequences, [7, 8])
+    for one in seen:
+        assert one.selected is not None and one.selected.shape[0] == 2
+        assert (one.selected[0] == -1).all()
+        assert (one.selected[1] >= 0).all()
+        read = attended_positions(cache, one, 448)
+        assert read[0].all()
+        assert not read[1].all()
+
+
 def test_exact_weights_are_the_softmax_of_all_keys(loaded: LoadedModel, seed: int) -> None:
     cache = open_cache_as(ObservedCache, loaded, preset("full"), 300, 1)
     sequence = cache.pool.allocate(200, 300)

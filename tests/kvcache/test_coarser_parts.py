@@ -35,15 +35,17 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     streams = [Stream(seed, cache.pool.allocate(n, 1000)) for seed, n in enumerate((900, 70, 500))]
     prefill(cache, list(zip(streams, (900, 70, 500))))
     decode(cache, streams)
-    batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
+    whole = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams]))
+    batch, store = whole.sealed, cache.store
     assert batch is not None
-    q = torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
-    selected, store = cache.select(1, q, batch).chunks, cache.store
-    assert (selected[1] == -1).all()  # dense
+    q = whole.of_sealed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))
+    selected = cache.select(1, q, batch).chunks
+    sealed = batch.num_chunks.nonzero().flatten().tolist()
+    assert [int(batch.slots[row]) for row in sealed] == [streams[n].sequence.slot for n in (0, 2)]
     fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
     queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.slots)
     scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
-    for row in (0, 2):
+    for row in sealed:
         barred = store.excluded(1, batch.pages[row : row + 1])[0]
         for head in range(SHAPE.num_kv_heads):
             chosen = selected[row, head]

@@ -34,15 +34,6 @@ def attend_selected(
         out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.
     """
     batch, _, dim = q.shape
-    if selected.device.type == "cpu":  # rows that select nothing, dense ones say, would cost as much; a GPU would wait
-        rows = (selected >= 0).flatten(1).any(1).nonzero().squeeze(1)
-        if len(rows) < batch:
-            out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-            if len(rows):
-                weight = None if log_weight is None else log_weight[rows]
-                some = attend_selected(q[rows], keys.of(rows), values.of(rows), selected[rows], weight)
-                out[rows], lse[rows] = some
-            return out, lse
     k, v = gather_selected(keys, selected).to(q.dtype), gather_selected(values, selected)
     chunk = v.shape[2] // max(selected.shape[2], 1)
     valid = (selected >= 0).repeat_interleave(chunk, dim=2)

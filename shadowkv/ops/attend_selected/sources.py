@@ -7,7 +7,7 @@ granules and is indexed by page names (``shadowkv.kvcache.memory``). The token a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -25,10 +25,6 @@ class DenseRows:
 
     rows: Tensor
     pages: Tensor
-
-    def of(self, rows: Tensor) -> DenseRows:
-        """That of some of the B rows, int64 [n]."""
-        return replace(self, pages=self.pages[rows])
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,6 @@ class LatentKeys:
     pages: Tensor
     rotary: RotaryTables
 
-    def of(self, rows: Tensor) -> LatentKeys:
-        """That of some of the B rows, int64 [n]."""
-        return replace(self, slots=self.slots[rows], pages=self.pages[rows])
-
 
 @dataclass(frozen=True)
 class QuantisedRows:
@@ -76,11 +68,6 @@ class QuantisedRows:
     pages: Tensor
     scale_pages: Tensor | None = None
 
-    def of(self, rows: Tensor) -> QuantisedRows:
-        """That of some of the B rows, int64 [n]."""
-        scale_pages = None if self.scale_pages is None else self.scale_pages[rows]
-        return replace(self, pages=self.pages[rows], scale_pages=scale_pages)
-
 
 @dataclass(frozen=True)
 class BufferedRows:
@@ -97,10 +84,6 @@ class BufferedRows:
     rows: Tensor
     slots: Tensor
     entries: Tensor
-
-    def of(self, rows: Tensor) -> BufferedRows:
-        """That of some of the B rows, int64 [n]."""
-        return replace(self, source=self.source.of(rows), slots=self.slots[rows], entries=self.entries[rows])
 
 
 KeySource = DenseRows | LatentKeys
