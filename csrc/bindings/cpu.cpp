@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../cpu/instruction_set.h"
 #include "../cpu/paged_attention.h"
 #include "cpu_common.h"
 
@@ -97,7 +98,7 @@ std::tuple<Tensor, Tensor> paged_attention(
 // A fragment, so that the ops of other devices can come from libraries of their own.
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def("paged_attention(Tensor q, Tensor k, Tensor v, Tensor pages, Tensor counts) -> (Tensor, Tensor)");
-  m.def("cpu_isa() -> str", [] { return std::string(shadowkv::paged_attention_isa()); });
+  m.def("cpu_isa() -> str", [] { return std::string(shadowkv::instruction_set_name()); });
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {

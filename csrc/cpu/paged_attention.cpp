@@ -2,79 +2,21 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
+
+#include "instruction_set.h"
 
 namespace shadowkv {
 
-// One build serves every machine: the kernel is compiled per instruction set and chosen at run time.
-#if defined(__x86_64__) && defined(__clang__)
-#define SHADOWKV_X86
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
-namespace avx512 {
-#define SHADOWKV_LANES 16
-#include "attend_pages.inc.h"
-}  // namespace avx512
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-namespace avx2 {
-#define SHADOWKV_LANES 8
-#include "attend_pages.inc.h"
-}  // namespace avx2
-#pragma clang attribute pop
-#elif defined(__x86_64__) && defined(__GNUC__)
-#define SHADOWKV_X86
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-namespace avx512 {
-#define SHADOWKV_LANES 16
-#include "attend_pages.inc.h"
-}  // namespace avx512
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-namespace avx2 {
-#define SHADOWKV_LANES 8
-#include "attend_pages.inc.h"
-}  // namespace avx2
-#pragma GCC pop_options
-#endif
-
-namespace baseline {  // SSE2, NEON
-#define SHADOWKV_LANES 4
-#include "attend_pages.inc.h"
-}  // namespace baseline
+#define SHADOWKV_KERNEL "attend_pages.inc.h"
+#include "instruction_sets.inc.h"
 
 namespace {
-
-enum class Isa { baseline, avx2, avx512 };
-
-Isa detect() {
-#ifdef SHADOWKV_X86
-  const char* limit = std::getenv("SHADOWKV_CPU_ISA");  // for tests: avx2 or baseline
-  if (limit != nullptr && std::strcmp(limit, "baseline") == 0) return Isa::baseline;
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::baseline;
-  if (limit != nullptr && std::strcmp(limit, "avx2") == 0) return Isa::avx2;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return avx512 ? Isa::avx512 : Isa::avx2;
-#else
-  return Isa::baseline;
-#endif
-}
-
-const Isa isa = detect();
 
 // Pages of one task: some 10 microseconds of work, so that threads end together.
 constexpr int64_t PAGES_PER_TASK = 8;
 
 }  // namespace
-
-const char* paged_attention_isa() {
-  return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "baseline";
-}
 
 PagedPlan::PagedPlan(const int64_t* pages, const int64_t* counts, int64_t batch, int64_t width, int64_t heads) {
   first_partial.push_back(0);
@@ -108,19 +50,10 @@ void run_task(
   const int64_t size = in.group * in.dim;
   const T* q = in.q + (task.sequence * in.heads + task.head) * size;
   for (int64_t i = 0; i < size; ++i) scratch.q[i] = to_float(q[i]) * scale;
-  const auto run = [&](auto attend) {
-    attend(
-        in, plan.entries.data() + task.first, plan.entries.data() + task.last, task.head, scratch.q.data(),
-        scratch.scores.data(), scratch.scale.data(), partials.peak.data() + task.partial * in.group,
-        partials.sum.data() + task.partial * in.group, partials.out.data() + task.partial * size);
-  };
-  switch (isa) {
-#ifdef SHADOWKV_X86
-    case Isa::avx512: return run(avx512::attend_pages<T>);
-    case Isa::avx2: return run(avx2::attend_pages<T>);
-#endif
-    default: return run(baseline::attend_pages<T>);
-  }
+  SHADOWKV_BEST(attend_pages<T>)(
+      in, plan.entries.data() + task.first, plan.entries.data() + task.last, task.head, scratch.q.data(),
+      scratch.scores.data(), scratch.scale.data(), partials.peak.data() + task.partial * in.group,
+      partials.sum.data() + task.partial * in.group, partials.out.data() + task.partial * size);
 }
 
 template <typename T>

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention_tile.h"
 #include "bfloat16.h"
 
 namespace shadowkv {
@@ -63,8 +64,6 @@ struct PagedScratch {
   PagedScratch(int64_t group, int64_t dim);
 };
 
-constexpr int64_t TILE = 64;  // rows whose scores are held at once
-
 template <typename T>
 void run_task(
     const PagedInputs<T>& in, const PagedPlan& plan, const PageTask& task, PagedScratch& scratch, PagedPartials& partials);
@@ -74,8 +73,5 @@ template <typename T>
 void merge_tasks(
     const PagedInputs<T>& in, const PagedPlan& plan, const PagedPartials& partials, int64_t sequence, int64_t head,
     T* out, float* lse);
-
-// Name of the instruction set that run_task uses here.
-const char* paged_attention_isa();
 
 }  // namespace shadowkv

@@ -1,0 +1,14 @@
+// Which of the instruction sets that kernels are compiled for this machine has.
+
+#pragma once
+
+namespace shadowkv {
+
+enum class InstructionSet { baseline, avx2, avx512 };
+
+// The best one here.
+InstructionSet instruction_set();
+
+const char* instruction_set_name();
+
+}  // namespace shadowkv
