@@ -32,7 +32,7 @@ def load_cpu() -> bool:
     except OSError as error:
         warnings.warn(f"{spec.origin} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
         return False
-    fakes = {fake.__name__[1:]: fake for fake in (_paged_attention, _sign_scores, _select_by_sketch)}
+    fakes = {fake.__name__[1:]: fake for fake in (_attend_selected, _paged_attention, _sign_scores, _select_by_sketch)}
     if not all(hasattr(torch.ops.shadowkv, name) for name in fakes):
         warnings.warn(f"{spec.origin} is of an older version, reinstall shadowkv", stacklevel=2)
         return False
@@ -45,6 +45,10 @@ def block_memory(device: torch.device) -> int:
     """Bytes of shared memory that one thread block can have on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one
     return int(properties.shared_memory_per_block_optin)
+
+
+def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain_formulas import SHAPES, assert_close, attend_rows, poison
+from test_cpu_attend_selected import Case
 from torch import Tensor
 
 from shadowkv.ops import extension
@@ -172,6 +173,7 @@ def test_the_fakes_have_the_shapes_of_the_ops():
     for op, args in (
         (torch.ops.shadowkv.paged_attention, case([5, 70])),
         (torch.ops.shadowkv.sign_scores, tuple(sketch[name] for name in SIGNS)),
+        (torch.ops.shadowkv.attend_selected, Case(keys="int8", values="3", drawn=True).raw_arguments),
         (torch.ops.shadowkv.select_by_sketch, (*sketch.values(), 2, 25)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
@@ -276,6 +278,7 @@ import sys
 sys.path[:0] = [{str(here)!r}]
 import torch
 from plain_formulas import assert_close
+import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
 torch.manual_seed(0)
@@ -287,6 +290,8 @@ for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
     low = tuple(x.bfloat16() if x.is_floating_point() else x for x in args)
     for found, expected in zip(tests.cpu.paged_attention(*low), tests.plain(low)):
         torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
+selected.test_float32_is_the_reference()
+selected.test_of_bfloat16_only_the_result_is_rounded()
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "SHADOWKV_CPU_ISA": isa}, capture_output=True, text=True

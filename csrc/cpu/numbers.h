@@ -1,0 +1,20 @@
+// Numbers in memory whose dtype is known when the program runs.
+
+#pragma once
+
+#include <cstdint>
+
+#include "bfloat16.h"
+
+namespace shadowkv {
+
+enum class Dtype { float32, bfloat16, int8 };
+
+struct Numbers {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::float32;
+};
+
+inline float to_float(int8_t x) { return x; }
+
+}  // namespace shadowkv
