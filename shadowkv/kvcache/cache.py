@@ -208,8 +208,11 @@ class KVCache:
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
         """Begins ``attend``, as far as it need not wait for values from the host; what is returned finishes it."""
-        if isinstance(batch, DecodeBatch) and batch.sealed is not None and self.fetching is not None:
-            q = self.ops.rotate(q, batch.positions, self.store.rotary)
+        if isinstance(batch, PrefillBlock):
+            out = self.prefill.attend(layer, q, batch)
+            return lambda: out
+        q = self.ops.rotate(q, batch.positions, self.store.rotary)
+        if batch.sealed is not None and self.fetching is not None:
             return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
         out = self._attend(layer, q, batch)
         return lambda: out
@@ -218,10 +221,7 @@ class KVCache:
         """What rotated queries [B, H_q, d] attend to of the sealed chunks."""
         return self.parts.index.select(self.store, layer, q, batch)
 
-    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
-        if isinstance(batch, PrefillBlock):
-            return self.prefill.attend(layer, q, batch)
-        q = self.ops.rotate(q, batch.positions, self.store.rotary)
+    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
         if batch.sealed is None:
             return self._attend_exact(layer, q, batch)[0]
         exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
