@@ -45,6 +45,7 @@ def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
                 axis.plot(*zip(*points, strict=True), "o-", label=kv, color=COLOURS.get(kv), markersize=4)
             axis.set(title=f"{model}, {context:,} tokens", xlabel=labels[0], ylabel=labels[1])
             axis.set_xlim(0, 1.05 * axis.get_xlim()[1])
+            axis.xaxis.get_major_locator().set_params(integer=True)
             axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.grid(alpha=0.3)
         save(figure, name)

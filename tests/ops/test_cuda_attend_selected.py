@@ -1,9 +1,8 @@
 """Attention over selected chunks in CUDA against the reference in float32, on pages as the cache has them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from selected_case import in_dtype
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
@@ -155,26 +154,10 @@ def log_weights(selected: Tensor) -> Tensor:
     return torch.rand(selected.shape, device=DEVICE).mul(7).masked_fill(selected < 0, torch.nan)
 
 
-def wide(x: object) -> object:
-    """A source or tensor in float32."""
-    match x:
-        case Tensor():
-            return x.float()
-        case DenseRows():
-            return replace(x, rows=x.rows.float())
-        case LatentKeys():
-            mean = None if x.mean is None else x.mean.float()
-            latents = x.latents if x.latents.dtype == torch.int8 else x.latents.float()
-            return replace(x, latents=latents, basis=x.basis.float(), mean=mean)
-        case BufferedRows():
-            rows = x.rows.float() if x.rows.is_floating_point() else x.rows
-            return replace(x, source=wide(x.source), rows=rows)
-    return x
-
-
 def check(args: tuple, found: tuple[Tensor, Tensor]) -> None:
     q, keys, values, *selected = args
-    exact = reference.attend_selected(wide(q), wide(keys), wide(values), *selected)
+    wide = (in_dtype(source, torch.float32) for source in (keys, values))
+    exact = reference.attend_selected(q.float(), *wide, *selected)
     low = reference.attend_selected(q, keys, values, *selected)
     full = exact[1].isfinite()
     assert torch.equal(found[1] == -torch.inf, ~full)

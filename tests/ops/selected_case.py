@@ -1,0 +1,181 @@
+"""Random arguments of attention over selected chunks, and their sources in another dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected import cpu, reference
+from shadowkv.ops.attend_selected.packing import quantise_rows
+from shadowkv.ops.attend_selected.sources import (
+    BufferedRows,
+    DenseRows,
+    KeySource,
+    LatentKeys,
+    QuantisedRows,
+    ValueSource,
+)
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+PAGES = 3
+"""Pages of a row."""
+
+
+def in_dtype(source: Any, dtype: torch.dtype) -> Any:
+    """The source with its rows, or its latents and what they are multiplied by, in ``dtype``; codes stay codes."""
+    match source:
+        case DenseRows():
+            return replace(source, rows=source.rows.to(dtype))
+        case LatentKeys():
+            mean = None if source.mean is None else source.mean.to(dtype)
+            latents = source.latents if source.latents.dtype == torch.int8 else source.latents.to(dtype)
+            return replace(source, latents=latents, basis=source.basis.to(dtype), mean=mean)
+        case BufferedRows():
+            rows = source.rows.to(dtype) if source.rows.is_floating_point() else source.rows
+            return replace(source, source=in_dtype(source.source, dtype), rows=rows)
+    return source
+
+
+class Case:
+    """Random arguments; what is not selected, and what belongs to no row, is NaN."""
+
+    def __init__(
+        self,
+        batch: int = 2,
+        heads: int = 2,
+        group: int = 3,
+        dim: int = 64,
+        chunk: int = 8,
+        keys: str = "latents",
+        rank: int = 12,
+        values: str = "rows",
+        buffered: bool = False,
+        drawn: bool = False,
+        rope: dict[str, Any] | None = None,
+        dtype: torch.dtype = torch.float32,
+        least: int = 0,
+    ) -> None:
+        self.batch, self.heads, self.dim, self.chunk = batch, heads, dim, chunk
+        self.per_page, self.names = 64 // chunk, 2 * batch * PAGES
+        self.selected = self._selection(least)
+        self.q = torch.randn(batch, heads * group, dim).to(dtype)
+        self.log_weight = torch.rand(self.selected.shape) if drawn else None
+        self.slots = torch.randperm(2 * batch)[:batch]
+        self.keys = self._rows(dtype) if keys == "rows" else self._latents(keys, rank, dtype, rope or {})
+        self.values: ValueSource = self._rows(dtype) if values == "rows" else self._codes(int(values))
+        if buffered:
+            self.values = self._buffered(self.values)
+
+    def _selection(self, least: int) -> Tensor:
+        """-1s last, after so many chunks at the least."""
+        count = PAGES * self.per_page
+        order = torch.rand(self.batch, self.heads, count).argsort(-1)
+        beyond = torch.arange(count) >= torch.randint(least, count + 1, (self.batch, self.heads, 1))
+        return order.masked_fill(beyond, -1)
+
+    def _pages(self) -> Tensor:
+        return torch.randperm(self.names)[: self.batch * PAGES].view(self.batch, PAGES)
+
+    def _used(self, pages: Tensor) -> Tensor:
+        """bool [N, H, C]: what is selected where rows have these pages."""
+        used = torch.zeros(self.names, self.heads, self.per_page, dtype=torch.bool)
+        row, head, i = (self.selected >= 0).nonzero(as_tuple=True)
+        chosen = self.selected[row, head, i]
+        used[pages[row, chosen // self.per_page], head, chosen % self.per_page] = True
+        return used
+
+    def _rows(self, dtype: torch.dtype) -> DenseRows:
+        pages = self._pages()
+        rows = torch.randn(self.names, self.heads, self.per_page, self.chunk, self.dim)
+        return DenseRows(rows.masked_fill(~self._used(pages)[..., None, None], torch.nan).to(dtype), pages)
+
+    def _latents(self, form: str, rank: int, dtype: torch.dtype, rope: dict[str, Any]) -> LatentKeys:
+        pages, slots = self._pages(), 2 * self.batch
+        latents = torch.randn(self.names, self.per_page, self.chunk, rank)
+        basis, mean = (
+            torch.randn(slots, rank, self.heads, self.dim) / rank**0.5,
+            torch.randn(slots, self.heads, self.dim),
+        )
+        nobody = torch.ones(slots, dtype=torch.bool).index_fill(0, self.slots, False)
+        basis[nobody] = mean[nobody] = torch.nan
+        if form == "int8":
+            latents, basis = (40 * latents).clamp(-127, 127).to(torch.int8), basis / 40
+        else:
+            latents = latents.masked_fill(~self._used(pages).any(1)[..., None, None], torch.nan).to(dtype)
+        rotary = RotaryTables(RopeConfig(self.dim, **rope), 64 * PAGES)
+        centred = mean.to(dtype) if form == "int8" else None
+        return LatentKeys(latents, basis.to(dtype), centred, self.slots, pages, rotary)
+
+    def _codes(self, bits: int) -> QuantisedRows:
+        pages, scale_pages = self._pages(), self._pages()
+        rotation = torch.linalg.qr(torch.randn(self.dim, self.dim))[0]
+        rows = torch.randn(self.names, self.heads, self.per_page, self.chunk, self.dim)
+        codes, scale = quantise_rows(rows, rotation, bits)
+        scale = scale.masked_fill(~self._used(scale_pages)[..., None], torch.nan).flatten(2)
+        return QuantisedRows(codes, scale, bits, rotation, pages, scale_pages)
+
+    def _buffered(self, source: Any) -> BufferedRows:
+        rows = source.rows if isinstance(source, DenseRows) else source.codes
+        count = self.selected.shape[-1] + 3
+        entries = torch.rand(self.batch, self.heads, count).argsort(-1)[..., : self.selected.shape[-1]]
+        entries = entries.masked_fill(self.selected < 0, -1)
+        buffer = rows.new_full((2 * self.batch, self.heads, count, *rows.shape[3:]), 99)
+        if rows.is_floating_point():
+            buffer.fill_(torch.nan)
+        row, head, i = (entries >= 0).nonzero(as_tuple=True)
+        chosen = self.selected[row, head, i]
+        pages = source.pages[row, chosen // self.per_page]
+        buffer[self.slots[row], head, entries[row, head, i]] = rows[pages, head, chosen % self.per_page]
+        return BufferedRows(source, buffer, self.slots, entries)
+
+    def field(self, name: str) -> Any:
+        """An argument, or a field of its sources, by name."""
+        owner, attribute = self._place(name)
+        return getattr(owner, attribute)
+
+    def put(self, name: str, value: Any) -> None:
+        """Replaces it."""
+        owner, attribute = self._place(name)
+        if owner is self:
+            setattr(self, attribute, value)
+        elif owner is self.keys:
+            self.keys = replace(self.keys, **{attribute: value})
+        elif owner is self.values:
+            self.values = replace(self.values, **{attribute: value})
+        else:
+            self.values = replace(self.values, source=replace(owner, **{attribute: value}))
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        stored = self.values.source if isinstance(self.values, BufferedRows) else self.values
+        match name:
+            case "pages" | "slots" | "latents" | "basis" | "mean" | "rotary":
+                return self.keys, name
+            case "keys":
+                return self.keys, "rows"
+            case "values":
+                return stored, "rows"
+            case "codes pages":
+                return stored, "pages"
+            case "codes" | "scale" | "scale_pages" | "rotation":
+                return stored, name
+            case "buffer slots" | "entries":
+                return self.values, name.removeprefix("buffer ")
+        return self, name
+
+    @property
+    def arguments(self) -> tuple[Tensor, KeySource, ValueSource, Tensor, Tensor | None]:
+        return self.q, self.keys, self.values, self.selected, self.log_weight
+
+    @property
+    def raw_arguments(self) -> tuple[Any, ...]:
+        """Those of the binding."""
+        sources = *cpu._key_arguments(self.keys), *cpu._value_arguments(self.values)
+        return self.q, self.selected, self.log_weight, *sources
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The reference on the same numbers in float64, of which coded values are decoded in float32."""
+        sources = in_dtype(self.keys, torch.float64), in_dtype(self.values, torch.float64)
+        return reference.attend_selected(self.q.double(), *sources, self.selected, self.log_weight)
