@@ -21,7 +21,8 @@ test: .venv/.installed-test ## Run all tests (some of them: make test ARGS="test
 
 test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
 	$(PYTHON) csrc/build_cuda.py
-	$(PYTHON) -m pytest tests/ops tests/kvcache $(wildcard tests/engine/test_cuda_*.py) $(ARGS)
+	$(PYTHON) csrc/build_cuda.py --to build/tests tests/ops/own_codecs/attend_codecs.cu
+	$(PYTHON) scripts/gpu_tests.py $(ARGS)
 
 # Without PyTorch's cache of memory every tensor is an allocation of its own, whose bounds are then checked.
 sanitize: ## Run a small case of every CUDA op under compute-sanitizer (another of its tools: make sanitize TOOL=synccheck)

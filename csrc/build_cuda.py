@@ -1,15 +1,16 @@
 """Builds the CUDA ops with nvcc and ninja: one library per file of ``csrc/bindings/*.cu``, in ``shadowkv/_cuda/``.
 
-``python csrc/build_cuda.py [op ...]`` builds some or all; setup.py calls it where nvcc is installed. The bindings use
-PyTorch's stable ABI, so that a CPU build of torch is enough to compile them.
+``python csrc/build_cuda.py [op ...]`` builds some or all; setup.py calls it where nvcc is installed. Further bindings
+(``path/name.cu``) go elsewhere: ``--to folder``. They use PyTorch's stable ABI, so that a CPU build of torch is enough
+to compile them.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,7 @@ def compile_flags() -> list[str]:
 
 
 def build(names: list[str], target: Path, work: Path) -> None:
-    """Compiles ``names`` into ``target``/<name>.so where sources have changed; the compiler's logs stay in ``work``."""
+    """Compiles ``names``, ops or files, into ``target``/<name>.so where sources have changed; logs stay in ``work``."""
     import torch
 
     nvcc = find_nvcc()
@@ -59,15 +60,24 @@ def build(names: list[str], target: Path, work: Path) -> None:
     )
     target.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
+    sources = {op: ROOT / f"csrc/bindings/{op}.cu" for op in ops()}
+    sources |= {Path(name).stem: Path(name).resolve() for name in names if name.endswith(".cu")}
     # All ops are rules and ``names`` the targets, so that builds of different ops leave each other's results alone.
     lines = [
         f"rule cuda\n  command = {nvcc} {flags} -MD -MF $log.d -shared $in -o $out > $log 2>&1 || "
         "(cat $log; exit 1)\n  depfile = $log.d\n  deps = gcc",
-        *(f"build {target}/{op}.so: cuda {ROOT}/csrc/bindings/{op}.cu\n  log = {work}/{op}.log" for op in ops()),
+        *(f"build {target}/{op}.so: cuda {source}\n  log = {work}/{op}.log" for op, source in sources.items()),
     ]
     (work / "build.ninja").write_text("\n".join(lines) + "\n")
-    subprocess.run(["ninja", "-C", str(work), *(f"{target}/{name}.so" for name in names)], check=True)
+    subprocess.run(["ninja", "-C", str(work), *(f"{target}/{Path(name).stem}.so" for name in names)], check=True)
 
 
 if __name__ == "__main__":
-    build(sys.argv[1:] or ops(), ROOT / "shadowkv/_cuda", ROOT / "build/cuda")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="ops, all by default, or .cu files")
+    parser.add_argument(
+        "--to", type=Path, help="folder of libraries and logs, instead of shadowkv/_cuda and build/cuda"
+    )
+    given = parser.parse_args()
+    target, work = (given.to.resolve(),) * 2 if given.to else (ROOT / "shadowkv/_cuda", ROOT / "build/cuda")
+    build(given.names or ops(), target, work)

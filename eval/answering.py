@@ -23,11 +23,6 @@ class Answering:
         self.runner = Runner(loaded.model, self.cache, slots if graphs else None)
         self.sequences: list[CachedSequence] = []
 
-    def open(self, tokens: int, capacity: int) -> CachedSequence:
-        """A new sequence for a prompt of so many tokens, and up to ``capacity`` with all turns and answers."""
-        self.sequences.append(self.cache.pool.allocate(tokens, capacity))
-        return self.sequences[-1]
-
     def answers(
         self, first: list[int], turns: Sequence[Sequence[list[int]]], limit: int, ends: Collection[int]
     ) -> list[list[list[int]]]:
@@ -45,10 +40,10 @@ class Answering:
             for sequence, tokens, answer in zip(self.sequences, turn, answers, strict=True):
                 # The token that reached the limit was chosen, but is not in the cache yet. End tokens never get there.
                 new = [*(answer[-1][-1:] if len(answer[-1]) == limit else []), *tokens]
-                length = int(self.cache.pool.table.length[sequence.slot])
-                self.cache.pool.extend(sequence, length + len(new), sequence.capacity)
+                length = sequence.length
+                self.cache.extend(sequence, length + len(new), sequence.capacity)
                 work.append((sequence, new))
-            tokens = prefill(self.runner, work).argmax(-1).tolist()
+            tokens = prefill(self.runner.model, self.cache, work).argmax(-1).tolist()
             for answer, found in zip(answers, self._decode(tokens, limit, ends), strict=True):
                 answer.append(found)
         return answers
@@ -60,7 +55,7 @@ class Answering:
     def clear(self) -> None:
         """Forgets the sequences; their memory is free for others."""
         while self.sequences:
-            self.cache.pool.release(self.sequences.pop())
+            self.cache.release(self.sequences.pop())
 
     def _decode(self, tokens: list[int], limit: int, ends: Collection[int]) -> list[list[int]]:
         answers: list[list[int]] = [[] for _ in tokens]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
-from shadowkv.engine.runner import Runner
+from shadowkv.engine.prefill import prefill as steps_of_prefill
 from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks, Layout
+from shadowkv.kvcache.fan_out import FanOut
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.sequence import Sequence as CachedSequence
 from shadowkv.kvcache.spec import KVSpec
+from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
 Cache = TypeVar("Cache", bound=KVCache)
@@ -35,7 +38,7 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
         loaded.config.rope,
         slots=slots,
         max_model_len=capacity,
-        memory=Blocks(slots * need.device, slots * need.host),
+        memory=Blocks({tier: slots * count for tier, count in need.items()}),
         dtype=parameter.dtype,
         device=parameter.device,
     )
@@ -56,21 +59,17 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     device = host = 0
     for layout in (_layout(loaded, spec, capacity) for spec in specs):
         need, unit = _blocks(layout), layout.bytes_per_block()
-        device += need.device * unit.device + layout.state_bytes
-        host += need.host * unit.host
+        device += sum(need[kind] * unit[kind] for kind in ("device", "rows", "states"))
+        host += need["host"] * unit["host"]
     most = free // device
     if host:
         most = min(most, int(psutil.virtual_memory().available * HOST_SHARE) // host)
     return max(1, most)
 
 
-def prefill(
-    runner: Runner,
-    work: list[tuple[CachedSequence, list[int]]],
-    forks: Sequence[tuple[KVCache, list[CachedSequence]]] = (),
-) -> Tensor:
+def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]]) -> Tensor:
     """A whole prefill of admitted sequences: logits [n, V] of each one's last token."""
-    run: Generator[None, None, tuple[Tensor, Any]] = runner.prefill(work, forks)
+    run = steps_of_prefill(model, cache, work)
     with torch.inference_mode():
         while True:
             try:
@@ -80,10 +79,32 @@ def prefill(
                 return logits
 
 
+def prefill_all(
+    model: Decoder, caches: Sequence[KVCache], prompt: list[int], capacity: int
+) -> tuple[list[CachedSequence], Tensor]:
+    """A prompt in a new sequence of every cache, and logits [V] of its last token.
+
+    It is computed once, and stored once for those that store it alike: a copy takes a thousandth of the time of finding
+    the low-rank form again.
+    """
+    alike = [
+        next((first for first in range(n) if cache.stores_alike(caches[first], len(prompt))), n)
+        for n, cache in enumerate(caches)
+    ]
+    storing = sorted(set(alike))
+    opened = {n: caches[n].allocate(len(prompt), capacity) for n in storing}
+    fan_out = FanOut([caches[n] for n in storing])
+    logits = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])
+    sequences = [
+        opened[n] if n == first else cache.load(caches[first].export(opened[first]), capacity)
+        for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
+    ]
+    return sequences, logits[0]
+
+
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
     """Tokens that the last step attended to, and the smallest share of the keys' energy that a layer kept."""
-    length = int(cache.pool.table.length[sequence.slot])
-    found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(length)}
+    found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
     kept = cache.kept_energy(sequence)
     return found if kept is None else {**found, "least_kept_energy": round(float(kept.min()), 4)}
 
@@ -95,4 +116,4 @@ def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:
 
 
 def _blocks(layout: Layout) -> Blocks:
-    return layout.blocks(layout.pages(1, layout.max_model_len))
+    return layout.demand(1, layout.max_model_len)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from shadowkv.eval.answering import Answering
-from shadowkv.eval.caches import sequences_that_fit
-from shadowkv.eval.copies import prefill_all
+from shadowkv.eval.caches import prefill_all, sequences_that_fit
 from shadowkv.eval.files import Prediction
 from shadowkv.eval.metrics import score
 from shadowkv.eval.policies import Policy
@@ -115,9 +114,9 @@ class Forks:
 
     def _prefill(self, caches: list[Answering], one: Prompts) -> int:
         """The prompt in every cache; returns the token after it."""
-        prompt = one.turns[0]
-        opened = [(cache.cache, cache.open(len(prompt), one.need)) for cache in caches]
-        logits = prefill_all(caches[0].runner, opened, prompt)
+        found, logits = prefill_all(self.loaded.model, [one.cache for one in caches], one.turns[0], one.need)
+        for cache, sequence in zip(caches, found, strict=True):
+            cache.sequences.append(sequence)
         return int(logits.argmax())  # waits for the device
 
 

@@ -14,26 +14,29 @@ from torch import Tensor
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.spec import PAGE
 
 STEPS = 64
 """Steps of the script; after the last comes the first again, of which the buffer has forgotten most."""
 
 
-def repeating(shape: tuple[int, int, int], k: int, share: float, steps: int) -> Iterator[Tensor]:
-    """Chunks int64 [rows, heads, k] on the GPU of each step, for ``shape`` [rows, heads, chunks]."""
-    last = torch.rand(shape, device="cuda").topk(k).indices
+def repeating(
+    shape: tuple[int, int, int], k: int, share: float, steps: int, device: torch.device | str = "cuda"
+) -> Iterator[Tensor]:
+    """Chunks int64 [rows, heads, k] of each step, for ``shape`` [rows, heads, chunks]."""
+    last = torch.rand(shape, device=device).topk(k).indices
     for _ in range(steps):
-        weights = torch.rand(shape, device="cuda")
-        kept = torch.rand(last.shape, device="cuda").argsort(-1) < round(share * k)
+        weights = torch.rand(shape, device=device)
+        kept = torch.rand(last.shape, device=device).argsort(-1) < round(share * k)
         last = weights.scatter_add_(-1, last, torch.where(kept, 1.0, -1.0)).topk(k).indices
         yield last
 
 
 class ScriptedSelection:
-    """Stands in for ``cache.select``; may be captured in a graph, whose replays go on in the script.
+    """A ``selection_hook``; may be captured in a graph, whose replays go on in the script.
 
-    Rows that fill a captured batch up belong to the padding slot, for which nothing is selected. A model has two layers
-    or more.
+    Rows that fill a captured batch up belong to nobody's segment, the last, for which nothing is selected. A model has
+    two layers or more.
 
     Args:
         tokens: of context, of the shortest sequence; none that decodes may be shorter.
@@ -41,21 +44,21 @@ class ScriptedSelection:
     """
 
     def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
-        self._select, self._layer = cache.select, cache.shape.num_layers
+        self._layer = cache.shape.num_layers
         spec, heads = cache.spec, cache.shape.num_kv_heads
-        self._slots, chunks = cache.pool.table.padding_slot + 1, spec.sealed_pages(tokens) * 64 // spec.chunk
+        self._rows, chunks = cache.total["rows"] + 1, spec.sealed_pages(tokens) * PAGE // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
-        self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)  # row of the script, of the step's slots
-        self._script = torch.full((STEPS, self._slots, heads, 2 * k), -1, device=cache.device)
-        for step, chosen in enumerate(repeating((self._slots, heads, chunks), k, share, STEPS)):
+        # Row of the script where the step at work begins.
+        self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)
+        self._script = torch.full((STEPS, self._rows, heads, 2 * k), -1, device=cache.device)
+        for step, chosen in enumerate(repeating((self._rows, heads, chunks), k, share, STEPS, cache.device)):
             self._script[step, :-1, :, :k] = chosen[:-1].sort().values
         self._script = self._script.flatten(0, 1)
-        cache.select = self  # type: ignore[method-assign]
 
-    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
         """That of the step at work, which begins where a layer comes after a later one."""
-        width = self._select(layer, q, batch).chunks.shape[-1]
+        width = selected.chunks.shape[-1]
         if layer < self._layer:
-            self._first.add_(self._slots).remainder_(len(self._script))
+            self._first.add_(self._rows).remainder_(len(self._script))
         self._layer = layer
-        return Selection(self._script[..., :width].index_select(0, self._first + batch.slots))
+        return Selection(self._script[..., :width].index_select(0, self._first + batch.rows))

@@ -325,7 +325,7 @@ class Soak:
             "KV cache": pools,
             "memory": {"first MiB": mib[0], "half-way MiB": early, "last MiB": late, "flat": flat},
             "memory over time, s and MiB": self.memory,
-            "server": self.args.base_url or SERVER,
+            "server": self.args.base_url or {**SERVER, "kv": self.args.kv},
         }
 
 
@@ -347,6 +347,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", help="server on 127.0.0.1 (default: starts its own)")
+    parser.add_argument("--kv", default=SERVER["kv"], help="policy of its own server (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=10_000, help="(default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=32, help="clients (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="different greedy requests (default: %(default)s)")
@@ -377,7 +378,7 @@ def main() -> int:
             print(fault)
         return summary
 
-    with nullcontext(args.base_url) if args.base_url else own_server() as url:
+    with nullcontext(args.base_url) if args.base_url else own_server(args.kv) as url:
         summary = asyncio.run(run(url))
     for name, value in summary.items():
         print(f"{name:38} {value}")

@@ -19,10 +19,10 @@ STOP_SECONDS = 60
 
 
 @contextmanager
-def own_server() -> Iterator[str]:
-    """URL of a server with the tiny model; it must end as it is told to."""
+def own_server(kv: str) -> Iterator[str]:
+    """URL of a server with the tiny model and that policy; it must end as it is told to."""
     with tiny_model() as folder:
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SERVER.items()]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SERVER, "kv": kv}.items()]
         command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
         # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
         options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}

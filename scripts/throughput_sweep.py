@@ -2,9 +2,9 @@
 
 One cell per policy and context: its engine is built, as many sequences as fit are put in it, and decode steps are
 timed in windows; then a few steps are profiled. Cells that have a JSON file in ``--out`` already are not run again.
-Lengths are ragged and pages are shuffled, so that sequences seal at different steps and no page is beside its
-neighbour. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys and
-values for the others.
+Lengths are ragged and pages lie as after a day of sequences, so that sequences seal at different steps and their pages
+are in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
+and values for the others.
 
     python scripts/throughput_sweep.py --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,20 @@ import psutil
 import torch
 from scripted_selection import ScriptedSelection
 from throughput_plots import plot
-from torch import Tensor
 
-from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.runner import Forks, Runner
-from shadowkv.engine.sizing import GIB, prefill_bytes
+from shadowkv.engine.sizing import GIB, largest_batch
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.kvcache.sequence import Sequence
 from shadowkv.models.loader import LoadedModel
-from shadowkv.plan.memory import largest_batch, sequence_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+from harness import begin, endless, scatter
 
 COLUMNS = [
     "kv",
@@ -64,6 +62,9 @@ UTILIZATION = 0.99
 """Of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
 PROFILED_STEPS = 4
+
+RAGGED = 64
+"""Prompts are up to so many tokens shorter than the context."""
 
 
 def main() -> int:
@@ -142,8 +143,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         cell["batch"] = count
         if not count:
             raise MemoryError("not one sequence fits")
-        runner = SyntheticPrefill if args.synthetic_prefill else Runner
-        engine = Engine(config_of(args, kv, count, context), loaded, runner)
+        engine = Engine(config_of(args, kv, count, context), loaded)
         cell["spec"] = asdict(engine.cache.spec)
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
@@ -154,26 +154,26 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
-    """Sequences that both tiers hold, as the engine counts."""
+    """Sequences that both tiers hold, as engine and planner count."""
     shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
     spec = preset(kv).resolve(shape)
     capacity = context + new_tokens(args)
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
     free, total = torch.cuda.mem_get_info()
-    free -= (1 - UTILIZATION) * total + prefill_bytes(loaded.config, capacity, dtype) + layout.state_bytes
     host = config_of(args, kv, 1, context).host_memory_gib
     assert host is not None
-    return largest_batch(sequence_bytes(layout, capacity), int(free), int(host * GIB)).both
+    usable = int(total * UTILIZATION) - (total - free)
+    return largest_batch(loaded.config, layout, context, capacity, usable, int(host * GIB)).both
 
 
 def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
     """Times the steps of an engine that it fills."""
-    for tier in (engine.cache.store.device, engine.cache.store.host):
-        tier.shuffle(seed=0)
+    cache = engine.cache
+    scatter(cache)
+    if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
+        cache.selection_hook = ScriptedSelection(cache, context - RAGGED, args.hit_rate)
     torch.cuda.synchronize()
-    ttft = fill(engine, count, context, new_tokens(args))
-    if args.hit_rate is not None and engine.cache.fetching is not None:
-        ScriptedSelection(engine.cache, context - 64, args.hit_rate)
+    ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill)
     for _ in range(args.steps):
         engine.step()
     windows = []
@@ -188,6 +188,8 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         windows.append((time.perf_counter() - start) / args.steps)
     step = statistics.median(windows)
     stats = engine.stats()
+    used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
+    buffer = cache.layout.bytes_per_block()["rows"]
     selected, fetched, moved = (
         getattr(stats.fetches, name) - getattr(before, name) for name in ("selected", "fetched", "fetched_bytes")
     )
@@ -197,65 +199,29 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "windows_ms": [1e3 * window for window in windows],
         "ttft_s": ttft,
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
-        "device_gib_per_sequence": stats.device_used_bytes / count / GIB + engine.cache.layout.state_bytes / GIB,
-        "host_gib": stats.host_used_bytes / GIB,
+        "device_gib_per_sequence": ((used["device"] + used["states"]) / count + buffer) / GIB,
+        "host_gib": used["host"] / GIB,
         "h2d_mb_per_step": moved / (args.windows * args.steps) / 1e6,
         "hit_rate": 1 - fetched / selected if selected else None,
         "profile": profile(engine),
     }
 
 
-def fill(engine: Engine, count: int, context: int, new: int) -> float:
-    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's seconds."""
+def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:
+    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's seconds to its
+    first token. Raises MemoryError where some do not fit."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
-    prompts = [draw.choices(words, k=context - draw.randrange(64)) for _ in range(count)]
-    start = time.perf_counter()
-    begin(engine, prompts[:1], new)  # alone, so that its time is that of one prompt
-    ttft = time.perf_counter() - start
-    begin(engine, prompts[1:], new)
-    return ttft
-
-
-def begin(engine: Engine, prompts: list[list[int]], new: int) -> None:
-    """Computes the first of ``new`` tokens of every prompt; raises MemoryError where some do not fit."""
-    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-    there = engine.num_running
-    for number, prompt in enumerate(prompts, there):
-        engine.add_request(str(number), prompt, params)
-    left = len(prompts)
-    while left:
-        outputs = engine.step(decode=False)
-        for output in outputs:
-            if output.error is not None:
-                raise MemoryError(f"sequence {output.request_id}: {output.error}")
-        if not outputs and engine.stats().waiting == left:  # nothing is being computed: nothing will ever end
-            raise MemoryError(f"only {engine.num_running} of {there + len(prompts)} sequences fit")
-        left -= len(outputs)
-
-
-class SyntheticPrefill(Runner):
-    """After the first prompts, every layer stores random keys and values of the right shapes."""
-
-    computed = False
-
-    def prefill(
-        self, work: list[tuple[Sequence, list[int]]], forks: Forks = ()
-    ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """The last tokens' embeddings as hidden states, and their logits."""
-        if not self.computed:
-            self.computed = True
-            return (yield from super().prefill(work, forks))
-        for sequence, tokens in work:
-            batch = self.cache.prefill_batch([(sequence, len(tokens))])
-            block = batch.block(0, len(tokens))
-            keys, values = torch.randn_like(batch.keys), torch.randn_like(batch.values)
-            for layer in range(self.cache.shape.num_layers):
-                self.cache.append(layer, keys, values, block)
-                self.cache.finish_prefill(layer, batch)
-            self.cache.end_prefill(batch)
-        yield
-        hidden = [self.model.embed(torch.tensor(tokens[-1:], device=self.cache.device)) for _, tokens in work]
-        return self.model.logits(torch.cat(hidden)), hidden
+    prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
+    engine.add_request("0", prompts[0], endless(new))
+    while not (outputs := engine.step()):
+        if engine.stats().waiting:  # nothing is being computed: nothing will ever end
+            raise MemoryError("not one sequence fits")
+    if outputs[0].error is not None:
+        raise MemoryError(outputs[0].error)
+    times = outputs[0].times
+    begin(engine, prompts[1:], new, synthetic)
+    assert times.first_token is not None
+    return times.first_token - times.arrival
 
 
 def profile(engine: Engine) -> dict[str, Any]:

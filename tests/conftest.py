@@ -1,6 +1,7 @@
-"""A seed that is fixed once and fresh once."""
+"""A seed that is fixed once and fresh once; and the memory of a GPU that several processes test on."""
 
 import secrets
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,3 +14,11 @@ def seed(request: pytest.FixtureRequest) -> int:
     print(f"seed {value}")
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=torch.cuda.is_available())
+def memory_for_others() -> Iterator[None]:
+    """Gives back what a test left cached, if it is much."""
+    yield
+    if torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()

@@ -32,15 +32,15 @@ class Session:
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return 0 if self.sequence is None else int(self.cache.pool.table.length[self.sequence.slot])
+        return 0 if self.sequence is None else self.sequence.length
 
     def feed(self, tokens: list[int]) -> Tensor:
         """Prefills the next turn's ``tokens``; returns logits [V] after the last."""
         if self.sequence is None:
-            self.sequence = self.cache.pool.allocate(len(tokens), self.capacity)
+            self.sequence = self.cache.allocate(len(tokens), self.capacity)
         else:
-            self.cache.pool.extend(self.sequence, self.length + len(tokens), self.capacity)
-        return prefill(self.runner, [(self.sequence, tokens)])[0]
+            self.cache.extend(self.sequence, self.length + len(tokens), self.capacity)
+        return prefill(self.runner.model, self.cache, [(self.sequence, tokens)])[0]
 
     def step(self, token: int) -> Tensor:
         """Decodes one token; returns logits [V] of the next."""

@@ -1,7 +1,7 @@
 """The CUDA sources compile for every GPU that they are built for, and no kernel spills registers on a Hopper.
 
 Without what makes a library of it: the front end sees the bindings' host code, and nothing is linked. Needs nvcc and no
-GPU; takes 50 seconds on two cores.
+GPU; takes 80 seconds on two cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import pytest
 CSRC = Path(__file__).parent.parent / "csrc"
 BUILDER = runpy.run_path(str(CSRC / "build_cuda.py"))
 NVCC = BUILDER["find_nvcc"]()
-CASES = [(op, gpu) for op in BUILDER["ops"]() for gpu in ("sm_80", "sm_90a")]
+SOURCES = {op: CSRC / f"bindings/{op}.cu" for op in BUILDER["ops"]()}
+SOURCES["attend_codecs"] = CSRC.parent / "tests/ops/own_codecs/attend_codecs.cu"
+CASES = [(op, gpu) for op in SOURCES for gpu in ("sm_80", "sm_90a")]
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -32,7 +34,7 @@ def compiled(
     folder = tmp_path_factory.mktemp("cubins")
 
     def compile_one(op: str, gpu: str) -> CompletedProcess[str]:
-        target = ["-cubin", f"-arch={gpu}", str(CSRC / f"bindings/{op}.cu"), "-o", str(folder / f"{op}.{gpu}")]
+        target = ["-cubin", f"-arch={gpu}", str(SOURCES[op]), "-o", str(folder / f"{op}.{gpu}")]
         return subprocess.run([NVCC, *BUILDER["compile_flags"](), *target], capture_output=True, text=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -47,5 +49,5 @@ def test_an_op_compiles_and_spills_nothing_on_a_hopper(
     assert done.returncode == 0, done.stderr
     kernels = re.findall(r"Function properties for (\w+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill", done.stderr)
     assert kernels, done.stderr
-    if gpu == "sm_90a":  # what they are tuned for
+    if gpu == "sm_90a" and op != "attend_codecs":  # what they are tuned for
         assert not [kernel for kernel in kernels if kernel[1:] != ("0", "0")]

@@ -43,6 +43,21 @@ inline void check_dense_from(const Tensor& x, const char* name, int64_t first) {
   }
 }
 
+// Both.
+inline void check_dense(
+    const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape, int64_t first = 0) {
+  check(x, name, dtype, shape);
+  check_dense_from(x, name, first);
+}
+
+// A page field that kernels read 16 bytes at a time, whose stride in bytes has 32 bits.
+inline void check_field(const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape) {
+  check_dense(x, name, dtype, shape, 1);
+  const int64_t step = x.stride(0) * int64_t(x.element_size()), start = int64_t(x.const_data_ptr());
+  STD_TORCH_CHECK(step < int64_t(1) << 32, name, " has pages ", step, " bytes apart, 2**32 or more");
+  STD_TORCH_CHECK((step | start) % 16 == 0, name, " has pages that are not aligned to 16 bytes");
+}
+
 inline cudaStream_t current_stream(const Tensor& x) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device(), &stream));

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "../cpu/attend_selected.h"
@@ -15,6 +16,7 @@
 
 namespace {
 
+namespace codec = shadowkv::codec;
 using at::Tensor;
 using shadowkv::check;
 using shadowkv::Dtype;
@@ -86,6 +88,80 @@ struct Chunks {
   }
 };
 
+bool is_latents(int64_t id) { return id >= codec::kLatentDense && id <= codec::kLatentInt4; }
+
+// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1] and a rotation. With slots the chunks are in a
+// buffer, and places are its entries; else pages.
+struct Axis {
+  std::string name;  // of one: key or value
+  int64_t codec;
+  const Tensor &rows, &places;
+  const optional<Tensor>&scale, &scale_pages, &rotation, &slots;
+};
+
+// Keys or values of a batch as they are stored.
+class Stored {
+ public:
+  shadowkv::StoredRows form{};
+
+  // width: of a row, or of latents.
+  Stored(const Axis& axis, int64_t width, const Tensor& selected)
+      : rows_(axis.rows, (axis.name + "s").c_str(), selected.size(1)),
+        places_(axis.places, (axis.name + "_places").c_str(), axis.slots ? 3 : 2, selected.size(0)) {
+    const std::string name = axis.name + "s";
+    form.codec = axis.codec, form.width = shadowkv::row_width(axis.codec, width);
+    TORCH_CHECK(form.width >= 0, "attend_selected on CPUs knows no codec ", axis.codec, " of ", name);
+    TORCH_CHECK(
+        form.width > 0 && axis.rows.size(4) == form.width, name, " of ", axis.rows.size(4), " elements are none of ",
+        width, " dimensions in codec ", axis.codec);
+    if (axis.codec == codec::kDense || axis.codec == codec::kLatentDense) {
+      form.rows = floats(axis.rows, name.c_str());
+    } else {
+      const bool int8 = axis.codec == codec::kLatentInt8;
+      check(axis.rows, name.c_str(), 5, int8 ? at::kChar : at::kByte);
+      form.rows = {axis.rows.const_data_ptr(), int8 ? Dtype::int8 : Dtype::uint8};
+    }
+    if (axis.codec != codec::kDense && !is_latents(axis.codec)) set_scale(axis, width);
+    if (!axis.slots) return;
+    slots_.emplace(*axis.slots, (axis.name + "_slots").c_str(), 1, selected.size(0));
+    TORCH_CHECK(
+        axis.places.sizes() == selected.sizes(), axis.name, "_places has shape ", axis.places.sizes(), ", selected ",
+        selected.sizes());
+  }
+
+  // The i-th selected chunk of a kv head.
+  shadowkv::StoredChunk find(int64_t row, int64_t head, int64_t i, int64_t chunk) const {
+    const int64_t column = head * places_.numbers.size(-1) + i;
+    return {
+        slots_ ? rows_.offset(slots_->at(row), head, places_.at(row, column))
+               : rows_.offset(places_, row, head, chunk),
+        scale_ ? scale_->offset(*scale_pages_, row, head, chunk) : 0};
+  }
+
+ private:
+  void set_scale(const Axis& axis, int64_t dim) {
+    const std::string name = axis.name + "_scale", pages = name + "_pages", rotation = axis.name + "_rotation";
+    const Tensor& scale = needed(axis.scale, name.c_str());
+    check(scale, name.c_str(), 5, at::kHalf);
+    scale_.emplace(scale, name.c_str(), rows_.rows.size(1));
+    scale_pages_.emplace(needed(axis.scale_pages, pages.c_str()), pages.c_str(), 2, places_.numbers.size(0));
+    TORCH_CHECK(
+        scale.size(3) == rows_.rows.size(3) && scale.size(4) == 1, name, " has shape ", scale.sizes(), ", chunks ",
+        rows_.rows.size(3), " tokens");
+    rotation_ = needed(axis.rotation, rotation.c_str()).contiguous();
+    check(rotation_, rotation.c_str(), 2, at::kFloat);
+    check_shape(rotation_, rotation.c_str(), {dim, dim});
+    form.scale = static_cast<const shadowkv::Float16*>(scale.const_data_ptr());
+    form.rotation = rotation_.const_data_ptr<float>();
+  }
+
+  Chunks rows_;
+  Table places_;
+  optional<Chunks> scale_;
+  optional<Table> scale_pages_, slots_;
+  Tensor rotation_;
+};
+
 class SelectedArguments {
  public:
   shadowkv::SelectedForm form{};
@@ -108,25 +184,30 @@ class SelectedArguments {
     log_weight_ = log_weight->contiguous();
   }
 
-  void set_keys(const Tensor& keys, const Tensor& pages) {
-    keys_.emplace(keys, "keys", heads);
-    key_pages_.emplace(pages, "key_pages", 2, batch);
-    form.keys = keys.scalar_type() == at::kChar ? Numbers{keys.const_data_ptr(), Dtype::int8} : floats(keys, "keys");
-    form.chunk = keys.size(3), form.key_width = keys.size(4);
+  void set_keys(const Axis& axis) {
+    check(axis.rows, "keys", 5, axis.rows.scalar_type());
+    form.chunk = axis.rows.size(3);
     TORCH_CHECK(
         form.chunk > 0 && shadowkv::TILE % form.chunk == 0, "chunks of ", form.chunk, " tokens do not divide ",
         shadowkv::TILE);
+    form.keys = keys_.emplace(axis, is_latents(axis.codec) ? form.rank : form.dim, selected_).form;
   }
 
-  void set_exact_keys() {
-    TORCH_CHECK(form.keys.dtype != Dtype::int8, "keys are Char, which only latents are");
-    TORCH_CHECK(form.key_width == form.dim, "keys have ", form.key_width, " dimensions, q has ", form.dim);
+  void set_values(const Axis& axis) {
+    TORCH_CHECK(!is_latents(axis.codec), "attend_selected on CPUs knows no codec ", axis.codec, " of values");
+    check(axis.rows, "values", 5, axis.rows.scalar_type());
+    TORCH_CHECK(
+        axis.rows.size(3) == form.chunk, "values have shape ", axis.rows.sizes(), ", chunks ", form.chunk, " tokens");
+    form.values = values_.emplace(axis, form.dim, selected_).form;
   }
 
-  void set_basis(const Tensor& basis, const optional<Tensor>& mean, const Tensor& slots) {
-    check_shape(basis, "basis", {basis.size(0), form.key_width, heads, form.dim});
+  // Before the keys, which are latents.
+  void set_basis(const Tensor& basis, const optional<Tensor>& mean, const Tensor& slots, const Tensor& first) {
+    check(basis, "basis", 4, basis.scalar_type());
+    form.rank = basis.size(1);
+    check_shape(basis, "basis", {basis.size(0), form.rank, heads, form.dim});
     form.basis = floats(basis, "basis"), form.basis_row = basis.stride(1);
-    basis_ = basis, key_slots_.emplace(slots, "key_slots", 1, batch);
+    basis_ = basis, key_slots_.emplace(slots, "key_slots", 1, batch), first_.emplace(first, "key_first", 1, batch);
     if (!mean) return;
     check_shape(*mean, "mean", {basis.size(0), heads, form.dim});
     form.mean = floats(*mean, "mean"), mean_ = *mean;
@@ -143,50 +224,7 @@ class SelectedArguments {
     form.turning = 2 * cos.size(1), form.interleaved = interleaved;
   }
 
-  // Places: the pages, or, with slots, the entries of each sequence's buffer.
-  void set_values(const Tensor& values, const Tensor& places, const optional<Tensor>& slots) {
-    values_.emplace(values, "values", heads);
-    value_places_.emplace(places, "value_places", slots ? 3 : 2, batch);
-    TORCH_CHECK(values.size(3) == form.chunk, "values have shape ", values.sizes(), ", chunks ", form.chunk, " tokens");
-    if (!slots) return;
-    value_slots_.emplace(*slots, "value_slots", 1, batch);
-    TORCH_CHECK(
-        places.sizes() == selected_.sizes(), "value_places has shape ", places.sizes(), ", selected ",
-        selected_.sizes());
-  }
-
-  void set_exact_values() {
-    const int64_t width = values_->rows.size(4);
-    TORCH_CHECK(width == form.dim, "values have ", width, " dimensions, q has ", form.dim);
-    form.values = floats(values_->rows, "values");
-  }
-
-  // scale: [N, H, C, c, 1].
-  void set_codes(const Tensor& scale, const Tensor& pages, const Tensor& rotation) {
-    const Tensor& codes = values_->rows;
-    check(codes, "values", 5, at::kByte);
-    check(scale, "scale", 5, at::kHalf);
-    scale_.emplace(scale, "scale", heads);
-    scale_pages_.emplace(pages, "scale_pages", 2, batch);
-    TORCH_CHECK(
-        scale.size(3) == form.chunk && scale.size(4) == 1, "scale has shape ", scale.sizes(), ", chunks ", form.chunk,
-        " tokens");
-    check(rotation, "rotation", 2, at::kFloat);
-    TORCH_CHECK(
-        rotation.size(0) == form.dim && rotation.size(1) == form.dim, "rotation has shape ", rotation.sizes(),
-        ", heads have ", form.dim, " dimensions");
-    rotation_ = rotation.contiguous();
-    form.codes = codes.const_data_ptr<uint8_t>();
-    form.scale = static_cast<const shadowkv::Float16*>(scale.const_data_ptr());
-    form.rotation = rotation_.const_data_ptr<float>();
-    form.bits = codes.size(4) * 8 / std::max<int64_t>(form.dim, 1);
-    const int64_t multiple = form.bits == 4 ? 16 : form.bits == 3 ? 64 : 32;
-    TORCH_CHECK(
-        form.bits >= 2 && form.bits <= 4 && form.dim % multiple == 0 && codes.size(4) * 8 == form.bits * form.dim,
-        "codes of ", codes.size(4), " bytes are none of ", form.dim, " dimensions in 4, 3 or 2 bits");
-  }
-
-  // Finds the chunks of one kv head of a sequence.
+  // Finds the chunks of one kv head of a row.
   void find(int64_t row, int64_t head, shadowkv::SelectedTask& task) const {
     task.chunks.clear();
     const int64_t first = (row * heads + head) * width_;
@@ -194,13 +232,13 @@ class SelectedArguments {
     for (int64_t i = 0; i < width_; ++i) {
       if (selected[i] < 0) continue;
       shadowkv::SelectedChunk chunk = {};
-      chunk.key = keys_->offset(*key_pages_, row, head, selected[i]);
-      chunk.value = value_slots_
-          ? values_->offset(value_slots_->at(row), head, value_places_->at(row, head * width_ + i))
-          : values_->offset(*value_places_, row, head, selected[i]);
-      if (scale_) chunk.scale = scale_->offset(*scale_pages_, row, head, selected[i]);
-      chunk.position = selected[i] * form.chunk;
-      if (basis_.defined()) checked(chunk.position + form.chunk - 1, cos_.size(0), "position");
+      chunk.key = keys_->find(row, head, i, selected[i]);
+      chunk.value = values_->find(row, head, i, selected[i]);
+      if (basis_.defined()) {
+        chunk.position = first_->at(row) + selected[i] * form.chunk;
+        checked(chunk.position, cos_.size(0), "position");
+        checked(chunk.position + form.chunk - 1, cos_.size(0), "position");
+      }
       if (log_weight_.defined()) chunk.log_weight = log_weight_.const_data_ptr<float>()[first + i] * LOG2_E;
       task.chunks.push_back(chunk);
     }
@@ -213,10 +251,10 @@ class SelectedArguments {
  private:
   static constexpr float LOG2_E = 1.44269504f;
 
-  Tensor selected_, log_weight_, basis_, mean_, cos_, sin_, rotation_;
+  Tensor selected_, log_weight_, basis_, mean_, cos_, sin_;
   int64_t width_;
-  optional<Chunks> keys_, values_, scale_;
-  optional<Table> key_pages_, key_slots_, value_places_, value_slots_, scale_pages_;
+  optional<Stored> keys_, values_;
+  optional<Table> key_slots_, first_;
 };
 
 template <typename T>
@@ -236,27 +274,23 @@ void attend(const SelectedArguments& in, const Tensor& q, Tensor& out, Tensor& l
   });
 }
 
-// Keys are latents where there is a basis, values are codes where there is a rotation of them, and they are in a buffer
-// where there are slots of it; value_places are their pages, or the buffer's entries.
+// Codecs are those of codecs.h; latents need a basis and what belongs to it.
 std::tuple<Tensor, Tensor> attend_selected(
-    const Tensor& q, const Tensor& selected, const optional<Tensor>& log_weight, const Tensor& keys,
-    const Tensor& key_pages, const optional<Tensor>& basis, const optional<Tensor>& mean,
-    const optional<Tensor>& key_slots, const optional<Tensor>& cos, const optional<Tensor>& sin, bool interleaved,
-    const Tensor& values, const Tensor& value_places, const optional<Tensor>& value_slots,
-    const optional<Tensor>& scale, const optional<Tensor>& scale_pages, const optional<Tensor>& value_rotation) {
+    const Tensor& q, const Tensor& selected, const optional<Tensor>& log_weight, int64_t key_codec, const Tensor& keys,
+    const Tensor& key_pages, const optional<Tensor>& key_scale, const optional<Tensor>& key_scale_pages,
+    const optional<Tensor>& key_rotation, const optional<Tensor>& basis, const optional<Tensor>& mean,
+    const optional<Tensor>& key_slots, const optional<Tensor>& key_first, const optional<Tensor>& cos,
+    const optional<Tensor>& sin, bool interleaved, int64_t value_codec, const Tensor& values,
+    const Tensor& value_places, const optional<Tensor>& value_scale, const optional<Tensor>& value_scale_pages,
+    const optional<Tensor>& value_rotation, const optional<Tensor>& value_slots) {
   SelectedArguments in(q, selected, log_weight);
-  in.set_keys(keys, key_pages);
-  if (basis) {
-    in.set_basis(*basis, mean, needed(key_slots, "key_slots"));
+  if (is_latents(key_codec)) {
+    in.set_basis(needed(basis, "basis"), mean, needed(key_slots, "key_slots"), needed(key_first, "key_first"));
     in.set_rotation(needed(cos, "cos"), needed(sin, "sin"), interleaved);
-  } else {
-    in.set_exact_keys();
   }
-  in.set_values(values, value_places, value_slots);
-  if (value_rotation)
-    in.set_codes(needed(scale, "scale"), needed(scale_pages, "scale_pages"), *value_rotation);
-  else
-    in.set_exact_values();
+  in.set_keys({"key", key_codec, keys, key_pages, key_scale, key_scale_pages, key_rotation, {}});
+  in.set_values(
+      {"value", value_codec, values, value_places, value_scale, value_scale_pages, value_rotation, value_slots});
   const Tensor queries = q.contiguous();
   Tensor out = at::empty_like(queries);
   Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
@@ -269,10 +303,11 @@ std::tuple<Tensor, Tensor> attend_selected(
 
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
-      "attend_selected(Tensor q, Tensor selected, Tensor? log_weight, Tensor keys, Tensor key_pages, Tensor? basis, "
-      "Tensor? mean, Tensor? key_slots, Tensor? cos, Tensor? sin, bool interleaved, Tensor values, "
-      "Tensor value_places, Tensor? value_slots, Tensor? scale, Tensor? scale_pages, Tensor? value_rotation) -> "
-      "(Tensor, Tensor)");
+      "attend_selected(Tensor q, Tensor selected, Tensor? log_weight, int key_codec, Tensor keys, Tensor key_pages, "
+      "Tensor? key_scale, Tensor? key_scale_pages, Tensor? key_rotation, Tensor? basis, Tensor? mean, "
+      "Tensor? key_slots, Tensor? key_first, Tensor? cos, Tensor? sin, bool interleaved, int value_codec, "
+      "Tensor values, Tensor value_places, Tensor? value_scale, Tensor? value_scale_pages, Tensor? value_rotation, "
+      "Tensor? value_slots) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {

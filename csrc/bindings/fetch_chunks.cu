@@ -17,38 +17,26 @@ void find_missing_chunks(
     const Tensor host, const Tensor pages, const Tensor slots, const Tensor selected, Tensor rows, Tensor owner,
     Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor counts, int64_t bucket_bits,
     Tensor entries) {
-  check(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1});
-  check_dense_from(host, "host", 1);
+  check_dense(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1}, 1);
   check_aligned(host, "host");
   const int64_t heads = host.size(1), row_bytes = host.size(3) * host.size(4);
   STD_TORCH_CHECK(row_bytes % 16 == 0, "host has chunks of ", row_bytes, " bytes, no multiple of 16");
-  check(selected, "selected", Dtype::Long, {-1, heads, -1});
-  check_dense_from(selected, "selected", 0);
+  check_dense(selected, "selected", Dtype::Long, {-1, heads, -1});
   const int64_t batch = selected.size(0), k = selected.size(2);
-  check(pages, "pages", Dtype::Long, {batch, -1});
-  check_dense_from(pages, "pages", 1);
-  check(slots, "slots", Dtype::Long, {batch});
-  check_dense_from(slots, "slots", 0);
-  check(rows, "rows", Dtype::Byte, {-1, heads, -1, host.size(3), host.size(4)});
-  check_dense_from(rows, "rows", 0);
+  check_dense(pages, "pages", Dtype::Long, {batch, -1}, 1);
+  check_dense(slots, "slots", Dtype::Long, {batch});
+  check_dense(rows, "rows", Dtype::Byte, {-1, heads, -1, host.size(3), host.size(4)});
   check_aligned(rows, "rows");
   const int64_t num_slots = rows.size(0), capacity = rows.size(2);
   STD_TORCH_CHECK(k <= capacity && capacity <= 32767, capacity, " entries, not between ", k, " and 32767");
-  check(owner, "owner", Dtype::Int, {num_slots, heads, capacity});
-  check_dense_from(owner, "owner", 0);
-  check(entry, "entry", Dtype::Short, {num_slots, heads, -1});
-  check_dense_from(entry, "entry", 0);
-  check(used, "used", Dtype::Int, {num_slots, heads, capacity});
-  check_dense_from(used, "used", 0);
-  check(step, "step", Dtype::Int, {num_slots, heads});
-  check_dense_from(step, "step", 0);
-  check(counters, "counters", Dtype::Long, {2});
-  check_dense_from(counters, "counters", 0);
-  check(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, batch * heads * k, 2});
-  check_dense_from(misses, "misses", 0);
+  check_dense(owner, "owner", Dtype::Int, {num_slots, heads, capacity});
+  check_dense(entry, "entry", Dtype::Short, {num_slots, heads, -1});
+  check_dense(used, "used", Dtype::Int, {num_slots, heads, capacity});
+  check_dense(step, "step", Dtype::Int, {num_slots, heads});
+  check_dense(counters, "counters", Dtype::Long, {2});
+  check_dense(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, batch * heads * k, 2});
   check_counts(counts, bucket_bits);
-  check(entries, "entries", Dtype::Long, {batch, heads, k});
-  check_dense_from(entries, "entries", 0);
+  check_dense(entries, "entries", Dtype::Long, {batch, heads, k});
   STD_TORCH_CHECK(batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, "more than 32 GiB may have to be fetched");
   if (batch * heads * k == 0) return;
 
@@ -86,8 +74,7 @@ void find_missing_chunks(
 }
 
 void copy_missing_chunks(Tensor misses, Tensor counts, int64_t bucket_bits, Tensor rows, int64_t blocks) {
-  check(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, -1, 2});
-  check_dense_from(misses, "misses", 0);
+  check_dense(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, -1, 2});
   check_counts(counts, bucket_bits);
   check(rows, "rows", Dtype::Byte, {-1, -1, -1, -1, -1});
   const int64_t row_bytes = rows.size(3) * rows.size(4);

@@ -14,21 +14,10 @@ void launch(const PagedInputs& in, const PagedOutputs& to, cudaStream_t stream) 
   paged_attention_kernel<kDim, kBlocks, kDim <= 128><<<grid, kPagedWarps * 32, 0, stream>>>(in, to);
   check_launch("paged_attention");
   if (in.splits == 1) return;
-  // From sm_90 on the merge's blocks are set up while the last partial results are computed, and wait for those there.
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  int major = 0, device = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(in.batch * in.heads * in.group);
-  config.blockDim = dim3(kMergeThreads);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9;
-  cudaLaunchKernelEx(&config, merge_paged_attention_kernel<kDim>, to, in.splits);
-  check_launch("paged_attention's merge");
+  // The merge's blocks are set up while the last partial results are computed, and wait for those there.
+  const cudaError_t error = launch_early(
+      merge_paged_attention_kernel<kDim>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
+  STD_TORCH_CHECK(error == cudaSuccess, "paged_attention's merge: ", cudaGetErrorString(error));
 }
 
 // The number of splits is what the partial results have room for.

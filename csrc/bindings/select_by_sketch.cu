@@ -6,17 +6,6 @@
 
 namespace shadowkv {
 
-// A page field that the kernel reads up to 16 bytes at a time.
-static void check_field(
-    const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape, int64_t itemsize,
-    int64_t aligned) {
-  check(x, name, dtype, shape);
-  check_dense_from(x, name, 1);
-  const int64_t step = x.stride(0) * itemsize, start = int64_t(x.const_data_ptr());
-  STD_TORCH_CHECK(step < int64_t(1) << 32, name, " has pages ", step, " bytes apart, 2**32 or more");
-  STD_TORCH_CHECK((step | start) % aligned == 0, name, " has pages that are not aligned to ", aligned, " bytes");
-}
-
 void select_by_sketch(
     const Tensor whole, const Tensor unit, const Tensor sum, const Tensor coarse, const Tensor signs,
     const Tensor rest, const Tensor scale, const Tensor pages, const Tensor num_pages, const Tensor budget,
@@ -31,45 +20,32 @@ void select_by_sketch(
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "signs has rows of ", bytes, " bytes, not 8, 16 or 32");
   STD_TORCH_CHECK(
       group > 0 && group <= 8 && group * heads == query_heads, query_heads, " query heads for ", heads, " kv heads");
-  check(whole, "whole", Dtype::Char, {batch, query_heads, 8, bytes});
-  check_dense_from(whole, "whole", 0);
-  check(unit, "unit", Dtype::Float, {batch, query_heads});
-  check_dense_from(unit, "unit", 0);
-  check(sum, "sum", Dtype::Int, {batch, query_heads});
-  check_dense_from(sum, "sum", 0);
-  check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
-  check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes}, 1, 16);
-  check_field(scale, "scale", Dtype::Half, {-1, heads, kPage}, 2, 16);
+  check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, bytes});
+  check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
+  check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
+  check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes});
+  check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes});
+  check_field(scale, "scale", Dtype::Half, {-1, heads, kPage});
   STD_TORCH_CHECK(
       chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks of ", chunk, " tokens, not 1, 2, 4 or 8");
-  check(coarse, "coarse", Dtype::Half, {batch, heads, kPageRuns * columns});
-  check_dense_from(coarse, "coarse", 0);
+  check_dense(coarse, "coarse", Dtype::Half, {batch, heads, kPageRuns * columns});
   STD_TORCH_CHECK(int64_t(coarse.const_data_ptr()) % 16 == 0, "coarse is not aligned to 16 bytes");
-  check(pages, "pages", Dtype::Long, {batch, columns});
-  check_dense_from(pages, "pages", 1);
-  check(num_pages, "num_pages", Dtype::Long, {batch});
-  check_dense_from(num_pages, "num_pages", 0);
-  check(budget, "budget", Dtype::Long, {batch});
-  check_dense_from(budget, "budget", 0);
-  check(selected, "selected", Dtype::Long, {batch, heads, -1});
-  check_dense_from(selected, "selected", 0);
+  check_dense(pages, "pages", Dtype::Long, {batch, columns}, 1);
+  check_dense(num_pages, "num_pages", Dtype::Long, {batch});
+  check_dense(budget, "budget", Dtype::Long, {batch});
+  check_dense(selected, "selected", Dtype::Long, {batch, heads, -1});
   const int64_t k = selected.size(2);
   STD_TORCH_CHECK(
       draws.has_value() == seeds.has_value() && draws.has_value() == log_weight.has_value(),
       "draws, seeds and log_weight go together");
   if (draws) {
-    check(*draws, "draws", Dtype::Long, {batch});
-    check_dense_from(*draws, "draws", 0);
-    check(*seeds, "seeds", Dtype::Long, {batch});
-    check_dense_from(*seeds, "seeds", 0);
-    check(length, "length", Dtype::Float, {batch, query_heads});
-    check_dense_from(length, "length", 0);
-    check(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
-    check_dense_from(*log_weight, "log_weight", 0);
+    check_dense(*draws, "draws", Dtype::Long, {batch});
+    check_dense(*seeds, "seeds", Dtype::Long, {batch});
+    check_dense(length, "length", Dtype::Float, {batch, query_heads});
+    check_dense(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
   }
   const Region region(columns, chunk, k);
-  check(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
-  check_dense_from(workspace, "workspace", 0);
+  check_dense(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
   STD_TORCH_CHECK(batch * heads < 65536, batch, " rows of ", heads, " kv heads are 65536 or more");
   if (batch * heads == 0 || k == 0) return;
 

@@ -24,21 +24,16 @@ static void launch(const SelectTopChunks& p, int64_t rows, cudaStream_t stream) 
 
 void select_top_chunks(
     const Tensor logits, const Tensor lse, const Tensor budget, const Tensor workspace, Tensor selected) {
-  check(logits, "logits", Dtype::Float, {-1, -1, -1, -1});
-  check_dense_from(logits, "logits", 0);
+  check_dense(logits, "logits", Dtype::Float, {-1, -1, -1, -1});
   const int64_t batch = logits.size(0), heads = logits.size(1), group = logits.size(2), chunks = logits.size(3);
   STD_TORCH_CHECK(group <= kSelectGroup, group, " query heads of a kv head, more than ", kSelectGroup);
-  check(lse, "lse", Dtype::Float, {batch, heads, group, -1});
-  check_dense_from(lse, "lse", 0);
-  check(budget, "budget", Dtype::Long, {batch});
-  check_dense_from(budget, "budget", 0);
+  check_dense(lse, "lse", Dtype::Float, {batch, heads, group, -1});
+  check_dense(budget, "budget", Dtype::Long, {batch});
   check(workspace, "workspace", Dtype::Int, {batch * heads, -1});
   if (workspace.size(1) != 0) {
-    check(workspace, "workspace", Dtype::Int, {batch * heads, select_words(chunks)});
-    check_dense_from(workspace, "workspace", 0);
+    check_dense(workspace, "workspace", Dtype::Int, {batch * heads, select_words(chunks)});
   }
-  check(selected, "selected", Dtype::Long, {batch, heads, -1});
-  check_dense_from(selected, "selected", 0);
+  check_dense(selected, "selected", Dtype::Long, {batch, heads, -1});
   if (batch * heads == 0 || selected.size(2) == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device());

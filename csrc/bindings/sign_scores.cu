@@ -4,16 +4,6 @@
 
 namespace shadowkv {
 
-// A page field that the kernel reads 16 bytes at a time.
-static void check_field(
-    const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape, int64_t itemsize) {
-  check(x, name, dtype, shape);
-  check_dense_from(x, name, 1);
-  const int64_t step = x.stride(0) * itemsize, start = int64_t(x.const_data_ptr());
-  STD_TORCH_CHECK(step < int64_t(1) << 32, name, " has pages ", step, " bytes apart, 2**32 or more");
-  STD_TORCH_CHECK((step | start) % 16 == 0, name, " has pages that are not aligned to 16 bytes");
-}
-
 void sign_scores(
     const Tensor planes, const Tensor unit, const Tensor sum, const Tensor signs, const Tensor scale,
     const Tensor pages, const Tensor num_pages, int64_t run_pages, Tensor scores) {
@@ -27,20 +17,14 @@ void sign_scores(
   STD_TORCH_CHECK(
       run_pages > 0 && run_pages % 4 == 0 && run_pages <= kMostRunPages, "a run of ", run_pages,
       " pages is not a multiple of 4 of up to ", kMostRunPages);
-  check(planes, "planes", Dtype::Byte, {batch, query_heads, kPlanes, bytes});
-  check_dense_from(planes, "planes", 0);
-  check(unit, "unit", Dtype::Float, {batch, query_heads});
-  check_dense_from(unit, "unit", 0);
-  check(sum, "sum", Dtype::Int, {batch, query_heads});
-  check_dense_from(sum, "sum", 0);
-  check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes}, 1);
-  check_field(scale, "scale", Dtype::Half, {-1, heads, kPage}, 2);
-  check(pages, "pages", Dtype::Long, {batch, columns});
-  check_dense_from(pages, "pages", 1);
-  check(num_pages, "num_pages", Dtype::Long, {batch});
-  check_dense_from(num_pages, "num_pages", 0);
-  check(scores, "scores", Dtype::Half, {batch, heads, 8 * columns});
-  check_dense_from(scores, "scores", 0);
+  check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kPlanes, bytes});
+  check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
+  check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
+  check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes});
+  check_field(scale, "scale", Dtype::Half, {-1, heads, kPage});
+  check_dense(pages, "pages", Dtype::Long, {batch, columns}, 1);
+  check_dense(num_pages, "num_pages", Dtype::Long, {batch});
+  check_dense(scores, "scores", Dtype::Half, {batch, heads, 8 * columns});
   if (batch == 0 || columns == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(planes.get_device());

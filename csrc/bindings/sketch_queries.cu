@@ -7,34 +7,25 @@ namespace shadowkv {
 void sketch_queries(
     const Tensor q, const Tensor maps, const Tensor slots, Tensor whole, Tensor unit, Tensor sum, Tensor planes,
     Tensor plane_sum, Tensor length) {
-  check(q, "q", q.scalar_type(), {-1, -1, -1});
-  check_dense_from(q, "q", 0);
+  check_dense(q, "q", q.scalar_type(), {-1, -1, -1});
   const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2);
-  check(maps, "maps", Dtype::BFloat16, {-1, -1, dim, dim});
-  check_dense_from(maps, "maps", 1);
+  check_dense(maps, "maps", Dtype::BFloat16, {-1, -1, dim, dim}, 1);
   const int64_t heads = maps.size(1), group = heads ? query_heads / heads : 0;
   STD_TORCH_CHECK(
       group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
       " kv heads");
   STD_TORCH_CHECK(
       (int64_t(maps.const_data_ptr()) | 2 * maps.stride(0)) % 8 == 0, "maps are not aligned to 8 bytes");
-  check(slots, "slots", Dtype::Long, {batch});
-  check_dense_from(slots, "slots", 0);
-  check(whole, "whole", Dtype::Char, {batch, query_heads, 8, -1});
-  check_dense_from(whole, "whole", 0);
+  check_dense(slots, "slots", Dtype::Long, {batch});
+  check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, -1});
   const int64_t bytes = whole.size(3);
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "whole has rows of ", bytes, " bytes, not 8, 16 or 32");
   STD_TORCH_CHECK(dim % 8 == 0 && dim <= 8 * bytes, "a head dim of ", dim, " does not suit rows of ", bytes);
-  check(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
-  check_dense_from(planes, "planes", 0);
-  check(unit, "unit", Dtype::Float, {batch, query_heads});
-  check_dense_from(unit, "unit", 0);
-  check(sum, "sum", Dtype::Int, {batch, query_heads});
-  check_dense_from(sum, "sum", 0);
-  check(plane_sum, "plane_sum", Dtype::Int, {batch, query_heads});
-  check_dense_from(plane_sum, "plane_sum", 0);
-  check(length, "length", Dtype::Float, {batch, query_heads});
-  check_dense_from(length, "length", 0);
+  check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
+  check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
+  check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
+  check_dense(plane_sum, "plane_sum", Dtype::Int, {batch, query_heads});
+  check_dense(length, "length", Dtype::Float, {batch, query_heads});
   if (batch == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());

@@ -12,9 +12,22 @@ namespace shadowkv {
 #define SHADOWKV_KERNEL "attend_chunks.inc.h"
 #include "instruction_sets.inc.h"
 
+int64_t row_width(int64_t codec, int64_t dim) {
+  switch (codec) {
+    case codec::kDense:
+    case codec::kLatentDense:
+    case codec::kLatentInt8: return dim;
+    case codec::kLatentInt4: return dim % 2 ? 0 : dim / 2;
+    case codec::kRotated4: return dim % 16 ? 0 : dim / 2;
+    case codec::kRotated3: return dim % 64 ? 0 : dim * 3 / 8;
+    case codec::kRotated2: return dim % 32 ? 0 : dim / 4;
+  }
+  return -1;
+}
+
 SelectedScratch::SelectedScratch(const SelectedForm& form) {
   const int64_t queries = form.group * form.dim, tile = TILE * form.dim;
-  const int64_t rank = form.basis.data == nullptr ? 0 : form.key_width;
+  const int64_t rank = form.rank;
   const std::pair<float**, int64_t> parts[] = {
       {&q, queries},         {&out, queries},            {&unordered, queries},
       {&peak, form.group},   {&sum, form.group},         {&scale, form.group},

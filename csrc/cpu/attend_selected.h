@@ -6,37 +6,49 @@
 #include <cstdint>
 #include <vector>
 
+#include "../codecs.h"
 #include "attention_tile.h"
 #include "float16.h"
 #include "numbers.h"
 
 namespace shadowkv {
 
+// Rotated keys, latents or values: chunks [chunk, width] of elements that mean what `codec` says.
+struct StoredRows {
+  int64_t codec;
+  Numbers rows;
+  int64_t width;
+  const Float16* scale;   // chunks [chunk] of coded rows
+  const float* rotation;  // [dim, dim], by which those were multiplied before they were coded
+};
+
 // How keys and values are stored. The tokens of a chunk lie together.
 struct SelectedForm {
   int64_t dim, group, chunk;  // chunk: tokens, a divisor of TILE
-
-  Numbers keys;       // chunks [chunk, key_width]: rotated keys, or latents
-  int64_t key_width;  // dim, or the rank
+  StoredRows keys, values;
 
   // Of latents: key = rotated(latents x basis + mean).
-  Numbers basis;           // [rank, dim] per sequence and head; null where keys are kept as they are
+  int64_t rank;
+  Numbers basis;           // [rank, dim] per sequence and head; null where keys are rows
   int64_t basis_row;
   Numbers mean;            // [dim] per sequence and head; null for zero
   const float *cos, *sin;  // [positions, turning / 2]
   int64_t turning;         // leading dimensions that rotate
   bool interleaved;
-
-  Numbers values;         // chunks [chunk, dim]; null where they are coded
-  const uint8_t* codes;   // chunks [chunk, dim * bits / 8], in the layout of packing.py
-  int bits;               // 4, 3 or 2
-  const Float16* scale;   // chunks [chunk]
-  const float* rotation;  // [dim, dim]; rows were multiplied by it before they were coded
 };
 
-// One selected chunk of a kv head. Offsets count elements.
+// Elements that a codec stores of a row of `dim` dimensions, or of latents of that rank: 0 where it takes no such rows,
+// -1 where it is unknown.
+int64_t row_width(int64_t codec, int64_t dim);
+
+// Where a chunk is, in elements.
+struct StoredChunk {
+  int64_t rows, scale;
+};
+
+// One selected chunk of a kv head.
 struct SelectedChunk {
-  int64_t key, value, scale;
+  StoredChunk key, value;
   int64_t position;  // of its first token
   float log_weight;  // in units of log 2
 };
@@ -55,8 +67,8 @@ struct SelectedScratch {
   float *q, *out, *unordered;      // [group, dim]
   float *peak, *sum, *scale;       // [group]
   float *scores, *log_weight;      // [group, TILE], [TILE]
-  float *keys, *values, *latents;  // [TILE, dim], [TILE, dim], [TILE, key_width]
-  float *basis, *mean;             // [key_width, dim], [dim]
+  float *keys, *values, *latents;  // [TILE, dim], [TILE, dim], [TILE, rank]
+  float *basis, *mean;             // [rank, dim], [dim]
 
  private:
   std::vector<float> memory_;

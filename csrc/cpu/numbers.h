@@ -8,7 +8,7 @@
 
 namespace shadowkv {
 
-enum class Dtype { float32, bfloat16, int8 };
+enum class Dtype { float32, bfloat16, int8, uint8 };
 
 struct Numbers {
   const void* data = nullptr;

@@ -1,8 +1,8 @@
 // Attention of one query per sequence over selected tokens, from int8 latents and coded values, for Hopper: keys are
 // rebuilt by warpgroup products (wgmma), whose second factor, the basis, is read from shared memory without passing
 // through registers. Each warp then rotates, scores and weighs its own 16 of 64 tokens, in the fragments that the
-// product left, and adds their values to its own sums (attend_selected.cuh has the fragments' arithmetic,
-// value_codes.cuh that of codes).
+// product left, and adds their values to its own sums (attend/fragments.cuh and
+// attend/value_codecs.cuh have the arithmetic).
 //
 // One block per multiprocessor. One warp finds tokens, one copies tiles of them, two make the basis of the next unit;
 // the other warpgroups consume, each its own tiles. The tiles of all units (sequence and kv head) form one line that is
@@ -28,8 +28,8 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_latents_kernel(cons
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const LatentInputs& in = call.in;
   const Runs& runs = call.runs;
-  extern __shared__ __align__(1024) char shared[];
-  const LatentMemory<Shape> memory = {shared};
+  extern __shared__ __align__(1024) char latents_shared[];
+  const LatentMemory<Shape> memory = {latents_shared};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kRing; ++i) {
       init_barrier(memory.stage_full(i), 32 + 1); // copies of the copier's lanes, and the copier

@@ -20,14 +20,17 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #endif
 }
 
-// Launches a kernel that calls wait_for_launch_before, with `bytes` of dynamic shared memory.
-template <typename Params>
+// Launches a kernel that calls wait_for_launch_before, with `bytes` of dynamic shared memory. It may begin early where
+// the code that runs was compiled with the wait: that for compute capability 9.0 (csrc/build_cuda.py). What runs on later
+// GPUs is made of PTX for 8.0.
+template <typename... Params>
 cudaError_t launch_early(
-    void (*kernel)(const Params), dim3 grid, dim3 block, int bytes, cudaStream_t stream, const Params& p) {
+    void (*kernel)(Params...), dim3 grid, dim3 block, int bytes, cudaStream_t stream, const Params&... params) {
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-  int device = 0, major = 0;
+  int device = 0, major = 0, minor = 0;
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
+  if (const auto error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return error;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -37,8 +40,8 @@ cudaError_t launch_early(
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = major >= 9;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  config.numAttrs = major == 9 && minor == 0;
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 } // namespace shadowkv

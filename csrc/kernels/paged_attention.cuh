@@ -6,6 +6,7 @@
 // the end only.
 #pragma once
 
+#include "early_launch.cuh"
 #include "mma.cuh"
 
 namespace shadowkv {
@@ -133,9 +134,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
   using Keys = PagedKeys<kDim>;
   using Values = PagedValues<kDim, kAhead ? kDim : kDim / 2>;
   constexpr int kWords = kDim / 16;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;"); // the merge's blocks may start, and wait for the results
-#endif
+  let_next_launch_begin(); // the merge, which waits for the results
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int query_blocks = (in.group + kPagedQueries - 1) / kPagedQueries;
   const int split = blockIdx.x / query_blocks, head = blockIdx.y;
@@ -265,9 +264,7 @@ constexpr int kMergeThreads = 256;
 template <int kDim>
 __global__ void __launch_bounds__(kMergeThreads) merge_paged_attention_kernel(const PagedOutputs to, int splits) {
   constexpr int kLanes = kDim / 4, kTeams = kMergeThreads / kLanes;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_launch_before();
   const int64_t row = blockIdx.x;
   const int team = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const float* lse = to.partial_lse + row * splits;

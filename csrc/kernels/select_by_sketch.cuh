@@ -136,6 +136,13 @@ __device__ __forceinline__ uint32_t load_shared2(uint32_t from) {
   return x;
 }
 
+// The bits of the half next to x: the largest or the lowest finite one of what is beyond.
+__device__ __forceinline__ uint16_t finite_half(float x) {
+  uint16_t y;
+  asm("cvt.rn.satfinite.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
 // Does nothing, but the compiler cannot make x and y again from what they were made of.
 __device__ __forceinline__ void keep_in_registers(uint32_t& x, uint32_t& y) { asm volatile("" : "+r"(x), "+r"(y)); }
 
@@ -425,8 +432,7 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
         if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));
       score = fmaf(own.slope, score, __shfl_sync(~0u, own.more, first + t));
       if (first + t < own.left && (g & ((1 << log_chunk) - 1)) == 0)
-        values[first * kRun >> log_chunk] =
-            scale == kExcluded ? kNever : __half_as_ushort(__float2half_rn(fmaxf(score, -65504.f)));
+        values[first * kRun >> log_chunk] = scale == kExcluded ? kNever : finite_half(score);
     };
 #pragma unroll 1
     for (int first = 0; first < p.slice; first += kStages * kBatch)

@@ -86,7 +86,7 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
 }
 
-// A warp serves one kv head, a block all heads (or 8 of them) of one run of pages of one row. Row g of a multiplication
+// A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of one run of pages of one row. Row g of a multiplication
 // is a token of the g-th 8 of a page and row g + 8 another of these, so that a lane ends with all their scores. Columns
 // 2t and 2t + 1 of multiplication m are planes 2m and 2m + 1 of query t of the group, of query t + 4 in the second of
 // kSets; the last query stands in for those that a group does not have. With 2 words a token, a row has two tokens of
@@ -220,10 +220,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
 
 template <int kWords, int kSets>
 cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
-  const int warps = p.heads < kMostWarps ? p.heads : kMostWarps;
-  const int bytes = warps * SignStage<kWords>::kCount * SignStage<kWords>::kBytes;
-  const dim3 grid((p.columns + p.run_pages - 1) / p.run_pages, p.batch, (p.heads + warps - 1) / warps);
-  return launch_early(sign_scores_kernel<kWords, kSets>, grid, dim3(32, warps), bytes, stream, p);
+  int device = 0, memory = 0;
+  if (const auto error = cudaGetDevice(&device)) return error;
+  if (const auto error = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
+  constexpr int kWarpBytes = SignStage<kWords>::kCount * SignStage<kWords>::kBytes;
+  const int most = memory / kWarpBytes < kMostWarps ? memory / kWarpBytes : kMostWarps;
+  const int blocks = (p.heads + most - 1) / most, warps = (p.heads + blocks - 1) / blocks;
+  const dim3 grid((p.columns + p.run_pages - 1) / p.run_pages, p.batch, blocks);
+  return launch_early(sign_scores_kernel<kWords, kSets>, grid, dim3(32, warps), warps * kWarpBytes, stream, p);
 }
 
 // By bytes of a key's signs: 8, 16 or 32.

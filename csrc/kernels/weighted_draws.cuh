@@ -72,6 +72,8 @@ __device__ __forceinline__ Chosen select_by_chance(
     if (count) sum = fmaf(float(count), weight_of(__low2float(half_of_order(own << 5 | 16))), sum);
   }
   sum = sum_block(shared, sum);
+  // Bins of the largest numbers are so wide that weights of their middles are nothing: then they all count as their edge.
+  if (sum == 0) sum = float(shared.first[bin]);
 
   const int bits = min(kMostChanceBits, __clz(wanted) - 1);
   const float one = float(1u << bits), scale = sum > 0 ? kCaution * (wanted - sure) * one / sum : 0.f;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.eval.fidelity.observed import Attended, ObservedCache
+from shadowkv.eval.fidelity.observed import Attended, ObservedCache, spread
 from shadowkv.kvcache.batch import DecodeBatch
 from shadowkv.kvcache.spec import PAGE
 
@@ -20,10 +20,10 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
     Args:
         q: [B, H_q, d], before the rotation.
     """
-    q = cache.ops.rotate(q, batch.positions, cache.store.rotary).float() * q.shape[-1] ** -0.5
+    q = cache.rotated(q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
     for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one by one, to bound the copies
-        keys = cache.store.k[layer][pages].transpose(0, 1).flatten(1, 2).float()  # [H, S, d]
+        keys = cache.exact_keys(layer, pages).float()  # [H, S, d]
         scores = query.unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2)
         rows.append(scores.masked_fill((within >= counts[:, None]).flatten(), float("-inf")).softmax(-1))
     return torch.stack(rows)
@@ -36,7 +36,7 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
     if sealed is None or seen.selected is None:
         return attended
     selected = seen.batch.of_sealed(seen.selected)
-    elsewhere = cache.store.excluded(seen.layer, sealed.pages)  # exact, so read
+    elsewhere = cache.exact_elsewhere(seen.layer, sealed)  # exact, so read
     chunks = elsewhere.shape[-1]
     chosen = torch.zeros(*elsewhere.shape[:2], chunks + 1, dtype=torch.bool, device=elsewhere.device)
     chosen.scatter_(2, selected.where(selected >= 0, chunks), True)
@@ -44,7 +44,7 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
     read = (elsewhere | chosen[..., :-1] | tail).repeat_interleave(cache.spec.chunk, dim=2)[..., :length]
     of_sealed = seen.batch.of_sealed(attended)
     of_sealed[..., : read.shape[-1]] = read
-    return seen.batch.with_sealed(attended, of_sealed)
+    return spread(seen.batch, attended, of_sealed)
 
 
 class AttentionLoss:

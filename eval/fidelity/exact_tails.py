@@ -11,20 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shadowkv.eval.policies import Policy
-from shadowkv.kvcache.cache import KVCache
 
 
 @dataclass(frozen=True)
 class ExactTails(Policy):
-    """Attributes:
-    tokens: generated ones that stay exact; ``spec.local`` counts them.
+    """Takes over prompts as its twin, without exact tails, has stored them.
+
+    Attributes:
+        tokens: generated ones that stay exact; ``spec.local`` counts them.
     """
 
     tokens: int = 0
-
-    def store_prompts_as_its_twin(self, cache: KVCache) -> None:
-        """Makes the cache, of ``spec``, seal as much of a prompt as the policy would without its exact tails."""
-        cache.prefill.spec = replace(cache.spec, local=cache.spec.local - self.tokens)
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:

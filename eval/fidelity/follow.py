@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from shadowkv.eval.caches import sequences_that_fit
-from shadowkv.eval.copies import prefill_all
+from shadowkv.eval.caches import prefill_all, sequences_that_fit
+from shadowkv.eval.fidelity.exact_tails import ExactTails
 from shadowkv.eval.fidelity.follower import Follower
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.texts import Prompt
@@ -36,10 +38,7 @@ def follow(
     capacity = len(prompts[0].tokens) + steps
     full = Follower(loaded, Policy("full", "full", KVSpec()), prompts, capacity, None)
     followers = [Follower(loaded, policy, prompts, capacity, full.cache) for policy in policies]
-    logits = []
-    for row, prompt in enumerate(prompts):
-        opened = [(one.cache, one.sequences[row]) for one in (full, *followers)]
-        logits.append(prefill_all(full.runner, opened, prompt.tokens))
+    logits = [prefill_followers(loaded, (full, *followers), prompt.tokens, capacity) for prompt in prompts]
     tokens, surprise = torch.stack(logits).argmax(-1).tolist(), []
     for step in range(steps):
         reference = full.decode(tokens)
@@ -50,6 +49,18 @@ def follow(
         tokens = best.indices.tolist()
         progress()
     return [one for follower in followers for one in follower.measured(prompts, torch.stack(surprise))]
+
+
+def prefill_followers(loaded: LoadedModel, followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
+    """A prompt in a new sequence of every follower; logits [V] of its last token."""
+    storing = [one for one in followers if not isinstance(one.policy, ExactTails)]
+    sequences, logits = prefill_all(loaded.model, [one.cache for one in storing], prompt, capacity)
+    for one, sequence in zip(storing, sequences, strict=True):
+        one.sequences.append(sequence)
+    for twin, one in pairwise(followers):
+        if isinstance(one.policy, ExactTails):  # what stands before it is the policy itself
+            one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
+    return logits
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:

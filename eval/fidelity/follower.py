@@ -44,11 +44,8 @@ class Follower:
         if isinstance(policy, ExactTails):
             capacity += policy.tokens  # for as many sealed pages as its twin has
         self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
-        if isinstance(policy, ExactTails):
-            policy.store_prompts_as_its_twin(self.cache)
         self.runner = Runner(loaded.model, self.cache)
-        pool = self.cache.pool
-        self.sequences: list[CachedSequence] = [pool.allocate(len(one.tokens), capacity) for one in prompts]
+        self.sequences: list[CachedSequence] = []
         self.kl: list[Tensor] = []
         self.agrees: list[Tensor] = []
         self.surprise: list[Tensor] = []

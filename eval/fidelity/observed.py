@@ -34,6 +34,11 @@ class Attended:
     out: Tensor
 
 
+def spread(batch: DecodeBatch, x: Tensor, found: Tensor) -> Tensor:
+    """[B, ...] with those of compressed sequences replaced by ``found`` [R, ...]; each has one segment."""
+    return found if batch.sequence is None else x.index_copy(0, batch.sequence, found)
+
+
 class ObservedCache(KVCache):
     """Its decode steps must not be captured in a graph: replays would show nothing.
 
@@ -50,9 +55,8 @@ class ObservedCache(KVCache):
         """As ever, but in one batch: who observes has seen all rows when it is called."""
         return replace(super().plan_decode(sequences), micro_batches=1)
 
-    def select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        """As ever; it may be called for some of the rows at a time."""
-        selected = super().select(layer, q, batch)
+    def _keep(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+        """Of some of the rows at a time."""
         self._selected.append(selected.chunks)
         return selected
 
@@ -60,12 +64,14 @@ class ObservedCache(KVCache):
         """As ever."""
         if isinstance(batch, PrefillBlock):
             return super().begin(layer, q, batch)
-        self.batch, self._selected = batch, []
+        if batch.of_sequence is not None:
+            raise ValueError("what a sequence of several segments selects cannot be shown; take longer prompts")
+        self.batch, self._selected, self.selection_hook = batch, [], self._keep
         finish = super().begin(layer, q, batch)
         selected = None
         if self._selected:
             found = torch.cat(self._selected)
-            selected = batch.with_sealed(found.new_full((len(q), *found.shape[1:]), -1), found)
+            selected = spread(batch, found.new_full((len(q), *found.shape[1:]), -1), found)
 
         def observed() -> Tensor:
             out = finish()

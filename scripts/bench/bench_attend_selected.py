@@ -11,14 +11,18 @@ first; medians count.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
 from timing import READ_SPEED, Row, microseconds, run
 
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int8Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
-from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, LatentKeys, QuantisedRows, ValueSource
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 PAGE, HEADS, GROUP, DIM, RANK = 64, 8, 4, 128, 160
@@ -56,7 +60,7 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
     fields = [
         key,
         Field("values", (HEADS, chunks, chunk, width), dtype),
-        Field("scale", (HEADS, PAGE), torch.float16),
+        Field("scale", (HEADS, PAGE, 1), torch.float16),
     ]
     blocks = batch * -(-length // PAGE)
     tier = Tier("device", 1, -(-sum(field.nbytes for field in fields) // 256) * 256, blocks, device)
@@ -64,7 +68,7 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
     tier.arena.view(torch.int8).random_(-128, 128)
     names = torch.tensor(tier.allocate(blocks))[torch.randperm(blocks)].to(device)
     for part in names.split(4096):
-        view["scale"][part] = torch.rand(len(part), HEADS, PAGE, device=device).half()
+        view["scale"][part] = torch.rand(len(part), HEADS, PAGE, 1, device=device).half()
         for name in ("latents", "values"):
             if view[name].dtype == torch.bfloat16:
                 view[name][part] = torch.randn(len(part), *view[name].shape[1:], device=device).bfloat16()
@@ -73,11 +77,13 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
     mean = torch.randn(batch, HEADS, DIM, device=device)
     rotary = RotaryTables(RopeConfig(DIM, theta=500000.0), length, device)
     slots = torch.randperm(batch, device=device)
-    k = LatentKeys(view["latents"], basis.bfloat16(), mean.bfloat16(), slots, pages, rotary)
+    codec: LatentCodec = Int8Latents() if keys == "int8" else DenseLatents()
+    first, state = torch.zeros_like(slots), (basis.bfloat16(), mean.bfloat16())
+    k = LatentKeys(view["latents"], codec, *state, slots, pages, first, rotary)
     v: ValueSource = DenseRows(view["values"], pages)
     if coded:
         rotation = torch.linalg.qr(torch.randn(DIM, DIM, device=device))[0].contiguous()
-        v = QuantisedRows(view["values"], view["scale"], bits, rotation, pages)
+        v = CodedRows(view["values"], view["scale"], ROTATED_ROWS[bits], DIM, rotation, pages)
     q = torch.randn(batch, HEADS * GROUP, DIM, device=device).bfloat16()
     calls = max(4, -(-COLD // nbytes(batch, budget, chunk, keys, values)))
     selections = (
@@ -101,10 +107,12 @@ def check(call: Call) -> None:
     mean = None if k.mean is None else k.mean.float()
     latents = k.latents if k.latents.dtype == torch.int8 else k.latents[k.pages[0]].float()
     pages = k.pages if k.latents.dtype == torch.int8 else torch.arange(k.pages.shape[1], device=q.device)[None]
-    wide = LatentKeys(latents, k.basis.float(), mean, k.slots[:1], pages[:1], k.rotary)
+    wide = replace(
+        k, latents=latents, basis=k.basis.float(), mean=mean, slots=k.slots[:1], pages=pages[:1], first=k.first[:1]
+    )
     near = DenseRows(v.rows, v.pages[:1]) if isinstance(v, DenseRows) else v
-    if isinstance(near, QuantisedRows):
-        near = QuantisedRows(near.codes, near.scale, near.bits, near.rotation, near.pages[:1])
+    if isinstance(near, CodedRows):
+        near = replace(near, pages=near.pages[:1])
     exact = reference.attend_selected(q[:1].float(), wide, near, selected[:1])
     for name, one, expected in zip(("out", "lse"), (out, lse), exact):
         error = (one[:1].float() - expected).abs().max().item()

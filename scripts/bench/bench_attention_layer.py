@@ -2,7 +2,7 @@
 
 ``python scripts/bench/bench_attention_layer.py [--kv shadowkv turbo ...] [--out layer.csv]``: Llama-3.1-8B's attention
 on caches of one layer that are filled with random keys and values through the prefill's own storing, with ragged
-lengths and shuffled pages. Random queries select hardly anything twice. So, where values are on the host, scoring and
+lengths and scattered pages. Random queries select hardly anything twice. So, where values are on the host, scoring and
 selection run and are timed, but their result is replaced by chunks of which a set share repeats from step to step; the
 hit rate that comes of it is measured. Times are of one step in a CUDA graph of many, medians of its replays.
 """
@@ -17,18 +17,18 @@ import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from harness import fill_random, open_cache
 from torch import Tensor
 
 from shadowkv.eval.provenance import provenance
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.batch import DecodePlan, SealedBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks, Layout
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.rotate.tables import RopeConfig
 
@@ -49,66 +49,58 @@ ROOM = 64
 
 def make_cache(kv: str, context: int, batch: int, budget: int, fetch_buffer: float) -> KVCache:
     """A cache for ``batch`` sequences of at most ``context`` tokens."""
-    spec = preset(kv, budget=None if kv == "full" else budget).resolve(SHAPE)
-    longest = context + ROOM
-    layout = Layout(spec, SHAPE, DTYPE, build_parts(spec, SHAPE, DTYPE), longest, fetch_buffer)
-    need = layout.blocks(layout.pages(longest, longest))
-    memory = Blocks(batch * need.device, batch * need.host)
-    cache = KVCache(
-        spec, SHAPE, ROPE, slots=batch, max_model_len=longest, memory=memory, dtype=DTYPE, device="cuda",
-        fetch_buffer=fetch_buffer,
-    )  # fmt: skip
-    cache.store.device.shuffle(0)
-    cache.store.host.shuffle(0)
-    return cache
+    spec = preset(kv, budget=None if kv == "full" else budget)
+    return open_cache(spec, SHAPE, ROPE, batch, context, context + ROOM, dtype=DTYPE, fetch_buffer=fetch_buffer)
 
 
-def fill(cache: KVCache, context: int, batch: int) -> list[Any]:
+def fill(cache: KVCache, context: int, batch: int) -> list[Sequence]:
     """Sequences of ``context`` tokens and up to a page less."""
     sequences = []
     for number in range(batch):
         length = context - 37 * number % 64
-        sequence = cache.pool.allocate(length, length + ROOM)
-        prefill = cache.prefill_batch([(sequence, length)])
-        block = prefill.block(0, length)
-        cache.append(0, torch.randn_like(prefill.keys), torch.randn_like(prefill.values), block)
-        cache.finish_prefill(0, prefill)
-        cache.end_prefill(prefill)
+        sequence = cache.allocate(length, length + ROOM)
+        fill_random(cache, sequence, length)
         sequences.append(sequence)
     return sequences
 
 
 class UnrolledSelection:
-    """Stands in for a cache's selection as ``ScriptedSelection`` does, where all steps are in one graph.
+    """A ``selection_hook`` that does as ``ScriptedSelection``, where all steps are in one graph.
 
     Each call gives what it was captured with: nothing on the device looks a step up, so that no time is added.
     """
 
-    def __init__(self, cache: KVCache, batch: SealedBatch, share: float) -> None:
-        self._select, self._row = cache.select, 0
-        shape = len(batch.slots), SHAPE.num_kv_heads, int(batch.num_chunks.min())
+    def __init__(self, batch: SealedBatch, share: float) -> None:
+        self._row = 0
+        shape = len(batch.rows), SHAPE.num_kv_heads, int(batch.num_chunks.min())
         self.steps = list(repeating(shape, int(batch.budget.min()), share, STEPS))
-        cache.select = self  # type: ignore[method-assign]
 
-    def __call__(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
         """The next rows of the step at work; after the last, the next step's."""
-        self._select(layer, q, batch)
         step = self.steps[self._row // len(self.steps[0]) % STEPS]
         first = self._row % len(step)
         self._row += len(q)
         return Selection(step[first : first + len(q)])
 
 
-def measure(cache: KVCache, sequences: list[Any], share: float | None) -> tuple[float, float | None]:
+def fetches(cache: KVCache, plan: DecodePlan) -> FetchCounts | None:
+    """What has been fetched so far: that is known when a step has ended."""
+    cache.end_decode(plan)
+    torch.cuda.synchronize()
+    return cache.fetches
+
+
+def measure(cache: KVCache, sequences: list[Sequence], share: float | None) -> tuple[float, float | None]:
     """Milliseconds of a step, and the hit rate."""
     plan = cache.plan_decode(sequences)
     batch = cache.decode_batch(plan)
     q = torch.randn(len(sequences), SHAPE.num_query_heads, SHAPE.head_dim, device="cuda", dtype=DTYPE)
-    select = cache.select
-    if share is not None:
-        assert batch.sealed is not None
-        UnrolledSelection(cache, batch.sealed, share)
+    cache.append(0, *torch.randn(2, len(q), SHAPE.num_kv_heads, SHAPE.head_dim, device="cuda", dtype=DTYPE), batch)
+    assert share is None or batch.sealed is not None
+    hook = None if share is None or batch.sealed is None else UnrolledSelection(batch.sealed, share)
+    cache.selection_hook = hook  # which the graph reads from: it stays here until the last replay
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(STEPS):
             out = cache.attend(0, q, batch)
@@ -118,11 +110,9 @@ def measure(cache: KVCache, sequences: list[Any], share: float | None) -> tuple[
     with torch.cuda.graph(graph):
         for _ in range(STEPS):
             cache.attend(0, q, batch)
-    cache.select = select  # type: ignore[method-assign]
+    cache.selection_hook = None
     graph.replay()
-    counters = cache.store.buffer.counters if cache.store.buffer is not None else None
-    before = None if counters is None else counters.clone()
-    times = []
+    before, times = fetches(cache, plan), []
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -130,10 +120,10 @@ def measure(cache: KVCache, sequences: list[Any], share: float | None) -> tuple[
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / STEPS)
-    if counters is None or before is None:
+    after = fetches(cache, plan)
+    if before is None or after is None:
         return statistics.median(times), None
-    selected, fetched = (counters - before).tolist()
-    return statistics.median(times), 1 - fetched / selected
+    return statistics.median(times), 1 - (after.fetched - before.fetched) / (after.selected - before.selected)
 
 
 def main() -> int:
@@ -152,7 +142,7 @@ def main() -> int:
             cache = make_cache(kv, context, batch, budget, args.fetch_buffer)
             specs[kv], backends = asdict(cache.spec), cache.ops.backends
             sequences = fill(cache, context, batch)
-            for share in args.hit_rates if cache.fetching is not None else [None]:
+            for share in args.hit_rates if cache.fetches is not None else [None]:
                 ms, hits = measure(cache, sequences, share)
                 rows.append(
                     {

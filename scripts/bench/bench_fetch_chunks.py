@@ -38,7 +38,6 @@ CASES = [  # rows, tokens, selected chunks, tokens and elements of a chunk row, 
     (1, 124928, 256, 8, 128, torch.bfloat16),
 ]
 SHARES = (1.0, 0.72, 0.6, 0.5, 0.0)
-GRIDS = (8, 16, 32, 64)
 STEPS = 32
 ROUNDS = 3
 
@@ -62,7 +61,7 @@ def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: 
 
 
 def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
-    """Rows of the table: every share, every grid."""
+    """Rows of the table: every share."""
     rows, tokens, k, chunk, width, dtype = case
     field = Field("values", (HEADS, 64 // chunk, chunk, width), dtype)
     host = arena().views([field])[field.name][0]
@@ -74,33 +73,32 @@ def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
     results = []
     for share in SHARES:
         selections = list(repeating((rows, HEADS, chunks), k, share, STEPS))
-        for blocks in GRIDS:
-            buffer = ChunkBuffer.empty(rows, 2 * k, chunks, host)
+        buffer = ChunkBuffer.empty(rows, 2 * k, chunks, host)
+        for selected in selections:
+            entries = cuda.fetch_chunks(host, pages, slots, selected, buffer)
+        check(host, pages, slots, selections[-1], buffer, entries)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             for selected in selections:
-                entries = cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks=blocks)
-            check(host, pages, slots, selections[-1], buffer, entries)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for selected in selections:
-                    cuda.fetch_chunks(host, pages, slots, selected, buffer, blocks=blocks)
+                cuda.fetch_chunks(host, pages, slots, selected, buffer)
+        graph.replay()
+        buffer.counters.zero_()
+        times = []
+        for _ in range(ROUNDS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             graph.replay()
-            buffer.counters.zero_()
-            times = []
-            for _ in range(ROUNDS):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) * 1e3 / STEPS)
-            wanted, missed = buffer.counters.tolist()
-            us, moved = statistics.median(times), missed * row_bytes / (ROUNDS * STEPS)
-            floor = moved / BUS_SPEED * 1e6
-            results.append({
-                "rows": rows, "k": k, "row B": row_bytes, "share": share, "blocks": blocks,
-                "hits": round(1 - missed / wanted, 3), "MB": round(moved / 1e6, 2), "us": round(us, 1),
-                "GB/s": round(moved / us / 1e3, 1), "floor us": round(floor, 1),
-            })  # fmt: skip
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / STEPS)
+        wanted, missed = buffer.counters.tolist()
+        us, moved = statistics.median(times), missed * row_bytes / (ROUNDS * STEPS)
+        floor = moved / BUS_SPEED * 1e6
+        results.append({
+            "rows": rows, "k": k, "row B": row_bytes, "share": share,
+            "hits": round(1 - missed / wanted, 3), "MB": round(moved / 1e6, 2), "us": round(us, 1),
+            "GB/s": round(moved / us / 1e3, 1), "floor us": round(floor, 1),
+        })  # fmt: skip
     return results
 
 

@@ -140,7 +140,7 @@ def main() -> int:
     backends = {}
     for name in names:
         try:
-            backends[name] = Ops(args.device, {"paged_attention": name}).paged_attention
+            backends[name] = Ops(args.device, overrides={"paged_attention": name}).paged_attention
         except ValueError:
             print(f"no backend {name!r} here")
     machine = torch.cuda.get_device_name() if on_cuda else f"{torch.get_num_threads()} threads"

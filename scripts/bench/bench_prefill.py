@@ -1,10 +1,11 @@
-"""What storing a prompt adds to its prefill on a GPU: by stage, on top of a layer, and in memory.
+"""What storing a prompt adds to its prefill on a GPU: by itself, on top of a layer, and in memory.
 
 ``python scripts/bench/bench_prefill.py [--out file.json]``: layers of Llama-3.1-8B's sizes with random weights, in
-bfloat16, on shuffled pages. Stages run alone, one after the other on one stream, on keys with a mean and a spectrum
-that falls as 1 / i; "total" is their sum. "ms a layer" is the whole prefill through the engine's runner, divided by
-its layers, with and without storing in turns; "exposed" is what storing adds to it. Times are medians. "reserved" is
-what the engine leaves free for a prefill, "peak" what one takes, and "cached" with what PyTorch's allocator rounds up.
+bfloat16, on scattered pages. "storing" is what it takes to store a layer with nothing beside it, on keys with a mean
+and a spectrum that falls as 1 / i; "host" is the host's part of it, and "basis" the op that finds their low-rank basis.
+"layer" is a whole prefill divided by its layers, in turns with one of ``full``, which keeps keys and values as they
+are; "exposed" is what the policy adds to that. Times are medians. "reserved" is what the engine leaves free for a
+prefill, "peak" what one takes, and "cached" with what PyTorch's allocator rounds up.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import open_cache
 from torch import Tensor
 
-from shadowkv.engine.runner import Runner
 from shadowkv.engine.sizing import prefill_bytes
+from shadowkv.eval.caches import prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.config import ModelConfig
@@ -39,15 +38,6 @@ SHAPE = ModelShape(LAYERS, num_query_heads=32, num_kv_heads=8, head_dim=128)
 ROPE = RopeConfig(128, theta=500000.0)
 DTYPE = torch.bfloat16
 CASES = [(kv, tokens) for tokens in (61440, 124928) for kv in ("turbo", "turbo-host", "shadowkv")]
-STAGES = {
-    "basis": ("parts.keys", "fit"),
-    "index mean": ("parts.index", "fit"),
-    "sink and outliers": ("", "_write_static"),
-    "latents": ("parts.keys", "seal"),
-    "index": ("parts.index", "seal"),
-    "values": ("parts.values", "seal"),
-    "exact tail": ("", "_write_exact"),
-}
 
 
 def model() -> Decoder:
@@ -63,14 +53,8 @@ def model() -> Decoder:
 
 
 def make_cache(kv: str, tokens: int) -> KVCache:
-    """A cache of shuffled pages for two sequences of ``tokens``."""
-    spec = preset(kv).resolve(SHAPE)
-    layout = Layout(spec, SHAPE, DTYPE, build_parts(spec, SHAPE, DTYPE), tokens + 64)
-    memory = layout.blocks(layout.pages(tokens, tokens + 64))
-    cache = KVCache(spec, SHAPE, ROPE, slots=2, max_model_len=tokens + 64, memory=memory, dtype=DTYPE, device="cuda")
-    cache.store.device.shuffle(0)
-    cache.store.host.shuffle(0)
-    return cache
+    """A cache for a sequence of ``tokens``."""
+    return open_cache(preset(kv), SHAPE, ROPE, 1, tokens, tokens + 64, dtype=DTYPE)
 
 
 def synthetic_keys(tokens: int) -> Tensor:
@@ -84,88 +68,58 @@ def synthetic_keys(tokens: int) -> Tensor:
     return keys.unflatten(1, (SHAPE.num_kv_heads, SHAPE.head_dim))
 
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
-
-
-def timed(call: Callable[..., Any], spent: list[Events]) -> Callable[..., Any]:
-    """``call`` between two events."""
-
-    def run_between(*args: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = call(*args)
-        end.record()
-        spent.append((start, end))
-        return result
-
-    return run_between
-
-
-def stages(cache: KVCache, tokens: int, rounds: int = 3) -> dict[str, float]:
-    """Milliseconds of each stage of storing a layer, on one stream; the first round warms up."""
-    spent: dict[str, list[Events]] = {name: [] for name in STAGES}
-    cache.prefill.side = None
-    for name, (where, method) in STAGES.items():
-        owner: Any = cache.prefill
-        for part in filter(None, where.split(".")):
-            owner = getattr(owner, part)
-        object.__setattr__(owner, method, timed(getattr(owner, method), spent[name]))
+@torch.inference_mode()
+def storing(cache: KVCache, tokens: int, rounds: int = 3) -> dict[str, float]:
+    """Milliseconds that storing a layer takes by itself; the first round warms up."""
     keys, values = synthetic_keys(tokens), torch.randn(tokens, 8, 128, device="cuda").to(DTYPE)
-    results: list[dict[str, float]] = []
+    found: dict[str, list[float]] = {"storing_ms": [], "host_ms": [], "basis_ms": []}
     for _ in range(rounds + 1):
-        for times in spent.values():
-            times.clear()
-        sequence = cache.pool.allocate(tokens, tokens)
+        sequence = cache.allocate(tokens, tokens)
         batch = cache.prefill_batch([(sequence, tokens)])
         cache.append(0, keys, values, batch.block(0, tokens))
         torch.cuda.synchronize()
         start = time.perf_counter()
         cache.finish_prefill(0, batch)
-        host = (time.perf_counter() - start) * 1e3
+        found["host_ms"].append(1e3 * (time.perf_counter() - start))
         torch.cuda.synchronize()
-        found = {name: sum(a.elapsed_time(b) for a, b in times) for name, times in spent.items()}
-        results.append(found | {"total": (time.perf_counter() - start) * 1e3, "host": host})
-        cache.pool.release(sequence)
-    return {name: round(statistics.median(r[name] for r in results[1:]), 3) for name in results[0]}
+        found["storing_ms"].append(1e3 * (time.perf_counter() - start))
+        cache.release(sequence)
+        start = time.perf_counter()
+        cache.ops.low_rank_basis(keys.flatten(1), cache.spec.rank)
+        torch.cuda.synchronize()
+        found["basis_ms"].append(1e3 * (time.perf_counter() - start))
+    return {name: round(statistics.median(times[1:]), 3) for name, times in found.items()}
 
 
-@torch.inference_mode()
-def run(cache: KVCache, runner: Runner, tokens: int) -> float:
+def run(cache: KVCache, decoder: Decoder, tokens: int) -> float:
     """Seconds of one prefill."""
-    sequence = cache.pool.allocate(tokens, tokens)
+    sequence = cache.allocate(tokens, tokens)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in runner.prefill([(sequence, list(range(1000)) * (tokens // 1000) + [0] * (tokens % 1000))]):
-        pass
+    prefill(decoder, cache, [(sequence, list(range(1000)) * (tokens // 1000) + [0] * (tokens % 1000))])
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    cache.pool.release(sequence)
+    cache.release(sequence)
     return seconds
 
 
 def measure(decoder: Decoder, kv: str, tokens: int, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     cache = make_cache(kv, tokens)
-    runner = Runner(decoder, cache)
-    run(cache, runner, tokens)
+    run(cache, decoder, tokens)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
-    run(cache, runner, tokens)
+    run(cache, decoder, tokens)
     peak, reserved = torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - before
-    store, with_storing, without = cache.prefill._store, [], []
-    for _ in range(rounds):  # in turns: a GPU's clock sinks while it gets warm
-        with_storing.append(run(cache, runner, tokens))
-        cache.prefill._store = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        without.append(run(cache, runner, tokens))
-        cache.prefill._store = store  # type: ignore[method-assign]
-    layer, bare = (1e3 * statistics.median(times) / LAYERS for times in (with_storing, without))
-    with torch.inference_mode():
-        by_stage = stages(cache, tokens)
+    full = make_cache("full", tokens)
+    run(full, decoder, tokens)
+    turns = [(run(cache, decoder, tokens), run(full, decoder, tokens)) for _ in range(rounds)]  # as its clock sinks
+    layer, plain = (1e3 * statistics.median(times) / LAYERS for times in zip(*turns, strict=True))
     return {
-        "kv": kv, "tokens": tokens, "stages_ms": by_stage, "layer_ms": round(layer, 2),
-        "layer_without_storing_ms": round(bare, 2), "exposed_percent": round(100 * (layer / bare - 1), 2),
+        "kv": kv, "tokens": tokens, **storing(cache, tokens), "layer_ms": round(layer, 2),
+        "layer_of_full_ms": round(plain, 2), "exposed_percent": round(100 * (layer / plain - 1), 2),
         "peak_mib": peak >> 20, "peak_cached_mib": reserved >> 20,
         "reserved_mib": prefill_bytes(decoder.config, tokens, DTYPE) >> 20,
     }  # fmt: skip
@@ -176,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
-    parser.add_argument("--rounds", type=int, default=3, help="prefills with and without storing")
+    parser.add_argument("--rounds", type=int, default=3, help="prefills of the policy and of full")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")

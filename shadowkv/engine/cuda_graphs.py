@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch a step instead of a thousand, one graph per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up, so that few graphs serve many steps. Rows that fill a batch up belong to the slot that nobody owns. Shapes
+rounded up (``kvcache/rounding.py``), so that few graphs serve many steps. Shapes
 whose graph the memory has no room for run without one.
 """
 
@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,20 +22,11 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.spec import PAGE
 
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 48
 """Graphs kept; the one not used for longest goes first."""
-
-FEWEST_PAGES = 8
-
-
-def round_up(count: int) -> int:
-    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …: at most a quarter more than ``count``."""
-    step = max(1, 2 ** (count.bit_length() - 3))
-    return -(-count // step) * step
 
 
 class CudaGraphs:
@@ -53,36 +43,23 @@ class CudaGraphs:
         self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self._without: set[tuple[int, ...]] = set()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
-        cache.sealing.launch = self._seal
 
     def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
         """float32 logits [B, V]; overwritten by the next call with the same shapes."""
-        count = len(tokens)
-        shape = self._rounded(plan)
-        key = (len(shape.slots), shape.exact_pages, shape.sealed_pages, shape.micro_batches)
-        numbers = np.concatenate((shape.numbers, np.full((2, len(shape.slots)), -1, np.int64)))
-        numbers[-2], numbers[-2, :count], numbers[-1, :count] = 0, tokens, sources
-        logits: Tensor = self._run(key, numbers, lambda static: self._step(shape, static[:-2], static[-2:]))
+        if plan.sealing is not None:
+            self._seal(plan.sealing)
+        count, shape = len(tokens), self.cache.rounded(plan, self.max_batch)
+        inputs = np.full((2, shape.shape[0]), -1, np.int64)
+        inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
+        numbers, split = np.concatenate((shape.packed(), inputs.ravel())), -inputs.size
+        logits: Tensor = self._run(
+            shape.shape, numbers, lambda static: self._step(shape, static[:split], static[split:].view(2, -1))
+        )
         return logits[:count]
 
     def _seal(self, numbers: np.ndarray) -> None:
-        count = round_up(numbers.shape[1])
-        padding = np.zeros((3, count - numbers.shape[1]), np.int64)
-        padding[0] = self.cache.pool.table.padding_slot
-        self._run((count,), np.concatenate((numbers, padding), axis=1), self.cache.sealing.seal_pages)
-
-    def _rounded(self, plan: DecodePlan) -> DecodePlan:
-        spec, table = self.cache.spec, self.cache.pool.table
-        batch = max(min(round_up(len(plan.slots)), self.max_batch), len(plan.slots))
-        exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), table.exact.shape[1])
-        sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), table.sealed_pages.shape[1])
-        budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
-        padding = np.zeros((len(plan.numbers), batch - len(plan.slots)), np.int64)
-        padding[0], padding[3] = table.padding_slot, 1  # a ring has a page
-        numbers = np.concatenate((plan.numbers, padding), axis=1)
-        return replace(
-            plan, slots=numbers[0], numbers=numbers, exact_pages=exact, sealed_pages=sealed, max_budget=budget
-        )
+        padded = self.cache.padded_sealing(numbers)
+        self._run(padded.shape, padded, self.cache.seal_pages)
 
     def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Callable[[Tensor], Any]) -> Any:
         captured = self._graphs.get(key)
@@ -116,7 +93,7 @@ class CudaGraphs:
             try:
                 return function(numbers)
             except torch.OutOfMemoryError:
-                self.cache.beside.join_capture()
+                self.cache.join_capture()
                 raise
 
         return run

@@ -51,8 +51,8 @@ class DecodeSteps:
     def forget(self, running: Running) -> None:
         """Takes back the token that a sequence which ends now has computed ahead."""
         if self._ahead is not None and running in self._ahead.rows:
-            pool, sequence = self.runner.cache.pool, running.sequence
-            pool.truncate(sequence, int(pool.table.length[sequence.slot]) - 1)
+            sequence = running.sequence
+            self.runner.cache.truncate(sequence, sequence.length - 1)
 
     def _launch(self, before: _Step | None) -> _Step | None:
         rows, tokens, sources = [], [], []

@@ -27,7 +27,9 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
+from shadowkv.kvcache.sequence import Sequence
 from shadowkv.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -45,40 +47,35 @@ IDLE_PREFILL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests in flight, and bytes of each tier of the KV cache; finished sequences that are kept count as used.
+    """Requests in flight, and the use of each tier of the KV cache; finished sequences that are kept count as used.
 
     ``fetches`` counts from the start, and what the step at work fetches not yet.
     """
 
     running: int
     waiting: int
-    device_used_bytes: int
-    device_total_bytes: int
-    host_used_bytes: int
-    host_total_bytes: int
+    tiers: dict[str, TierUse]
     fetches: FetchCounts
 
 
 class Engine:
     """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
 
-    ``runner`` is what runs the model; benchmarks may give one that computes less.
-
     Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, runner: type[Runner] = Runner) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.config, self.device = config, device_of(config.device)
         with current(self.device):
             loaded, self.cache, self.notes = load_engine_parts(config, loaded)
             graphs = self.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
-            self.runner = runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
+            self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
             self._stopwatch = Stopwatch(self.device)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
-        self.max_model_len = self.cache.pool.max_model_len
+        self.max_model_len = self.cache.max_model_len
         self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
         self._grammars = GrammarCompiler(self.tokenizer, loaded.config.vocab_size, self._stop_ids)
         self._prefilling: list[Running] = []
@@ -127,15 +124,36 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request; raises RequestError if its id is in use."""
+        self._open(request)
+        self.scheduler.add(request)
+
+    def _open(self, request: Request) -> None:
         name = request.request_id
         if name in self._text or name in self._aborted:
             raise RequestError(f"request id {name!r} is in use", "request_id")
         self._text[name] = Detokenizer(self.tokenizer.stream(), request.params.stop)
-        self.scheduler.add(request)
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues a request; raises RequestError if it can never be served or its id is in use."""
         self.add(self.request(request_id, prompt_token_ids, params))
+
+    def resume(self, request: Request, sequence: Sequence, token: int) -> RequestOutput:
+        """Goes on with a request whose prompt was computed elsewhere: ``sequence`` of ``cache`` holds it, and its first
+        token has been chosen. Returns what ``add`` and a step would have; the engine owns the sequence from now on.
+
+        Raises RequestError if the request's id is in use, ValueError if the sequence is not the prompt's.
+        """
+        wanted = len(request.prompt_token_ids), request.capacity
+        if (sequence.length, sequence.capacity) != wanted:
+            raise ValueError(
+                f"a sequence of {sequence.length} tokens with room for {sequence.capacity} is none of a prompt of "
+                f"{wanted[0]} that may grow to {wanted[1]}"
+            )
+        self._open(request)
+        running = Running(request, sequence)
+        self.scheduler.running.append(running)
+        request.cached_tokens, request.times.scheduled = sequence.length, time.monotonic()
+        return self._take_token(running, token, None)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; unknown and finished ids are ignored."""
@@ -165,22 +183,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""
-        tiers = self.cache.store.device, self.cache.store.host
-        device, host = ((tier.used_bytes, tier.num_blocks * tier.bytes_per_block) for tier in tiers)
-        fetches = self.cache.fetching.counts if self.cache.fetching is not None else FetchCounts()
-        return EngineStats(self.num_running, len(self.scheduler.waiting), *device, *host, fetches)
+        fetches = self.cache.fetches or FetchCounts()
+        return EngineStats(self.num_running, len(self.scheduler.waiting), self.cache.use(), fetches)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self, decode: bool = True) -> list[RequestOutput]:
-        """One round of prefill and, if ``decode``, of decode steps; returns what it added to each request."""
+    def step(self) -> list[RequestOutput]:
+        """One round of prefill and of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
         with current(self.device):
             if not self._prefilling:
                 self._start_prefill()
             if self._prefilling:
                 outputs += self._advance_prefill()
-            if decode and self.scheduler.running:
+            if self.scheduler.running:
                 outputs += self._decode()
         return outputs
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
 
 
@@ -15,7 +15,7 @@ class FinishedSequences:
     """Token ids of cached sequences that no request owns."""
 
     def __init__(self, cache: KVCache) -> None:
-        self._pool = cache.pool
+        self._cache = cache
         self._tokens: OrderedDict[Sequence, np.ndarray] = OrderedDict()
 
     def __len__(self) -> int:
@@ -23,7 +23,7 @@ class FinishedSequences:
 
     def keep(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Takes over a sequence whose cached tokens are ``token_ids``."""
-        self._pool.trim(sequence)
+        self._cache.trim(sequence)
         self._tokens[sequence] = np.asarray(token_ids, np.int64)
 
     def match(self, prompt: list[int]) -> tuple[Sequence, int] | None:
@@ -37,7 +37,7 @@ class FinishedSequences:
             length = min(len(tokens), len(wanted) - 1)
             differs = np.flatnonzero(tokens[:length] != wanted[:length])
             common = int(differs[0]) if len(differs) else length
-            usable = common >= max(1, len(tokens) // 2, self._pool.table.sealed[sequence.slot])
+            usable = common >= max(1, len(tokens) // 2, sequence.sealed)
             if usable and (best is None or common > best[1]):
                 best = (sequence, common)
         return best
@@ -47,8 +47,8 @@ class FinishedSequences:
         del self._tokens[sequence]
 
     def blocks(self, spare: Sequence | None = None) -> Blocks:
-        """Blocks that all sequences other than ``spare`` own."""
-        return sum((one.blocks for one in self._tokens if one is not spare), Blocks(0, 0))
+        """What would be free without all sequences other than ``spare``."""
+        return self._cache.held(one for one in self._tokens if one is not spare)
 
     def evict(self, spare: Sequence | None = None) -> bool:
         """Releases the least recently used sequence other than ``spare``; False if there is none."""
@@ -56,5 +56,5 @@ class FinishedSequences:
         if victim is None:
             return False
         del self._tokens[victim]
-        self._pool.release(victim)
+        self._cache.release(victim)
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from shadowkv.engine.config import EngineConfig
@@ -12,6 +14,9 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.models.loader import LoadedModel, load_model
+from shadowkv.ops import Ops
+
+logger = logging.getLogger(__name__)
 
 
 def load_engine_parts(
@@ -70,27 +75,34 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
-    unit, total, limit = cache.layout.bytes_per_block(), cache.pool.total, cache.pool.max_model_len
+    total, limit = cache.total, cache.max_model_len
     dtype = str(cache.dtype).removeprefix("torch.")
     lines = [
         f"model   {loaded.name}: {loaded.config.num_layers} layers, {dtype} on {cache.device}",
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
-        f"kernels {_kernels(cache)}",
-        f"memory  device {total.device * unit.device / GIB:.2f} GiB, host {total.host * unit.host / GIB:.2f} GiB "
+        *backend_lines(cache.ops, cache.device, config.enforce_eager),
+        f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {config.max_num_seqs} sequences at once",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
-        need = cache.pool.demand(length, length)
-        fits = [("device", total.device // max(1, need.device))]
-        if need.host:
-            fits.append(("host", total.host // need.host))
-        counts = ", ".join(f"{count} on the {tier}" for tier, count in fits)
+        need = cache.demand(length, length)
+        counts = ", ".join(f"{total[tier] // need[tier]} on the {tier}" for tier in ("device", "host") if need[tier])
         lines.append(f"fits    sequences of {length} tokens: {counts}")
     return lines
 
 
-def _kernels(cache: KVCache) -> str:
-    """Backends of the ops that attend."""
-    backends = cache.ops.backends
-    words = f"prefill attention {backends['causal_attention']}, decode attention {backends['paged_attention']}"
-    return f"{words}, selected chunks {backends['attend_selected']}" if cache.spec.seals else words
+def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
+    """The ops of every backend, and why one that has a faster one runs in PyTorch: on a GPU a warning too."""
+    of_backend: dict[str, list[str]] = {}
+    for name in sorted(ops.called):
+        of_backend.setdefault(ops.backends[name], []).append(name)
+    lines = [f"kernels {backend}: {', '.join(names)}" for backend, names in sorted(of_backend.items())]
+    for name in of_backend.get("reference", []):
+        if ops.reasons[name]:
+            line = f"{name} runs in PyTorch, {'; '.join(ops.reasons[name])}"
+            lines.append(f"slow    {line}")
+            if device.type == "cuda":
+                logger.warning("on a GPU %s", line)
+    if device.type == "cuda" and ops.synchronising and not eager:
+        lines.append(f"graphs  none, as with enforce_eager: the host waits for {', '.join(ops.synchronising)}")
+    return lines

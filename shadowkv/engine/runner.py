@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from collections.abc import Sequence as Items
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from shadowkv.engine.cuda_graphs import CudaGraphs
+from shadowkv.engine.prefill import prefill
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampler import logprobs_of
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
@@ -19,10 +19,6 @@ from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
 Result = TypeVar("Result")
-Forks = Items[tuple[KVCache, list[Sequence]]]
-
-BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens that go through a layer together; a prefill can be paused between blocks."""
 
 SCORED_TOKENS = 512
 """Prompt tokens whose logits are held at once."""
@@ -42,50 +38,12 @@ class Runner:
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
-        self.block_tokens = BLOCK_TOKENS[cache.device.type]
-        self.chosen = torch.zeros(cache.pool.table.padding_slot, dtype=torch.int64, device=cache.device)
+        self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
 
-    def prefill(
-        self, work: list[tuple[Sequence, list[int]]], forks: Forks = ()
-    ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last, and
-        the final hidden states [tokens, D] of each one.
-
-        ``forks`` are other caches with a new, empty sequence for each of ``work``, which must be new as well: they
-        store the same keys and values, since prefill attention is exact under every policy.
-
-        Yields wherever it may be paused for a decode step, or closed for good; the sequences of a closed prefill can
-        only be released.
-        """
-        cache, model = self.cache, self.model
-        batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
-        copies = [(other, batch.of(sequences)) for other, sequences in forks]
-        hidden = model.embed(torch.tensor([token for _, tokens in work for token in tokens], device=cache.device))
-        starts = range(0, batch.num_tokens, self.block_tokens)
-        blocks = [batch.block(start, min(start + self.block_tokens, batch.num_tokens)) for start in starts]
-        try:
-            for number, layer in enumerate(self.layers):
-                if len(blocks) == 1:
-                    hidden = torch.add(*layer(hidden, None, cache, blocks[0]))
-                    yield
-                else:
-                    for block in blocks:
-                        layer.append(hidden[block.start : block.stop], cache, block)
-                    for block in blocks:
-                        rows = slice(block.start, block.stop)
-                        hidden[rows] = layer.attend(hidden[rows], cache, block)
-                        yield
-                cache.finish_prefill(number, batch)
-                for other, forked in copies:
-                    other.finish_prefill(number, forked)
-        finally:
-            cache.leave_prefill()
-        cache.end_prefill(batch)
-        for other, forked in copies:
-            other.end_prefill(forked)
-        states = [hidden[segment.start : segment.stop] for segment in batch.segments]
-        return model.logits(torch.stack([state[-1] for state in states])), states
+    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+        """``prefill`` into the runner's cache."""
+        return prefill(self.model, self.cache, work)
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shadowkv.engine.finished import FinishedSequences
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
 
 
@@ -27,13 +27,13 @@ class Scheduler:
     """The waiting queue, the running set and the finished sequences.
 
     Args:
-        cache: whose pool is scheduled.
+        cache: whose sequences are scheduled.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone.
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.cache, self.pool = cache, cache.pool
+        self.cache = cache
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []
@@ -41,7 +41,7 @@ class Scheduler:
 
     def validate(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if a request of this size could never be admitted."""
-        capacity, limit = prompt_tokens + max(1, max_tokens) - 1, self.pool.max_model_len
+        capacity, limit = prompt_tokens + max(1, max_tokens) - 1, self.cache.max_model_len
         if not prompt_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if prompt_tokens + max_tokens > limit:
@@ -50,11 +50,11 @@ class Scheduler:
                 f"max_tokens asks for {max_tokens} more",
                 "prompt" if prompt_tokens >= limit else "max_tokens",
             )
-        need = self.pool.demand(prompt_tokens, capacity)
-        if not need.within(self.pool.total):
+        need = self.cache.demand(prompt_tokens, capacity)
+        if not need.within(self.cache.total):
             raise RequestError(
-                f"{prompt_tokens} prompt tokens and max_tokens={max_tokens} need {need.device} device and {need.host} "
-                f"host blocks of the KV cache, which has {self.pool.total.device} and {self.pool.total.host}"
+                f"{prompt_tokens} prompt tokens and max_tokens={max_tokens} need {need} "
+                f"blocks of the KV cache, which has {self.cache.total}"
             )
 
     def add(self, request: Request) -> None:
@@ -86,32 +86,31 @@ class Scheduler:
         if running in self.running:
             self.running.remove(running)
         if not keep:
-            self.pool.release(running.sequence)
+            self.cache.release(running.sequence)
             return
-        length = int(self.pool.table.length[running.sequence.slot])
-        self.finished.keep(running.sequence, running.request.token_ids[:length])
+        self.finished.keep(running.sequence, running.request.token_ids[: running.sequence.length])
 
     def _reserve(self, request: Request, found: tuple[Sequence, int] | None) -> Sequence | None:
-        start = len(request.prompt_token_ids)
+        start, cache = len(request.prompt_token_ids), self.cache
         if found:
             sequence, common = found
-            if not self.pool.growth(sequence, start, request.capacity).within(self._reachable(sequence)):
+            if not cache.growth(sequence, start, request.capacity).within(self._reachable(sequence)):
                 return self._reserve(request, None)
-            while not self.pool.growth(sequence, start, request.capacity).within(self.pool.free):
+            while not cache.growth(sequence, start, request.capacity).within(cache.free):
                 self.finished.evict(spare=sequence)
             self.finished.take(sequence)
-            self.pool.truncate(sequence, common)
-            self.pool.extend(sequence, start, request.capacity)
+            cache.truncate(sequence, common)
+            cache.extend(sequence, start, request.capacity)
             request.cached_tokens = common
             return sequence
-        need = self.pool.demand(start, request.capacity)
+        need = cache.demand(start, request.capacity)
         # Nothing is evicted for a request that would have to wait all the same.
-        if not need.within(self._reachable()) or not (self.pool.free_slots or len(self.finished)):
+        if not need.within(self._reachable()):
             return None
-        while not (need.within(self.pool.free) and self.pool.free_slots):
+        while not need.within(cache.free):
             self.finished.evict()
-        return self.pool.allocate(start, request.capacity)
+        return cache.allocate(start, request.capacity)
 
     def _reachable(self, spare: Sequence | None = None) -> Blocks:
-        """Blocks that are free or would be, were all finished sequences other than ``spare`` evicted."""
-        return self.pool.free + self.finished.blocks(spare)
+        """What is free or would be, were all finished sequences other than ``spare`` evicted."""
+        return self.cache.free + self.finished.blocks(spare)

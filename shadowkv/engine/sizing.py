@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
 import psutil
 import torch
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.runner import BLOCK_TOKENS
-from shadowkv.kvcache.layout import Blocks, Layout
+from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
+from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 
 GIB = 2**30
@@ -36,6 +44,63 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     return (whole + in_the_mlp + storing) * dtype.itemsize + GRAM_BYTES * kv_dim**2
 
 
+GRAPH_BYTES = 2**29
+"""An allowance for what CUDA graphs of decode steps keep whatever the batch: their launches, workspaces of matrix
+products, and the activations and scratch of one step, which all graphs share."""
+
+GRAPHS_AT_WORK = 4
+"""Graphs of a whole batch whose logits are there at once: while sequences grow, of few numbers of pages."""
+
+
+def step_bytes(model: ModelConfig, layout: Layout) -> int:
+    """Device bytes that decode steps take for each sequence of the batch, besides ``GRAPH_BYTES``.
+
+    Logits in float32, and scratch of fetches: used by another stream, a graph keeps it for each of its layers.
+    """
+    logits = GRAPHS_AT_WORK * 4 * model.vocab_size
+    if not layout.buffer_fields:
+        return logits
+    spec, shape, (values,) = layout.spec, layout.shape, layout.host_fields
+    selected = int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
+    row_bytes = math.prod(values.shape[2:]) * values.dtype.itemsize
+    return logits + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
+
+
+def working_bytes(model: ModelConfig, layout: Layout, batch: int) -> int:
+    """Device bytes that are left free for a prefill and decode steps of up to ``batch`` sequences."""
+    return prefill_bytes(model, layout.max_model_len, layout.dtype) + GRAPH_BYTES + batch * step_bytes(model, layout)
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """Sequences that fit: by the device alone, by the host alone (None: it sets no limit), and by both."""
+
+    device: int
+    host: int | None
+    both: int
+
+
+def largest_batch(
+    model: ModelConfig, layout: Layout, start: int, capacity: int, device_bytes: int, host_bytes: int | None
+) -> LargestBatch:
+    """Sequences with prompts of ``start`` tokens, each with room for ``capacity``, that a GPU's engine can run at once.
+
+    Args:
+        device_bytes: what it may use beside the weights.
+        host_bytes: None is any amount.
+    """
+    need, unit = layout.demand(start, capacity), layout.bytes_per_block()
+
+    def too_many(batch: int) -> bool:
+        pages = batch * need["device"] * unit["device"]
+        return pages + layout.fixed_bytes(batch) + working_bytes(model, layout, batch) > device_bytes
+
+    device = bisect_left(range(1, 1 + max(0, device_bytes) // step_bytes(model, layout)), True, key=too_many)
+    of_host = need["host"] * unit["host"]
+    host = host_bytes // of_host if of_host and host_bytes is not None else None
+    return LargestBatch(device, host, device if host is None else min(device, host))
+
+
 def size_cache(
     config: EngineConfig, layout: Layout, slots: int, device: torch.device, model: ModelConfig
 ) -> tuple[Blocks, int]:
@@ -48,8 +113,7 @@ def size_cache(
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        working = prefill_bytes(model, max_model_len, layout.exact_fields[0].dtype)
-        device_bytes = int(total * share) - (total - free) - working
+        device_bytes = int(total * share) - (total - free) - working_bytes(model, layout, config.max_num_seqs)
     else:
         device_bytes = int(psutil.virtual_memory().available * share)
     host_free = psutil.virtual_memory().available
@@ -59,11 +123,11 @@ def size_cache(
     unit = layout.bytes_per_block()
 
     def left(layout: Layout) -> int:
-        """Device bytes for blocks; a slot more than sequences can have fills up batches."""
-        return max(0, device_bytes - (slots + 1) * layout.state_bytes)
+        """Device bytes for pages."""
+        return max(0, device_bytes - layout.fixed_bytes(slots))
 
     def have(layout: Layout) -> Blocks:
-        return Blocks(left(layout) // unit.device, host_bytes // unit.host if unit.host else 0)
+        return Blocks(device=left(layout) // unit["device"], host=host_bytes // unit["host"] if unit["host"] else 0)
 
     longest = max_model_len
     while longest and not _demand(layout, longest).within(have(layout.resized(longest))):
@@ -71,15 +135,15 @@ def size_cache(
     if not longest:
         need = _demand(layout, max_model_len)
         raise MemoryError(
-            f"one sequence of {max_model_len} tokens needs {need.device * unit.device / GIB:.2f} GiB of device and "
-            f"{need.host * unit.host / GIB:.2f} GiB of host memory for its KV cache; there are "
+            f"one sequence of {max_model_len} tokens needs {need['device'] * unit['device'] / GIB:.2f} GiB of device "
+            f"and {need['host'] * unit['host'] / GIB:.2f} GiB of host memory for its KV cache; there are "
             f"{left(layout) / GIB:.2f} and {host_bytes / GIB:.2f}. Lower --max-model-len, --batch or "
             "--max-cached-seqs, or raise --gpu-memory-utilization or --host-memory-gib"
         )
     need = _demand(layout, longest)
     most = have(layout.resized(longest))
-    blocks = Blocks(min(most.device, slots * need.device), min(most.host, slots * need.host))
-    taken = blocks.host * unit.host
+    blocks = Blocks({tier: min(most[tier], slots * need[tier]) for tier in most})
+    taken = blocks["host"] * unit["host"]
     if taken > host_free:  # it would be given, and the process killed later
         raise MemoryError(
             f"the KV cache would take {taken / GIB:.2f} GiB of host memory, {host_free / GIB:.2f} are free. Lower "
@@ -89,4 +153,6 @@ def size_cache(
 
 
 def _demand(layout: Layout, capacity: int) -> Blocks:
-    return layout.blocks(layout.pages(1, capacity))
+    """Blocks of the tiers of pages."""
+    need = layout.demand(1, capacity)
+    return Blocks({tier: need[tier] for tier in ("device", "host")})

@@ -1,4 +1,4 @@
-"""What a cached sequence has sealed, as plain keys and values in large blocks: what a later turn's tokens attend to.
+"""What a cached segment has sealed, as plain keys and values in large blocks: what a later turn's tokens attend to.
 
 Exact tokens (sink and outliers) take the places of their own approximations: attention asks for no order, so that a
 block needs no mask. Values on the host cross the bus one block ahead of attention.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import ExactRows, SealedBatch
+from shadowkv.kvcache.batch import CachedSegment, SealedBatch
 from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.spec import PAGE
@@ -22,7 +22,7 @@ PAGES_AT_ONCE = 512
 
 
 class CachedTokens:
-    """Sealed tokens of one sequence at a time."""
+    """Sealed tokens of one segment at a time."""
 
     def __init__(self, store: Store, parts: Parts) -> None:
         self.store, self.parts, self.ops = store, parts, store.ops
@@ -30,13 +30,9 @@ class CachedTokens:
         self.across_bus = self.spec.place == "host"
         self.beside = Beside(store.compute, self.across_bus)
 
-    def blocks(self, layer: int, row: SealedBatch, static: ExactRows) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for.
-
-        Args:
-            row: the sealed pages of one sequence.
-            static: where its sink and outliers are.
-        """
+    def blocks(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for."""
+        row, static = segment.row, segment.static
         pages = row.pages.shape[1]
         step = min(PAGES_AT_ONCE, pages)
         spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
@@ -44,7 +40,10 @@ class CachedTokens:
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
         exact = torch.stack(self.store.read_exact(layer, static)).transpose(1, 2)
-        head, places = torch.arange(size[1], device=exact.device)[:, None], self._places(layer, row, step, len(spans))
+        head, places = (
+            torch.arange(size[1], device=exact.device)[:, None],
+            self._places(layer, row, exact.shape[2], step, len(spans)),
+        )
         keys, values = (part.source(self.store, layer, row) for part in (self.parts.keys, self.parts.values))
 
         def read_values(i: int) -> Callable[[], None]:
@@ -64,11 +63,11 @@ class CachedTokens:
             block[:, head, places[i]] = exact
             yield block[0, :, :count], block[1, :, :count]
 
-    def _places(self, layer: int, row: SealedBatch, step: int, count: int) -> Tensor:
+    def _places(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
         """Where in each of ``count`` blocks of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
         chunk, rows = self.spec.chunk, step * PAGE
-        excluded = self.store.excluded(layer, row.pages)[0]
-        chunks = excluded.to(torch.uint8).topk(self.spec.static_tokens // chunk).indices  # as many of every head
+        excluded = self.store.excluded(layer, row.pages, row.first)[0]
+        chunks = excluded.to(torch.uint8).topk(static_tokens // chunk).indices  # as many of every head
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
         place = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]
         return place.masked_fill_((place < 0) | (place >= rows), rows)

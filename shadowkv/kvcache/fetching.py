@@ -15,7 +15,7 @@ from torch import Tensor
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.store import Store
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
 MANY_BYTES = 50 * 10**6
@@ -75,18 +75,18 @@ class Fetching:
 
     def portions(self, batch: SealedBatch) -> list[slice]:
         """Runs of rows that are fetched one after the other; all at once without a bus or where others use the time."""
-        count, rows = len(batch.slots), self._buffers[0].rows[0]
+        count, rows = len(batch.rows), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
         parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
-    def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | QuantisedRows) -> Fetch:
+    def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
         buffer = self._buffers[layer]
-        where = self.store.page["values"][layer], batch.value_pages, batch.slots
+        where = self.store.page["values"][layer], batch.value_pages, batch.rows
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
         done = None if self._stream is None else self._stream.record_event()
-        return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
+        return Fetch(BufferedRows(source, buffer.rows, batch.rows, entries), done)
 
     def publish(self) -> None:
         """Sends the counters to the host, which need not wait for them."""

@@ -8,58 +8,44 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from shadowkv.kvcache.memory import Field, page_bytes
+from shadowkv.kvcache.growth import Growth, Standing
+from shadowkv.kvcache.memory import Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """A number of blocks of each tier."""
+class TierLayout:
+    """A tier as a policy uses it.
 
-    device: int
-    host: int
+    Attributes:
+        block_bytes: of one layer.
+        pinned: whether it is the host's memory, which the device reads and writes across the bus.
+        paged: whether its blocks are divided into pages.
+    """
 
-    def __add__(self, other: Blocks) -> Blocks:
-        return Blocks(self.device + other.device, self.host + other.host)
-
-    def __sub__(self, other: Blocks) -> Blocks:
-        return Blocks(self.device - other.device, self.host - other.host)
-
-    def within(self, other: Blocks) -> bool:
-        """Whether both numbers are at most those of ``other``."""
-        return self.device <= other.device and self.host <= other.host
+    name: str
+    block_bytes: int
+    pinned: bool = False
+    paged: bool = True
 
 
 @dataclass(frozen=True)
 class PageCount:
-    """Pages of each kind that a sequence needs to reach its full length."""
+    """What a sequence needs to reach its full length: pages of each kind, and a row and a state of a first segment."""
 
     dense: int = 0
     static: int = 0
     ring: int = 0
     sealed: int = 0
-
-
-@dataclass(frozen=True)
-class BlockCount:
-    """Blocks by what their pages hold; a block holds pages of one kind."""
-
-    dense: int = 0
-    exact: int = 0
-    sealed: int = 0
     host: int = 0
+    segments: int = 0
 
-    @property
-    def total(self) -> Blocks:
-        """Blocks of each tier."""
-        return Blocks(self.dense + self.exact + self.sealed, self.host)
-
-    def lacking(self, owned: BlockCount) -> BlockCount:
+    def lacking(self, owned: PageCount) -> PageCount:
         """What is missing of each kind where ``owned`` is there."""
         kinds = [field.name for field in fields(self)]
-        return BlockCount(*(max(0, getattr(self, kind) - getattr(owned, kind)) for kind in kinds))
+        return PageCount(*(max(0, getattr(self, kind) - getattr(owned, kind)) for kind in kinds))
 
 
 MOST_ENTRIES = 32767
@@ -67,6 +53,12 @@ MOST_ENTRIES = 32767
 
 LEAST_WASTE = 0.02
 """Share of a block that may be lost to pages that do not fill it."""
+
+SPARE_SEGMENTS = 16
+"""One of so many sequences may have a second segment while as many sequences are there as can be."""
+
+FEWEST_SPARE = 3
+"""Second segments that there may be then at the least."""
 
 
 def pack(exact: int, sealed: int) -> tuple[int, int, int]:
@@ -88,8 +80,16 @@ class Layout:
 
     Args:
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks of a sequence's buffer of fetched values, in those that a step selects of the longest
+        fetch_buffer: chunks of a segment's buffer of fetched values, in those that a step selects of the longest
             context: at least 1, or 0 for no buffer.
+
+    Attributes:
+        exact_fields, sealed_fields: of pages of the device tier.
+        host_fields: of pages of the host tier.
+        state_fields: of a fitted state.
+        buffer_fields: of a segment's buffer of fetched values.
+        tiers: those that pages and states lie in.
+        growth: when tokens get a state of their own.
     """
 
     def __init__(
@@ -112,59 +112,91 @@ class Layout:
         values = parts.values.page_fields()
         self.sealed_fields: tuple[Field, ...] = ()
         self.host_fields: tuple[Field, ...] = ()
+        self.state_fields: tuple[Field, ...] = ()
         if spec.seals:
             self.host_fields = tuple(x for x in values if x.name == "values") if spec.place == "host" else ()
             self.sealed_fields = (*on_device, *(x for x in values if x not in self.host_fields))
-        self.state_fields = (*parts.keys.state_fields(), *parts.index.state_fields()) if spec.seals else ()
+            self.state_fields = tuple(field for part in parts for field in part.state_fields())
+        self.growth = Growth(spec, bool(self.state_fields))
         self.buffer_fields = self._buffer_fields()
-        self.exact_bytes = page_bytes(self.exact_fields)
-        self.sealed_bytes = page_bytes(self.sealed_fields)
-        self.host_block_bytes = page_bytes(self.host_fields)
+        self.exact_bytes, self.sealed_bytes = page_bytes(self.exact_fields), page_bytes(self.sealed_fields)
         self.exact_per_block, self.sealed_per_block, self.block_bytes = 1, 0, self.exact_bytes
         if spec.seals:
             self.exact_per_block, self.sealed_per_block, self.block_bytes = pack(self.exact_bytes, self.sealed_bytes)
-
-    @property
-    def state_bytes(self) -> int:
-        """Device bytes of one sequence's state over all layers, its buffer of fetched chunks included."""
-        return self.shape.num_layers * sum(field.nbytes for field in (*self.state_fields, *self.buffer_fields))
+        self.tiers = (
+            TierLayout("device", self.block_bytes),
+            TierLayout("host", page_bytes(self.host_fields), pinned=True),
+            TierLayout("states", page_bytes(self.state_fields), paged=False),
+        )
 
     def resized(self, max_model_len: int) -> Layout:
         """The same for other longest sequences."""
         return Layout(self.spec, self.shape, self.dtype, self.parts, max_model_len, self.fetch_buffer)
 
     def bytes_per_block(self) -> Blocks:
-        """Bytes of one block of each tier over all layers."""
-        return Blocks(self.shape.num_layers * self.block_bytes, self.shape.num_layers * self.host_block_bytes)
+        """Bytes of one block of each tier over all layers, and of a segment's row: its buffer of fetched values."""
+        layers = self.shape.num_layers
+        sizes = {tier.name: layers * tier.block_bytes for tier in self.tiers}
+        return Blocks(sizes, rows=layers * sum(field.nbytes for field in self.buffer_fields))
 
-    def pages(self, start: int, capacity: int) -> PageCount:
-        """Pages of a sequence whose prompt has ``start`` tokens and that may grow to ``capacity`` tokens.
+    def fixed_blocks(self, sequences: int) -> Blocks:
+        """What that many sequences of any lengths have: their numbers, and rows and states of segments."""
+        if not self.spec.seals:
+            return Blocks(sequences=sequences)
+        segments = sequences
+        if self.growth.learns:
+            segments += max(FEWEST_SPARE, sequences // SPARE_SEGMENTS)
+        return Blocks(sequences=sequences, rows=segments, states=segments if self.growth.learns else 0)
+
+    def fixed_bytes(self, sequences: int) -> int:
+        """Device bytes of that; one more of each fills up captured batches."""
+        count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
+        return sum((count[kind] + 1) * unit[kind] for kind in ("rows", "states"))
+
+    def pages(self, start: int, capacity: int, at: Standing | None = None) -> PageCount:
+        """What a sequence needs whose prompt reaches ``start`` tokens and that may grow to ``capacity`` tokens.
 
         A sequence that starts dense and may outgrow ``dense_limit`` holds both kinds: it is compressed on the way.
+
+        Args:
+            at: how far it is sealed already; its segments and their static pages are not counted. None is a new one.
         """
-        spec = self.spec
+        spec, at = self.spec, at or Standing()
         if not spec.seals:
             return PageCount(dense=math.ceil(capacity / PAGE))
-        dense = math.ceil(min(capacity, spec.dense_limit) / PAGE) if start <= spec.dense_limit else 0
-        if capacity <= spec.dense_limit:
-            return PageCount(dense=dense)
-        return PageCount(dense, spec.static_pages, spec.ring_pages, spec.sealed_pages(capacity))
-
-    def block_count(self, pages: PageCount) -> BlockCount:
-        """Blocks that hold ``pages``."""
-        return BlockCount(
-            math.ceil(pages.dense / self.exact_per_block),
-            math.ceil((pages.static + pages.ring) / self.exact_per_block),
-            math.ceil(pages.sealed / self.sealed_per_block) if pages.sealed else 0,
-            pages.sealed if self.host_fields else 0,
-        )
+        dense = 0
+        if not at.segments:
+            dense = math.ceil(min(capacity, spec.dense_limit) / PAGE) if start <= spec.dense_limit else 0
+            if capacity <= spec.dense_limit:
+                return PageCount(dense=dense)
+        to_come = self.growth.forecast(at, start, capacity)
+        static = 0
+        if to_come.segments:
+            later = to_come.segments - (not at.segments)
+            static = later * spec.outlier_pages + (spec.static_pages if not at.segments else 0)
+        ring = max(spec.ring_pages, math.ceil(to_come.tail / PAGE))
+        sealed = spec.sealed_pages(capacity)
+        return PageCount(dense, static, ring, sealed, sealed if self.host_fields else 0, int(not at.segments))
 
     def blocks(self, pages: PageCount) -> Blocks:
-        """Blocks of each tier that hold ``pages``."""
-        return self.block_count(pages).total
+        """Blocks that hold ``pages``, kind by kind: a block holds pages of one kind."""
+        exact = math.ceil(pages.dense / self.exact_per_block) + math.ceil(
+            (pages.static + pages.ring) / self.exact_per_block
+        )
+        sealed = math.ceil(pages.sealed / self.sealed_per_block) if pages.sealed else 0
+        return Blocks(
+            device=exact + sealed,
+            host=pages.host,
+            rows=pages.segments,
+            states=pages.segments if self.growth.learns else 0,
+        )
+
+    def demand(self, start: int, capacity: int) -> Blocks:
+        """What a new sequence takes: blocks of each tier, rows and states, and its own number."""
+        return self.blocks(self.pages(start, capacity)) + Blocks(sequences=1)
 
     def _buffer_fields(self) -> tuple[Field, ...]:
-        """The fields of a sequence's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""
+        """The fields of a segment's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""
         spec, heads = self.spec, self.shape.num_kv_heads
         if not self.host_fields or spec.index == "none" or not self.fetch_buffer:
             return ()

@@ -1,17 +1,18 @@
-"""Tiers of memory: one arena per tier, handed out in blocks of equal size, allocated once at start.
+"""Tiers of memory: arenas handed out in blocks of equal size, allocated once at start, counted by references.
 
 A block of the device tier is one exact page (64 tokens of K and V) or as many sealed pages as fit in it, so
 short dense prompts and long compressed ones draw on the same bytes. A page is named by its *granule*: its
 byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
-granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds.
+granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds. Blocks of the tier of
+fitted states are named by their numbers.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import weakref
-from collections.abc import Sequence as Ids
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Names
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +31,29 @@ class OutOfPages(RuntimeError):
     """A tier has fewer free blocks than were asked for."""
 
 
+class Blocks(dict[str, int]):
+    """Numbers of blocks by tier; a tier that is not named has none: ``Blocks(device=3, host=2)``."""
+
+    def __missing__(self, tier: str) -> int:
+        return 0
+
+    def __add__(self, other: Mapping[str, int]) -> Blocks:
+        return Blocks({tier: self[tier] + other.get(tier, 0) for tier in {**self, **other}})
+
+    def __sub__(self, other: Mapping[str, int]) -> Blocks:
+        return Blocks({tier: self[tier] - other.get(tier, 0) for tier in {**self, **other}})
+
+    def within(self, other: Blocks) -> bool:
+        """Whether no number is above that of ``other``."""
+        return all(count <= other[tier] for tier, count in self.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {tier}" for tier, count in self.items() if count) or "nothing"
+
+
 @dataclass(frozen=True)
 class Field:
-    """One array of a page, or of a sequence's state, in one layer."""
+    """One array of a page, or of a fitted state, in one layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,31 +65,94 @@ class Field:
         return -(-math.prod(self.shape) * self.dtype.itemsize // 16) * 16
 
 
-def page_bytes(fields: Ids[Field]) -> int:
+def page_bytes(fields: Iterable[Field]) -> int:
     """Bytes of a page that holds ``fields``, a multiple of the granule."""
     return -(-sum(field.nbytes for field in fields) // GRANULE) * GRANULE
 
 
-class Tier:
-    """One kind of memory: ``[num_layers, num_blocks, block_bytes]`` and the list of its free blocks.
+class BlockPool:
+    """Which blocks are free, and how many hold a reference to each of the others.
+
+    Args:
+        step: names from one block to the next: a block is named by the first of its own.
+
+    Attributes:
+        spare: name of one more block that nobody ever owns: what has to be written somewhere goes there.
+    """
+
+    def __init__(self, name: str, num_blocks: int, step: int = 1) -> None:
+        self.name, self.num_blocks, self.step = name, num_blocks, step
+        self.spare = num_blocks * step
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def block_of(self, name: int) -> int:
+        """The block that a page of that name lies in."""
+        return name // self.step * self.step
+
+    def blocks_of(self, names: Iterable[int]) -> list[int]:
+        """The blocks that pages of those names lie in, each once."""
+        return list(dict.fromkeys(map(self.block_of, names)))
+
+    def references(self, block: int) -> int:
+        """How many hold ``block``."""
+        return self._references[block // self.step]
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes ``count`` blocks, one reference each; raises OutOfPages and takes none if there are fewer."""
+        if count > len(self._free):
+            raise OutOfPages(
+                f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free"
+            )
+        taken = [self._free.pop() for _ in range(count)]
+        for number in taken:
+            self._references[number] = 1
+        return [number * self.step for number in taken]
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to each of ``blocks``, which somebody holds."""
+        for block in blocks:
+            assert self._references[block // self.step], f"block {block} of the {self.name} tier is nobody's"
+            self._references[block // self.step] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Gives back a reference to each of ``blocks``; a block that has none is free."""
+        for block in blocks:
+            number = block // self.step
+            self._references[number] -= 1
+            assert self._references[number] >= 0, f"block {block} of the {self.name} tier was given back twice"
+            if not self._references[number]:
+                self._free.append(number)
+
+
+class Tier(BlockPool):
+    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``.
 
     Args:
         device: where the arena's tensors can be used. For ``pinned`` memory, which is the host's, that is the GPU that
             reads and writes it across the bus.
+        paged: whether blocks are divided into pages, so that names count granules; else they count blocks.
 
     Attributes:
         arena: uint8 [num_layers, bytes].
-        spare: granule of one more block that nobody ever owns: what has to be written somewhere goes there.
     """
 
     def __init__(
-        self, name: str, num_layers: int, block_bytes: int, num_blocks: int, device: torch.device, pinned: bool = False
+        self,
+        name: str,
+        num_layers: int,
+        block_bytes: int,
+        num_blocks: int,
+        device: torch.device,
+        pinned: bool = False,
+        paged: bool = True,
     ) -> None:
-        self.name = name
-        self.num_layers = num_layers
-        self.block_bytes = block_bytes
-        self.num_blocks = num_blocks
-        self.spare = num_blocks * block_bytes // GRANULE
+        self.num_layers, self.block_bytes = num_layers, block_bytes
         try:
             self.arena = _allocate((num_layers, (num_blocks + 1) * block_bytes), device, pinned)
         except (RuntimeError, MemoryError) as error:
@@ -76,12 +160,7 @@ class Tier:
             raise MemoryError(
                 f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}"
             ) from error
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks not in use."""
-        return len(self._free)
+        super().__init__(name, num_blocks, block_bytes // GRANULE if paged and block_bytes else 1)
 
     @property
     def bytes_per_block(self) -> int:
@@ -91,28 +170,15 @@ class Tier:
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks in use over all layers."""
-        return (self.num_blocks - len(self._free)) * self.bytes_per_block
+        return (self.num_blocks - self.free_blocks) * self.bytes_per_block
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` blocks and returns their granules; raises OutOfPages and takes none if there are fewer."""
-        if count > len(self._free):
-            raise OutOfPages(
-                f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free"
-            )
-        step = self.block_bytes // GRANULE
-        return [self._free.pop() * step for _ in range(count)]
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks over all layers."""
+        return self.num_blocks * self.bytes_per_block
 
-    def release(self, granules: Ids[int]) -> None:
-        """Gives blocks back by the granules that ``allocate`` returned."""
-        step = self.block_bytes // GRANULE
-        self._free.extend(granule // step for granule in granules)
-
-    def shuffle(self, seed: int) -> None:
-        """Mixes the free blocks, as a day of sequences that come and go does."""
-        random.Random(seed).shuffle(self._free)
-
-    def views(self, fields: Ids[Field]) -> dict[str, Tensor]:
-        """For each field the view ``[num_layers, granules, *shape]`` of pages that lay ``fields`` out in order."""
+    def views(self, fields: Names[Field]) -> dict[str, Tensor]:
+        """For each field the view ``[num_layers, names, *shape]`` of pages that lay ``fields`` out in order."""
         views: dict[str, Tensor] = {}
         offset = 0
         for field in fields:
@@ -123,12 +189,12 @@ class Tier:
     def _view(self, offset: int, field: Field) -> Tensor:
         if not self.block_bytes:
             return self.arena.new_empty(self.num_layers, 0, *field.shape, dtype=field.dtype)
-        size, flat = field.dtype.itemsize, self.arena.view(field.dtype)
+        size, flat, apart = field.dtype.itemsize, self.arena.view(field.dtype), self.block_bytes // self.step
         strides = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
-        count = max(0, (self.arena.shape[1] - offset - math.prod(field.shape) * size) // GRANULE + 1)
+        count = max(0, (self.arena.shape[1] - offset - math.prod(field.shape) * size) // apart + 1)
         start = flat.storage_offset() + offset // size
         shape = (self.num_layers, count, *field.shape)
-        return flat.as_strided(shape, (flat.stride(0), GRANULE // size, *strides), start)
+        return flat.as_strided(shape, (flat.stride(0), apart // size, *strides), start)
 
 
 def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:

@@ -1,158 +1,320 @@
-"""Sequence lifetimes: who owns which slot and which blocks, from admission to release.
+"""Sequence lifetimes: who holds which blocks, rows and states, from admission to release.
 
-A sequence owns every page it may need up to its capacity from the start, so decoding never allocates and never
-runs out of memory half way.
+A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
+runs out of memory half way. What is sealed it may share with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import numpy as np
-
-from shadowkv.kvcache.layout import BlockCount, Blocks, PageCount
-from shadowkv.kvcache.memory import OutOfPages, Tier
-from shadowkv.kvcache.sequence import Sequence, SlotTable
+from shadowkv.kvcache.growth import MOST_SEGMENTS
+from shadowkv.kvcache.layout import PageCount
+from shadowkv.kvcache.memory import BlockPool, Blocks, OutOfPages
+from shadowkv.kvcache.sequence import Segment, Sequence, Tables
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
-KINDS = ("dense_blocks", "exact_blocks", "sealed_blocks", "host")
-"""Lists of a sequence's blocks."""
+
+class Span(NamedTuple):
+    """A segment's place in its sequence; as a ``Segment`` has it."""
+
+    first: int
+    end: int
+    reach: int
+    static_tokens: int
+    num_pages: int
 
 
 class SequencePool:
-    """Slots and pages of all sequences.
+    """Numbers, rows, states and pages of all sequences.
 
     Args:
         store: the memory.
         slots: sequences held at once.
         max_model_len: longest sequence, in tokens.
+
+    Attributes:
+        tables: what kernels read of them.
+        pools: by what they count: the tiers, ``rows`` of segments and ``sequences``.
     """
 
     def __init__(self, store: Store, slots: int, max_model_len: int) -> None:
-        self.store, self.layout = store, store.layout
-        self.max_model_len = max_model_len
-        longest = self.layout.pages(0, max_model_len)
-        need = self.layout.block_count(longest)
-        exact = max(need.dense, need.exact) * self.layout.exact_per_block
-        self.table = SlotTable(slots, exact, max(1, longest.sealed), store.compute)
-        padding, spare = self.table.padding_slot, [store.device.spare]
-        self.table.set_exact(padding, [], spare)
-        self.table.set_sealed(padding, spare, [store.host.spare] if self.layout.host_fields else spare)
-        self._free_slots = list(range(slots - 1, -1, -1))
+        self.store, self.layout, self.max_model_len = store, store.layout, max_model_len
+        fixed, longest = self.layout.fixed_blocks(slots), self.layout.pages(0, max_model_len)
+        self.pools: dict[str, BlockPool] = {
+            **store.tiers,
+            **{name: BlockPool(name, fixed[name]) for name in ("rows", "sequences")},
+        }
+        per_block = self.layout.exact_per_block
+        spec, later = self.layout.spec, MOST_SEGMENTS - 1 if self.layout.growth.learns else 0
+        exact = max(longest.dense + per_block, spec.static_pages + later * spec.outlier_pages + longest.ring)
+        spare_state = store.tiers["states"].spare
+        self.tables = Tables(slots, fixed["rows"], exact, max(1, longest.sealed), spare_state, store.compute)
+        self.tables.exact[self.tables.padding_slot, 0] = store.tiers["device"].spare
+        self.tables.pages[self.tables.padding_row, 0] = store.tiers["device"].spare
+        values = store.tiers["host" if self.layout.host_fields else "device"]
+        self.tables.value_pages[self.tables.padding_row, 0] = values.spare
 
     @property
     def total(self) -> Blocks:
-        """Blocks of each tier."""
-        return Blocks(self.store.device.num_blocks, self.store.host.num_blocks)
+        """What there is of everything."""
+        return Blocks({name: pool.num_blocks for name, pool in self.pools.items()})
 
     @property
     def free(self) -> Blocks:
-        """Blocks of each tier that no sequence owns."""
-        return Blocks(self.store.device.free_blocks, self.store.host.free_blocks)
-
-    @property
-    def free_slots(self) -> int:
-        """Sequences that can still be held."""
-        return len(self._free_slots)
-
-    def slots_of(self, sequences: Items[Sequence]) -> np.ndarray:
-        """Slots of ``sequences``, int64."""
-        return np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
-
-    def demand(self, start: int, capacity: int) -> Blocks:
-        """Blocks of a new sequence with a prompt of ``start`` tokens that may grow to ``capacity``."""
-        return self.layout.blocks(self.layout.pages(start, capacity))
+        """What no sequence holds."""
+        return Blocks({name: pool.free_blocks for name, pool in self.pools.items()})
 
     def growth(self, sequence: Sequence, start: int, capacity: int) -> Blocks:
-        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
-        return self._missing(sequence, start, capacity).total
+        """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        return self.layout.blocks(self._lacking(sequence, start, capacity))
 
     def allocate(self, start: int, capacity: int) -> Sequence:
-        """A new, empty sequence; raises OutOfPages, with nothing taken, if a slot or blocks are lacking."""
-        if not self._free_slots:
-            raise OutOfPages("every sequence slot is taken")
-        sequence = Sequence(self._free_slots[-1])
-        self.extend(sequence, start, capacity)
-        self._free_slots.pop()
-        if self.store.buffer is not None:
-            self.store.buffer.reset(sequence.slot)  # once: as long as it lives its sealed chunks never change
-        return sequence
+        """A new, empty sequence; raises OutOfPages, with nothing taken, if anything is lacking."""
+        return self.fork(None, 0, start, capacity)
 
-    def extend(self, sequence: Sequence, start: int, capacity: int) -> None:
-        """Gives ``sequence`` what ``growth`` says; raises OutOfPages, with nothing taken, if blocks are lacking."""
+    def fork(self, parent: Sequence | None, length: int, start: int, capacity: int) -> Sequence:
+        """A new sequence that begins with the first ``length`` tokens of ``parent``, which it shares with it.
+
+        Nothing is copied but page numbers. Raises OutOfPages, with nothing taken, if anything is lacking, and
+        ValueError where the parent cannot be forked there (see ``fork_point``).
+        """
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
-        new = self._missing(sequence, start, capacity)
-        if not new.total.within(self.free):
-            raise OutOfPages(f"the sequence needs {new.total}, free are {self.free}")
-        for kind in KINDS:
-            getattr(sequence, kind).extend(self._tier(kind).allocate(getattr(new, kind.removesuffix("_blocks"))))
+        if parent is not None and (not length or self.fork_point(parent, length) != length):
+            raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
+        (slot,) = self.pools["sequences"].allocate(1)
+        sequence = Sequence(self.tables, slot)
+        try:
+            if parent is not None:
+                self._share(parent, sequence, length)
+            self.extend(sequence, start, capacity)
+        except OutOfPages:
+            self.release(sequence)
+            raise
+        return sequence
+
+    def fork_point(self, sequence: Sequence, length: int) -> int:
+        """The largest number of tokens up to ``length`` after which ``sequence`` can be forked: a page boundary.
+
+        Exact copies of outliers are of a whole segment: where there are any, that is where a segment ends.
+        """
+        sealed = sequence.sealed
+        if not sealed:
+            return min(length, sequence.length) // PAGE * PAGE
+        if not self.layout.spec.outliers:
+            return min(length, sealed) // PAGE * PAGE
+        return max((one.sealed for one in sequence.path if one.sealed <= length), default=0)
+
+    def extend(self, sequence: Sequence, start: int, capacity: int) -> None:
+        """Gives ``sequence`` what ``growth`` says; raises OutOfPages, with nothing taken, if anything is lacking."""
+        if not start <= capacity <= self.max_model_len:
+            raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
+        self._take(sequence, self._lacking(sequence, start, capacity))
         sequence.capacity = capacity
-        self._name_pages(sequence)
+        self._write(sequence)
+
+    def restore(self, spans: list[Span], length: int, capacity: int) -> Sequence:
+        """A sequence of ``length`` tokens with segments as ``spans`` says; what stands in them is the caller's to
+        write.
+
+        Raises OutOfPages, with nothing taken, if anything is lacking.
+        """
+        (slot,) = self.pools["sequences"].allocate(1)
+        sequence = Sequence(self.tables, slot)
+        static = [-(-span.static_tokens // PAGE) for span in spans]
+        sealed = sum(span.num_pages for span in spans)
+        tail = -(-(length - sealed * PAGE + 1) // PAGE) if spans else 0
+        try:
+            host = sealed if self.layout.host_fields else 0
+            self._take(sequence, PageCount(0, sum(static), tail, sealed, host, len(spans)))
+            for span, pages in zip(spans, static, strict=True):
+                self._begin(sequence, pages, **span._asdict())
+            self.tables.length[sequence.slot] = length if spans else 0
+            self.extend(sequence, length, capacity)
+        except OutOfPages:
+            self.release(sequence)
+            raise
+        self.tables.length[sequence.slot] = length
+        return sequence
+
+    def begin_segment(self, sequence: Sequence, end: int) -> bool:
+        """Makes a new last segment behind what is sealed, with a state that is to be fitted on tokens up to ``end``.
+
+        False, with nothing changed, where a later one finds no row or state that is free: the first is held from the
+        start, others are taken as they are needed.
+        """
+        if not sequence.row_reserve:
+            spec, pools = self.layout.spec, self.pools
+            if not pools["rows"].free_blocks or (self.layout.growth.learns and not pools["states"].free_blocks):
+                return False
+            if len(sequence.static_reserve) < spec.outlier_pages:
+                return False
+            sequence.row_reserve += self.pools["rows"].allocate(1)
+            sequence.state_reserve += self.pools["states"].allocate(int(self.layout.growth.learns))
+        spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
+        pages, tokens = spec.outlier_pages, spec.outliers * spec.chunk
+        if number == 1:
+            pages, tokens = spec.static_pages, spec.static_tokens
+        self._begin(sequence, pages, first, end, self.layout.growth.reach(number, first, end), tokens)
+        return True
+
+    def go_on(self, sequence: Sequence, length: int) -> None:
+        """Lets the last segment's state serve a sequence of ``length`` tokens, and as many more as may stay exact."""
+        sequence.path[-1].reach = length + self.layout.spec.dense_limit
+        self.tables.write(sequence)
+
+    def _begin(
+        self, sequence: Sequence, static: int, first: int, end: int, reach: int, static_tokens: int, num_pages: int = 0
+    ) -> None:
+        segment = Segment(
+            row=sequence.row_reserve.pop(),
+            state=sequence.state_reserve.pop() if self.layout.growth.learns else None,
+            first=first,
+            end=end,
+            reach=reach,
+            static=sequence.static_reserve[:static],
+            static_tokens=static_tokens,
+        )
+        del sequence.static_reserve[:static]
+        sequence.path.append(segment)
+        self._name_sealed(sequence, num_pages)
+        if self.store.buffer is not None:
+            self.store.buffer.reset(segment.row)  # once: its sealed chunks never change
+
+    def seal(self, sequence: Sequence, sealed: int) -> None:
+        """Notes that tokens up to position ``sealed`` stand in the last segment's pages, the first of the reserve."""
+        last = sequence.path[-1]
+        new = not last.pages
+        self._name_sealed(sequence, (sealed - last.sealed) // PAGE)
+        if not new:
+            self.tables.sealed[sequence.slot] = self.tables.end[last.row] = sealed
+            return
+        self.pools["device"].release(self.pools["device"].blocks_of(sequence.dense))
+        sequence.dense = []
+        self._write(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forgets the newest tokens; only exact ones can be forgotten, so ``length`` must reach the sealed ones."""
-        if not self.table.sealed[sequence.slot] <= length <= self.table.length[sequence.slot]:
+        if not sequence.sealed <= length <= sequence.length:
             raise ValueError(f"cannot cut the sequence to {length} tokens")
-        self.table.length[sequence.slot] = length
+        self.tables.length[sequence.slot] = length
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back the pages of a finished sequence that hold nothing; it can be extended again."""
-        length, sealed = int(self.table.length[sequence.slot]), int(self.table.sealed[sequence.slot])
-        sequence.capacity = length
-        pages = PageCount(dense=-(-length // PAGE))
-        if sealed:
-            pages = PageCount(0, self.layout.spec.static_pages, self.layout.spec.ring_pages, sealed // PAGE)
-        self._keep(sequence, self.layout.block_count(pages))
+        """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
+        sequence.capacity = length = sequence.length
+        device, pages = self.pools["device"], -(-length // PAGE)
+        if sequence.path:
+            sequence.sealed_reserve, sequence.static_reserve = self._drop(
+                sequence, sequence.sealed_reserve, sequence.static_reserve
+            )
+        else:
+            kept = device.blocks_of(sequence.dense[:pages])
+            dropped = [block for block in device.blocks_of(sequence.device_pages()) if block not in set(kept)]
+            sequence.dense = [name for name in sequence.dense if device.block_of(name) in set(kept)]
+            sequence.ring, sequence.sealed_reserve, sequence.static_reserve = [], [], []
+            device.release(dropped)
+        for kind, reserve in (
+            ("rows", sequence.row_reserve), ("states", sequence.state_reserve), ("host", sequence.host_reserve)
+        ):  # fmt: skip
+            self.pools[kind].release(reserve)
+            reserve.clear()
+        self._write(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back everything; the sequence must not be used again."""
-        self._keep(sequence, BlockCount())
-        self.table.clear(sequence.slot)
-        self._free_slots.append(sequence.slot)
+        self.pools["device"].release(self.pools["device"].blocks_of(sequence.device_pages()))
+        for kind, held in self._counted(sequence):
+            self.pools[kind].release(held)
+        self.tables.clear(sequence.slot)
+        self.pools["sequences"].release([sequence.slot])
 
-    def become_compressed(self, sequence: Sequence, sealed: int) -> None:
-        """Notes that a dense sequence's tokens now stand in its static, sealed and ring pages."""
-        slot = sequence.slot
-        self.table.sealed[slot] = sealed
-        self.table.static_tokens[slot] = self.layout.spec.static_tokens
-        self._keep(sequence, replace(sequence.owned, dense=0))
+    def held(self, sequences: Iterable[Sequence]) -> Blocks:
+        """What would be free if ``sequences`` were released: what they alone hold."""
+        names: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
+        for sequence in sequences:
+            names["sequences"].update([sequence.slot])
+            names["device"].update(self.pools["device"].blocks_of(sequence.device_pages()))
+            for kind, held in self._counted(sequence):
+                names[kind].update(held)
+        return Blocks(
+            {
+                kind: sum(count == self.pools[kind].references(name) for name, count in counts.items())
+                for kind, counts in names.items()
+            }
+        )
 
-    def sealed_pages(self, sequence: Sequence) -> tuple[list[int], list[int]]:
-        """Granules of the sequence's sealed pages and of those that hold their values, used or not yet."""
-        pages = self.store.sealed_granules(sequence.sealed_blocks)
-        return pages, sequence.host if self.layout.host_fields else pages
+    def _counted(self, sequence: Sequence) -> list[tuple[str, list[int]]]:
+        """All that a sequence holds of what is not divided into pages."""
+        path, host = sequence.path, self.layout.host_fields
+        return [
+            ("rows", sequence.row_reserve + [segment.row for segment in path]),
+            ("states", sequence.state_reserve + [segment.state for segment in path if segment.state is not None]),
+            ("host", sequence.host_reserve + [name for one in path if host for name in one.value_pages]),
+        ]
 
-    def _missing(self, sequence: Sequence, start: int, capacity: int) -> BlockCount:
-        wanted = self.layout.pages(start, capacity)
-        if self.table.sealed[sequence.slot]:
-            wanted = PageCount(sealed=self.layout.spec.sealed_pages(capacity))
-        return self.layout.block_count(wanted).lacking(sequence.owned)
+    def _drop(self, sequence: Sequence, *reserves: list[int]) -> list[list[int]]:
+        """Gives back the blocks of pages of ``reserves`` in which nothing else lies; what is left of the reserves."""
+        device = self.pools["device"]
+        kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
+        dropped = [block for block in device.blocks_of(name for part in reserves for name in part) if block not in kept]
+        device.release(dropped)
+        return [[name for name in part if device.block_of(name) in kept] for part in reserves]
 
-    def _name_pages(self, sequence: Sequence) -> None:
-        spec = self.layout.spec
-        sequence.dense = self.store.exact_granules(sequence.dense_blocks)
-        exact = self.store.exact_granules(sequence.exact_blocks)
-        sequence.static, ring = exact[: spec.static_pages], exact[spec.static_pages :]
-        sequence.ring = ring[: spec.ring_pages]
-        if self.table.sealed[sequence.slot]:
-            self.table.set_exact(sequence.slot, sequence.static, sequence.ring)
-        else:
-            self.table.set_exact(sequence.slot, [], sequence.dense)
-        pages, value_pages = self.sealed_pages(sequence)
-        width = self.table.sealed_pages.shape[1]
-        self.table.set_sealed(sequence.slot, pages[:width], value_pages[:width])
+    def _share(self, parent: Sequence, child: Sequence, length: int) -> None:
+        """Makes ``child`` begin as ``parent`` does, up to ``length``."""
+        segments = [segment for segment in parent.path if segment.first < length]
+        rows = self.pools["rows"].allocate(len(segments))
+        child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
+        child.dense = parent.dense[: length // PAGE] if not segments else []
+        self.tables.length[child.slot] = length
+        self.pools["device"].retain(self.pools["device"].blocks_of(child.device_pages()))
+        for kind, shared in self._counted(child):
+            if kind != "rows":
+                self.pools[kind].retain(shared)
+        if self.store.buffer is not None:
+            for row in rows:
+                self.store.buffer.reset(row)
 
-    def _keep(self, sequence: Sequence, count: BlockCount) -> None:
-        """Gives back the blocks beyond ``count``."""
-        for kind in KINDS:
-            owned: list[int] = getattr(sequence, kind)
-            keep = getattr(count, kind.removesuffix("_blocks"))
-            self._tier(kind).release(owned[keep:])
-            del owned[keep:]
-        self._name_pages(sequence)
+    def _name_sealed(self, sequence: Sequence, count: int) -> None:
+        """Makes the first pages of the reserve the last segment's."""
+        last = sequence.path[-1]
+        last.pages += sequence.sealed_reserve[:count]
+        last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.sealed_reserve)[:count]
+        del sequence.sealed_reserve[:count], sequence.host_reserve[:count]
 
-    def _tier(self, kind: str) -> Tier:
-        return self.store.host if kind == "host" else self.store.device
+    def _take(self, sequence: Sequence, new: PageCount) -> None:
+        """Adds what ``new`` says to the reserves; raises OutOfPages, with nothing taken, if anything is lacking."""
+        count = self.layout.blocks(new)
+        if not count.within(self.free):
+            raise OutOfPages(f"the sequence needs {count}, free are {self.free}")
+        device, per_block = self.pools["device"], self.layout.exact_per_block
+        sequence.dense += self.store.exact_names(device.allocate(-(-new.dense // per_block)))
+        exact = self.store.exact_names(device.allocate(-(-(new.static + new.ring) // per_block)))
+        self._widen_ring(sequence, exact[: new.ring])
+        sequence.static_reserve += exact[new.ring :]
+        sealed = -(-new.sealed // self.layout.sealed_per_block) if new.sealed else 0
+        sequence.sealed_reserve += self.store.sealed_names(device.allocate(sealed))
+        sequence.host_reserve += self.pools["host"].allocate(count["host"])
+        sequence.row_reserve += self.pools["rows"].allocate(count["rows"])
+        sequence.state_reserve += self.pools["states"].allocate(count["states"])
+
+    def _lacking(self, sequence: Sequence, start: int, capacity: int) -> PageCount:
+        return self.layout.pages(start, capacity, sequence.standing).lacking(sequence.owned)
+
+    def _widen_ring(self, sequence: Sequence, more: list[int]) -> None:
+        """Adds pages to the ring; the tail's pages get the places that they have in a wider one."""
+        old = sequence.ring
+        ring: list[int | None] = [None] * (len(old) + len(more))
+        for number in range(sequence.sealed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
+            ring[number % len(ring)] = old[number % len(old)]
+        free = iter([name for name in (*old, *more) if name not in set(ring)])
+        sequence.ring = [next(free) if name is None else name for name in ring]
+
+    def _write(self, sequence: Sequence) -> None:
+        self.tables.write(sequence)
+        self.tables.write_exact(sequence)
+        self.tables.write_pages(sequence, bool(self.layout.host_fields))

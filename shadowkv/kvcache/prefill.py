@@ -10,13 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import ExactRows, Places, PrefillBatch, PrefillBlock, SealedBatch, Segment
+from shadowkv.kvcache.batch import (
+    CachedSegment,
+    ExactRows,
+    NewTokens,
+    Places,
+    PrefillBatch,
+    PrefillBlock,
+    SealedBatch,
+)
 from shadowkv.kvcache.cached import CachedTokens
+from shadowkv.kvcache.growth import fitted_with_earlier
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import Segment, Sequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.sources import DenseRows
@@ -27,7 +36,7 @@ class Prefill:
 
     def __init__(self, store: Store, parts: Parts, pool: SequencePool, sealing: Sealing) -> None:
         self.store, self.parts, self.pool, self.sealing = store, parts, pool, sealing
-        self.table, self.layout, self.ops = pool.table, store.layout, store.ops
+        self.tables, self.layout, self.ops = pool.tables, store.layout, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         # Of high priority: what takes little finds its way between the blocks of the kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
@@ -35,11 +44,11 @@ class Prefill:
 
     def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
-        segments, start = [], 0
+        new, start = [], 0
         for sequence, count in sequences:
-            segments.append(Segment(sequence, start, start + count, int(self.table.length[sequence.slot])))
+            new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        return PrefillBatch(segments, self.store.compute, self.shape, self.store.k[0].dtype)
+        return PrefillBatch(new, self.store.compute, self.shape, self.store.k[0].dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
@@ -58,7 +67,7 @@ class Prefill:
         q = self.ops.rotate(q, batch.positions[block.start : block.stop], self.store.rotary)
         out = torch.empty_like(q)
         here = []
-        for segment in batch.segments:
+        for segment in batch.new:
             start, stop = max(block.start, segment.start), min(block.stop, segment.stop)
             if start < stop:
                 rows = slice(start - block.start, stop - block.start)
@@ -72,7 +81,7 @@ class Prefill:
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
         """Stores what is not stored yet of one layer's new tokens; their memory can be used again."""
-        for segment in batch.segments:
+        for segment in batch.new:
             if segment.cached or batch.storing != layer:
                 self._store(layer, batch, segment)
         self.join()
@@ -84,35 +93,26 @@ class Prefill:
 
     def end(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences."""
-        for segment in batch.segments:
-            self._commit(segment.sequence, segment.cached + segment.stop - segment.start)
+        for segment in batch.new:
+            self._commit(segment.sequence, batch.places_of(segment, self._places))
 
-    def compress_dense(self, sequence: Sequence) -> None:
-        """Compresses a dense sequence that has outgrown ``dense_limit`` while decoding."""
+    def seal_tail(self, sequence: Sequence) -> None:
+        """Makes the tail of a sequence that has outgrown its last state, if it has one, a segment with its own."""
         heads = (0, self.shape.num_kv_heads, self.shape.head_dim)
         places, none = self._places(sequence, 0), self.store.k[0].new_empty(heads)
         queries = none.new_empty(0, self.shape.num_query_heads, self.shape.head_dim)
         for layer in range(self.shape.num_layers):
-            self._write(layer, sequence, places, none, none, none, queries)
-        self._commit(sequence, int(self.table.length[sequence.slot]))
+            self._write(layer, places, none, none, none, queries)
+        self._commit(sequence, places)
 
     # -- storing ---------------------------------------------------------------------------------------------------
-
-    def _sealed_after(self, sequence: Sequence, length: int) -> int:
-        """Tokens that are sealed once the sequence has ``length`` of them."""
-        sealed, limit = int(self.table.sealed[sequence.slot]), self.spec.dense_limit
-        # At the limit itself a sequence stays dense only if it will not grow.
-        short = length < limit or length == limit == sequence.capacity
-        if not self.spec.seals or (short and not sealed):
-            return 0
-        return max(sealed, self.spec.sealed_pages(length) * PAGE)
 
     def _start_storing(self, layer: int, batch: PrefillBatch, side: torch.cuda.Stream) -> None:
         """Stores the tokens of new sequences on another stream: attention reads them from the batch.
 
         What is cached of others would be overwritten under the eyes of their new tokens.
         """
-        new = [segment for segment in batch.segments if not segment.cached]
+        new = [segment for segment in batch.new if not segment.cached]
         for segment in new:
             batch.places_of(segment, self._places)  # on this stream: the host waits for it
         side.wait_stream(torch.cuda.current_stream(self.store.compute))
@@ -121,43 +121,48 @@ class Prefill:
                 self._store(layer, batch, segment)
         batch.storing = layer
 
-    def _store(self, layer: int, batch: PrefillBatch, segment: Segment) -> None:
+    def _store(self, layer: int, batch: PrefillBatch, segment: NewTokens) -> None:
         rows, places = slice(segment.start, segment.stop), batch.places_of(segment, self._places)
         tokens = batch.keys[rows], batch.rotated[rows], batch.values[rows], batch.queries[segment.start]
-        self._write(layer, segment.sequence, places, *tokens)
+        self._write(layer, places, *tokens)
 
     def _places(self, sequence: Sequence, count: int) -> Places:
-        """Where ``count`` new tokens of a sequence go."""
-        length, before = int(self.table.length[sequence.slot]), int(self.table.sealed[sequence.slot])
-        sealed, device = self._sealed_after(sequence, length + count), self.store.compute
+        """Where ``count`` new tokens of a sequence go; it has a new segment if their state is to be fitted."""
+        start, before, device = sequence.length, sequence.sealed, self.store.compute
+        length = start + count
+        after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
+        tail, cached = self._tail_rows(sequence), tuple(map(self._cached, sequence.path))
+        if after.fits and not self.pool.begin_segment(sequence, length):
+            self.pool.go_on(sequence, length)
+            after = self.layout.growth.sealed(sequence.standing, length, False)
+        sealed, reserve = after.tokens - before, sequence.sealed_reserve
+        values = sequence.host_reserve if self.layout.host_fields else reserve
         pages, value_pages = (
-            torch.tensor(names[before // PAGE : sealed // PAGE], dtype=torch.int64, device=device)
-            for names in self.pool.sealed_pages(sequence)
+            torch.tensor(names[: sealed // PAGE], dtype=torch.int64, device=device) for names in (reserve, values)
         )
+        segment = sequence.path[-1] if sequence.path else None
+        static = segment.static_tokens if segment is not None and after.fits else 0
+        state = None if segment is None else segment.state
+        ring = sequence.dense if segment is None else sequence.ring
         return Places(
-            compressed=sealed > 0,
+            length=length,
             before=before,
-            sealed=max(0, sealed - before),
-            slot=torch.tensor([sequence.slot], device=device),
+            sealed=sealed,
+            segment=segment,
+            fits=after.fits,
+            state=torch.tensor([state or 0], device=device),
             pages=pages,
             value_pages=value_pages,
-            static=self._exact_rows(sequence.static, 0, self.spec.static_tokens if sealed else 0),
-            tail=self._tail_rows(sequence),
-            exact=self._exact_rows(sequence.ring if sealed else sequence.dense, sealed or length, length + count),
-            cached=self.sealed_row(sequence) if before else None,
+            static=self._exact_rows(segment.static if segment is not None else [], 0, static),
+            tail=tail,
+            exact=self._exact_rows(ring, after.tokens if sealed else start, length),
+            cached=cached,
         )
 
     def _write(
-        self,
-        layer: int,
-        sequence: Sequence,
-        places: Places,
-        keys: Tensor,
-        rotated: Tensor,
-        values: Tensor,
-        queries: Tensor,
+        self, layer: int, places: Places, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
     ) -> None:
-        if not places.compressed:
+        if not places.sealed:
             self._write_exact(layer, places.exact, rotated, values)
             return
         if len(places.tail.pages):
@@ -166,26 +171,41 @@ class Prefill:
             keys = torch.cat((self.ops.rotate(tail, positions, self.store.rotary, inverse=True), keys))
             rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
         count, excluded = places.sealed, None
-        if not places.before:
-            for part in (self.parts.keys, self.parts.index):
-                part.fit(self.store, layer, sequence.slot, keys, rotated, queries)
-            excluded = self._write_static(layer, places.static, rotated[:count], values[:count])
-        if count:
-            tokens = (x[:count].unflatten(0, (-1, PAGE)).unsqueeze(0) for x in (keys, rotated, values))
-            layers = slice(layer, layer + 1)
-            self.sealing.write(SealedTokens(layers, places.slot, places.pages, places.value_pages, *tokens), excluded)
+        if places.fits:
+            assert places.segment is not None
+            state, all_keys = places.segment.state or 0, self._with_earlier(layer, places, keys)
+            for part, seen in zip(self.parts, (all_keys, keys, keys), strict=True):
+                part.fit(self.store, layer, state, seen, rotated, values, queries)
+            excluded = self._write_static(layer, places, rotated[:count], values[:count])
+        tokens = (x[:count].unflatten(0, (-1, PAGE)).unsqueeze(0) for x in (keys, rotated, values))
+        layers = slice(layer, layer + 1)
+        self.sealing.write(SealedTokens(layers, places.state, places.pages, places.value_pages, *tokens), excluded)
         self._write_exact(layer, places.exact, rotated[count:], values[count:])
 
-    def _write_static(self, layer: int, rows: ExactRows, rotated: Tensor, values: Tensor) -> Tensor:
-        """Makes the sink and the outliers exact; returns their bits, bool [1, pages, H, C]."""
+    def _with_earlier(self, layer: int, places: Places, keys: Tensor) -> Tensor:
+        """Keys before the rotation that a subspace is found by: where they are few, those before them too, rebuilt."""
+        if not fitted_with_earlier(places.before, places.before + len(keys)) or not self.parts.keys.state_fields():
+            return keys
+        earlier = []
+        for one in places.cached:
+            start = int(one.row.first)
+            for block, _ in self.cached.blocks(layer, one):
+                positions = torch.arange(start, start + block.shape[1], device=block.device)
+                rows = block.transpose(0, 1).contiguous()
+                earlier.append(self.ops.rotate(rows, positions, self.store.rotary, inverse=True))
+                start += block.shape[1]
+        return torch.cat((*earlier, keys))
+
+    def _write_static(self, layer: int, places: Places, rotated: Tensor, values: Tensor) -> Tensor:
+        """Makes the sink, if it is here, and the outliers exact; returns their bits, bool [1, pages, H, C]."""
         chunk, heads = self.spec.chunk, self.shape.num_kv_heads
-        sink = torch.arange(self.spec.sink_chunks, device=rotated.device).expand(heads, -1)
-        outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers, self.spec.sink_chunks)
+        sink = torch.arange(0 if places.before else self.spec.sink_chunks, device=rotated.device).expand(heads, -1)
+        outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers, sink.shape[1])
         chosen = torch.cat((sink, outliers), dim=1)
         tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=chosen.device)).flatten(1)  # [H, n]
         head = torch.arange(heads, device=chosen.device)
         exact = [x[tokens, head[:, None]].transpose(0, 1) for x in (rotated, values)]
-        self._write_exact(layer, rows, *exact)
+        self._write_exact(layer, places.static, *exact)
         bits = torch.zeros(heads, len(rotated) // chunk, dtype=torch.bool, device=chosen.device)
         bits.scatter_(1, chosen, True)
         return bits.unflatten(1, (-1, PAGE // chunk)).transpose(0, 1).unsqueeze(0)
@@ -198,25 +218,22 @@ class Prefill:
 
     def _tail_rows(self, sequence: Sequence) -> ExactRows:
         """Where the exact tail is, oldest first."""
-        start, stop = int(self.table.sealed[sequence.slot]), int(self.table.length[sequence.slot])
-        return self._exact_rows(sequence.ring if start else sequence.dense, start, stop)
+        return self._exact_rows(sequence.ring if sequence.path else sequence.dense, sequence.sealed, sequence.length)
 
     def _write_exact(self, layer: int, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
         """Writes tokens [n, H, d] to exact pages."""
         self.store.k[layer][rows.pages, :, rows.offsets] = rotated
         self.store.v[layer][rows.pages, :, rows.offsets] = values
 
-    def _commit(self, sequence: Sequence, length: int) -> None:
-        sealed = self._sealed_after(sequence, length)
-        if sealed and not self.table.sealed[sequence.slot]:
-            self.pool.become_compressed(sequence, sealed)
-        self.table.sealed[sequence.slot] = sealed
-        self.table.length[sequence.slot] = length
+    def _commit(self, sequence: Sequence, places: Places) -> None:
+        self.tables.length[sequence.slot] = places.length
+        if places.sealed:
+            self.pool.seal(sequence, places.before + places.sealed)
 
     # -- attending -------------------------------------------------------------------------------------------------
 
     def _attend_segment(
-        self, layer: int, q: Tensor, batch: PrefillBatch, segment: Segment, start: int, stop: int
+        self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
     ) -> Tensor:
         rows = slice(segment.start, stop)
         if not segment.cached:
@@ -224,12 +241,13 @@ class Prefill:
         places = batch.places_of(segment, self._places)
         k = self._behind_tail(self.store.k[layer], places.tail, batch.rotated[rows])
         v = self._behind_tail(self.store.v[layer], places.tail, batch.values[rows])
-        if places.cached is None:
+        if not places.cached:
             return self.ops.causal_attention(q, k, v)
         merged = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
-        for k, v in self.cached.blocks(layer, places.cached, places.static):
-            part = self.ops.block_attention(q, k, v)
-            merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
+        for one in places.cached:
+            for k, v in self.cached.blocks(layer, one):
+                part = self.ops.block_attention(q, k, v)
+                merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor) -> Tensor:
@@ -241,19 +259,20 @@ class Prefill:
         joined[count : count + len(new)] = new
         return joined[: count + len(new)]
 
-    def sealed_row(self, sequence: Sequence) -> SealedBatch:
-        """A batch of one compressed sequence that selects nothing by itself."""
-        slot = torch.tensor([sequence.slot], device=self.store.compute)
-        count = int(self.table.sealed[sequence.slot]) // PAGE
-        num_pages = torch.tensor([count], device=self.store.compute)
+    def _cached(self, segment: Segment) -> CachedSegment:
+        """A segment that later tokens attend to all of."""
+        device, count = self.store.compute, len(segment.pages)
+        row, num_pages = (torch.tensor([number], device=device) for number in (segment.row, count))
         chunks = num_pages * PAGE // self.spec.chunk
-        pages = self.table.sealed_pages[slot, :count].long()
-        return SealedBatch(
-            slot,
-            pages,
-            self.table.value_pages[slot, :count].long(),
-            num_pages,
-            chunks,
-            chunks,
-            count * PAGE // self.spec.chunk,
+        sealed = SealedBatch(
+            rows=row,
+            states=torch.tensor([segment.state or 0], device=device),
+            first=torch.tensor([segment.first], device=device),
+            pages=self.tables.pages[row, :count].long(),
+            value_pages=self.tables.value_pages[row, :count].long(),
+            num_pages=num_pages,
+            num_chunks=chunks,
+            budget=chunks,
+            max_budget=count * PAGE // self.spec.chunk,
         )
+        return CachedSegment(sealed, self._exact_rows(segment.static, 0, segment.static_tokens))

@@ -1,12 +1,10 @@
 """Sealing: full pages of exact tokens leave the exact store for the policy's own form.
 
-Generated tokens are projected on the basis of their sequence's prompt (ShadowKV+): pre-RoPE keys of a sequence and
-of its continuation share the subspace.
+Generated tokens are projected on the basis of the last segment's own (ShadowKV+) as far as that reaches
+(``growth.py``).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import SealedTokens
-from shadowkv.kvcache.sequence import SlotTable
+from shadowkv.kvcache.sequence import Tables
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
@@ -23,16 +21,11 @@ PAGES_AT_ONCE = 512
 
 
 class Sealing:
-    """Writes sealed pages, for prefill and for decode.
+    """Writes sealed pages, for prefill and for decode."""
 
-    Attributes:
-        launch: gives the numbers of due pages to ``seal_pages`` on the device; an engine may put a captured graph here.
-    """
-
-    def __init__(self, store: Store, parts: Parts, table: SlotTable) -> None:
-        self.store, self.parts, self.table = store, parts, table
+    def __init__(self, store: Store, parts: Parts, tables: Tables) -> None:
+        self.store, self.parts, self.tables = store, parts, tables
         self.spec = store.layout.spec
-        self.launch: Callable[[np.ndarray], None] = self._launch
 
     def write(self, tokens: SealedTokens, excluded: Tensor | None = None) -> None:
         """Stores full pages; ``excluded`` bool [L, n, H, C] marks chunks that are exact elsewhere."""
@@ -50,29 +43,42 @@ class Sealing:
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
         self.store.write("excluded", tokens.layers, tokens.pages, excluded)
 
-    def _launch(self, numbers: np.ndarray) -> None:
-        self.seal_pages(torch.from_numpy(numbers).to(self.store.compute))
+    def due(self, slots: np.ndarray) -> np.ndarray:
+        """Which of ``slots`` have an exact tail that outgrew its window, and a state that reaches its oldest page."""
+        tables = self.tables
+        length, sealed = tables.length[slots], tables.sealed[slots]
+        reached = (tables.segments[slots] > 0) & (sealed + PAGE <= tables.reach[slots])
+        return reached & (length - sealed >= self.spec.local + PAGE)
 
-    def seal_due(self, slots: np.ndarray) -> None:
-        """Seals the oldest page of every compressed sequence in ``slots`` whose exact tail outgrew its window."""
-        table = self.table
-        tail = table.length[slots] - table.sealed[slots]
-        due = slots[(table.sealed[slots] > 0) & (tail >= self.spec.local + PAGE)]
-        if len(due):
-            page = table.sealed[due] // PAGE
-            self.launch(np.stack((due, page, table.static_pages[due] + page % table.ring_pages[due])))
-            table.sealed[due] += PAGE
+    def numbers(self, slots: np.ndarray) -> np.ndarray:
+        """What ``seal_pages`` has to know to seal the oldest page of each of ``slots``, int64 [6, n]."""
+        tables = self.tables
+        page, row = tables.sealed[slots] // PAGE, tables.rows[slots, tables.segments[slots] - 1]
+        column = tables.static_pages[slots] + page % tables.ring_pages[slots]
+        return np.stack((slots, column, page, row, page - tables.first[row] // PAGE, tables.state[row]))
+
+    @property
+    def nobody(self) -> np.ndarray:
+        """The same of one page that nobody owns, int64 [6]."""
+        row = self.tables.padding_row
+        return np.array((self.tables.padding_slot, 0, 0, row, 0, self.tables.state[row]))
 
     def seal_pages(self, numbers: Tensor) -> None:
-        """Seals pages in all layers; ``numbers`` int64 [3, n]: slots, page numbers, columns of the exact page table."""
-        slots, number, column = numbers
+        """Seals pages in all layers.
+
+        Args:
+            numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, rows of segments, columns of
+                their page tables, states.
+        """
+        slots, column, number, row, place, states = numbers
+        tables = self.tables
         exact, pages, value_pages = (
-            table[slots, where].long()
+            table[where].long()
             for table, where in (
-                (self.table.exact, column), (self.table.sealed_pages, number), (self.table.value_pages, number)
+                (tables.exact, (slots, column)), (tables.pages, (row, place)), (tables.value_pages, (row, place))
             )
         )  # fmt: skip
         rotated, values = self.store.k[:, exact].transpose(2, 3), self.store.v[:, exact].transpose(2, 3)
         positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
         keys = self.store.ops.rotate(rotated, positions.expand(len(rotated), -1, -1), self.store.rotary, inverse=True)
-        self.write(SealedTokens(slice(None), slots, pages, value_pages, keys, rotated, values))
+        self.write(SealedTokens(slice(None), states, pages, value_pages, keys, rotated, values))

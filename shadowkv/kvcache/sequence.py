@@ -1,17 +1,66 @@
-"""A cached sequence: its slot, the pages it owns and how far it has come; and the tables that kernels read.
+"""A cached sequence: a path of segments and an exact tail; and the tables that kernels read.
 
-Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the static exact tokens
-(sink and outliers, per kv head) and an exact tail [sealed, length) in a ring of pages.
+Tokens of a dense sequence are all exact. A compressed one has sealed pages [0, sealed), the exact copies of its sink
+and outliers (per kv head) and an exact tail [sealed, length) in a ring of pages. Its sealed pages are cut into
+segments: runs that one fitted state serves. Pages of a segment never change once they are sealed, and neither does its
+state, so that any number of sequences can name them; each holds a reference to their blocks (``memory.BlockPool``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from shadowkv.kvcache.layout import BlockCount, Blocks
+from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing
+from shadowkv.kvcache.layout import PageCount
+from shadowkv.kvcache.spec import PAGE
+
+
+@dataclass(eq=False)
+class Segment:
+    """Sealed pages that follow one another, and the state that they are stored with.
+
+    Attributes:
+        row: of the page tables; this sequence's own.
+        state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
+        first: position of its first token, a multiple of 64.
+        end: position up to which its tokens took part in the fit.
+        reach: position up to which pages may be sealed on the state.
+        pages, value_pages: names of its sealed pages and of those that hold their values.
+        static: names of exact pages with its sink and outliers.
+        static_tokens: tokens in those, per kv head.
+    """
+
+    row: int
+    state: int | None
+    first: int
+    end: int
+    reach: int
+    pages: list[int] = field(default_factory=list)
+    value_pages: list[int] = field(default_factory=list)
+    static: list[int] = field(default_factory=list)
+    static_tokens: int = 0
+
+    @property
+    def sealed(self) -> int:
+        """Position after its last sealed token."""
+        return self.first + PAGE * len(self.pages)
+
+    def prefix(self, row: int, stop: int) -> Segment:
+        """Its pages up to position ``stop``, for a sequence that goes on otherwise there."""
+        count, end = min(len(self.pages), (stop - self.first) // PAGE), min(self.end, stop)
+        return replace(
+            self,
+            row=row,
+            end=end,
+            reach=self.reach - self.end + end,
+            pages=self.pages[:count],
+            value_pages=self.value_pages[:count],
+            static=list(self.static),
+        )
 
 
 @dataclass(eq=False)
@@ -19,75 +68,148 @@ class Sequence:
     """Pages of one sequence, all owned from admission on: nothing is allocated while it decodes.
 
     Attributes:
-        slot: row of the tables and of the per-sequence state.
+        tables: of all sequences.
+        slot: its row there.
         capacity: tokens it may grow to.
-        dense_blocks, exact_blocks, sealed_blocks: granules of its device blocks: for a dense sequence's tokens, for a
-            compressed one's exact tokens and for its sealed pages.
-        host: granules of its host pages.
-        dense, static, ring: granules of the exact pages in those blocks.
+        path: its segments, in order.
+        dense: names of the exact pages of a dense sequence's tokens.
+        ring: names of the exact pages that a compressed one's tail goes round.
+        sealed_reserve, host_reserve: names of pages to be sealed.
+        static_reserve: names of exact pages for sinks and outliers of segments to come.
+        row_reserve, state_reserve: the row and the state of its first segment, until that is there.
     """
 
+    tables: Tables
     slot: int
     capacity: int = 0
-    dense_blocks: list[int] = field(default_factory=list)
-    exact_blocks: list[int] = field(default_factory=list)
-    sealed_blocks: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
+    path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
-    static: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
+    sealed_reserve: list[int] = field(default_factory=list)
+    host_reserve: list[int] = field(default_factory=list)
+    static_reserve: list[int] = field(default_factory=list)
+    row_reserve: list[int] = field(default_factory=list)
+    state_reserve: list[int] = field(default_factory=list)
 
     @property
-    def owned(self) -> BlockCount:
-        """Blocks of each kind that it owns."""
-        return BlockCount(len(self.dense_blocks), len(self.exact_blocks), len(self.sealed_blocks), len(self.host))
+    def length(self) -> int:
+        """Tokens cached."""
+        return int(self.tables.length[self.slot])
 
     @property
-    def blocks(self) -> Blocks:
-        """Blocks of each tier that it owns."""
-        return self.owned.total
+    def sealed(self) -> int:
+        """Tokens that are sealed."""
+        return self.path[-1].sealed if self.path else 0
+
+    @property
+    def standing(self) -> Standing:
+        """How far it is sealed, as the rules of growth see it."""
+        return Standing(self.sealed, len(self.path), self.path[-1].reach if self.path else 0)
+
+    @property
+    def pages(self) -> list[int]:
+        """Names of its sealed pages, in order."""
+        return [name for segment in self.path for name in segment.pages]
+
+    @property
+    def static(self) -> list[int]:
+        """Names of the exact pages with sinks and outliers, in order."""
+        return [name for segment in self.path for name in segment.static]
+
+    @property
+    def owned(self) -> PageCount:
+        """What it has of each kind; of static pages and segments those to come."""
+        sealed = sum(len(segment.pages) for segment in self.path)
+        return PageCount(
+            dense=len(self.dense),
+            static=len(self.static_reserve),
+            ring=len(self.ring),
+            sealed=sealed + len(self.sealed_reserve),
+            host=sealed + len(self.host_reserve),
+            segments=len(self.row_reserve),
+        )
+
+    def device_pages(self, reserves: bool = True) -> Iterator[int]:
+        """Names of all its pages of the device tier."""
+        yield from self.dense
+        yield from self.ring
+        yield from self.static
+        yield from self.pages
+        if reserves:
+            yield from self.sealed_reserve
+            yield from self.static_reserve
 
 
-class SlotTable:
-    """Numbers and page tables of all slots; numbers on the host, tables where the cache computes.
+class Tables:
+    """Numbers and page tables of all sequences and of their segments; numbers on the host, tables on the device.
 
-    The slot after the last is nobody's: the rows that fill up a captured batch name it.
+    The slot after the last is nobody's, and so is the row: the rows that fill up a captured batch name them.
 
     Attributes:
-        padding_slot: the slot after the last.
-        length, sealed: int64 [slots], tokens cached and tokens sealed.
-        static_tokens, static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a
-            ring as long as itself.
-        exact: int32 [slots, E]; sealed_pages, value_pages: int32 [slots, P]: granules.
+        padding_slot, padding_row: those after the last.
+        length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages may be
+            sealed on the last segment's state.
+        static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
+            itself.
+        segments: int64 [slots], how many segments a sequence has.
+        rows: int64 [slots, MOST_SEGMENTS], their rows.
+        state, first, end, static_tokens: int64 [rows], of a segment: its state, the positions of its first token and
+            after its last, and how many of its tokens are exact elsewhere, per kv head.
+        exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
+        pages, value_pages: int32 [rows, P], names.
     """
 
-    def __init__(self, slots: int, exact_width: int, sealed_width: int, device: torch.device) -> None:
-        rows = slots + 1
-        self.padding_slot = slots
-        self.length = np.zeros(rows, np.int64)
-        self.sealed = np.zeros(rows, np.int64)
-        self.static_tokens = np.zeros(rows, np.int64)
-        self.static_pages = np.zeros(rows, np.int64)
-        self.ring_pages = np.ones(rows, np.int64)
-        self.exact = torch.zeros(rows, exact_width, dtype=torch.int32, device=device)
-        self.sealed_pages = torch.zeros(rows, sealed_width, dtype=torch.int32, device=device)
-        self.value_pages = torch.zeros(rows, sealed_width, dtype=torch.int32, device=device)
+    def __init__(
+        self, slots: int, rows: int, exact_width: int, sealed_width: int, spare_state: int, device: torch.device
+    ) -> None:
+        self.padding_slot, self.padding_row = slots, rows
+        self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
+        self.ring_pages = np.ones(slots + 1, np.int64)
+        self.rows = np.full((slots + 1, MOST_SEGMENTS), rows, np.int64)
+        self.state = np.full(rows + 1, spare_state, np.int64)
+        self.first, self.end, self.static_tokens = np.zeros((3, rows + 1), np.int64)
+        self.exact, self.static_counts = torch.zeros(2, slots + 1, exact_width, dtype=torch.int32, device=device)
+        self.pages, self.value_pages = torch.zeros(2, rows + 1, sealed_width, dtype=torch.int32, device=device)
+
+    def write(self, sequence: Sequence) -> None:
+        """Numbers of a sequence's segments."""
+        slot, path = sequence.slot, sequence.path
+        at = sequence.standing
+        self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.reach, len(path)
+        for number, segment in enumerate(path):
+            self.rows[slot, number] = segment.row
+            self.first[segment.row], self.end[segment.row] = segment.first, segment.sealed
+            self.static_tokens[segment.row] = segment.static_tokens
+            if segment.state is not None:
+                self.state[segment.row] = segment.state
+
+    def write_exact(self, sequence: Sequence) -> None:
+        """Names of a sequence's exact pages."""
+        static, ring = sequence.static, sequence.ring if sequence.path else sequence.dense
+        self.static_pages[sequence.slot], self.ring_pages[sequence.slot] = len(static), max(1, len(ring))
+        counts = [
+            min(PAGE, segment.static_tokens - PAGE * number)
+            for segment in sequence.path
+            for number in range(len(segment.static))
+        ]
+        _write(self.exact, sequence.slot, static + ring)
+        _write(self.static_counts, sequence.slot, counts)
+
+    def write_pages(self, sequence: Sequence, values_elsewhere: bool) -> None:
+        """Names of a sequence's sealed pages, and of the last segment's to come."""
+        for segment in sequence.path:
+            last = segment is sequence.path[-1]
+            width = self.pages.shape[1]
+            pages = segment.pages + (sequence.sealed_reserve if last else [])
+            _write(self.pages, segment.row, pages[:width])
+            values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
+            _write(self.value_pages, segment.row, values[:width])
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""
-        for array in (self.length, self.sealed, self.static_tokens, self.static_pages):
+        for array in (self.length, self.sealed, self.reach, self.static_pages, self.segments):
             array[slot] = 0
 
-    def set_exact(self, slot: int, static: list[int], ring: list[int]) -> None:
-        """Names a slot's exact pages."""
-        self.static_pages[slot], self.ring_pages[slot] = len(static), max(1, len(ring))
-        self._write(self.exact, slot, static + ring)
 
-    def set_sealed(self, slot: int, pages: list[int], value_pages: list[int]) -> None:
-        """Names a slot's sealed pages."""
-        self._write(self.sealed_pages, slot, pages)
-        self._write(self.value_pages, slot, value_pages)
-
-    @staticmethod
-    def _write(table: torch.Tensor, slot: int, pages: list[int]) -> None:
-        table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+def _write(table: torch.Tensor, row: int, names: list[int]) -> None:
+    table[row, : len(names)] = torch.tensor(names, dtype=torch.int32)

@@ -33,8 +33,8 @@ class KVSpec:
     """How a sequence's keys and values are kept and found.
 
     Attributes:
-        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8`` or
-            ``low-rank-int4``.
+        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``,
+            ``low-rank-int4``, or a codec of rows, as for values.
         index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
             ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes`` or ``skewed``.
         values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``; ``rotated``
@@ -157,6 +157,11 @@ class KVSpec:
         """Exact pages that hold the sink and the outliers."""
         return math.ceil(self.static_tokens / PAGE)
 
+    @property
+    def outlier_pages(self) -> int:
+        """Exact pages that hold the outliers of a later segment."""
+        return math.ceil(self.outliers * self.chunk / PAGE)
+
     def sealed_pages(self, length: int) -> int:
         """Pages of a compressed sequence of ``length`` tokens that are sealed."""
         return max(0, length - self.local) // PAGE
@@ -165,10 +170,10 @@ class KVSpec:
         """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
         return -(-self.budget_tokens(context) // self.chunk)
 
-    def drawn_chunks(self, budget: np.ndarray, sealed: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are drawn where ``sealed`` tokens are sealed, int64; the others are found."""
+    def drawn_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
+        """Chunks of ``budget`` that are drawn of ``selectable`` tokens, int64; the others are found."""
         found = np.ceil(np.round(budget * (1 - self.drawn), 6)).astype(np.int64)
-        scarce = budget * self.chunk < sealed - self.static_tokens
+        scarce = budget * self.chunk < selectable
         return np.where(scarce, budget - found, 0)
 
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:

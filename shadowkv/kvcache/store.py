@@ -1,4 +1,4 @@
-"""The memory behind a policy: both tiers, the named views of their pages, and the state of each slot."""
+"""The memory behind a policy: all tiers, the named views of their pages, and the fitted states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import ExactRows
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import GRANULE, Field, Tier
+from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops import Ops
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
@@ -19,41 +19,36 @@ class Store:
     """Tensors by name and layer.
 
     Attributes:
-        device, host: the tiers; the host tier has no blocks where the policy keeps nothing there.
-        k, v: [num_layers, granules, H, 64, d], exact pages.
-        page: per field [num_layers, granules, *field.shape], sealed pages.
-        state: per field [num_layers, slots, *field.shape].
-        buffer: fetched chunks of all layers, [num_layers, slots, *field.shape] but for the counters; None without one.
+        tiers: by name; those where the policy keeps nothing have no bytes.
+        k, v: [num_layers, names, H, 64, d], exact pages.
+        page: per field [num_layers, names, *field.shape], sealed pages.
+        state: per field [num_layers, states, *field.shape], fitted states.
+        buffer: fetched chunks of all layers, [num_layers, rows, *field.shape] but for the counters; None without one.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        ops: Ops,
-        rotary: RotaryTables,
-        slots: int,
-        device_blocks: int,
-        host_blocks: int,
-        device: torch.device,
+        self, layout: Layout, ops: Ops, rotary: RotaryTables, slots: int, memory: Blocks, device: torch.device
     ) -> None:
-        layers = layout.shape.num_layers
+        layers, fixed = layout.shape.num_layers, layout.fixed_blocks(slots)
         self._rotations: dict[str, Tensor] = {}
         self.layout, self.ops, self.rotary, self.compute = layout, ops, rotary, device
-        self.device = Tier("device", layers, layout.block_bytes, device_blocks, device)
-        self.host = Tier("host", layers, layout.host_block_bytes, host_blocks, device, pinned=device.type == "cuda")
-        exact = self.device.views(layout.exact_fields)
+        self.tiers: dict[str, Tier] = {}
+        for one in layout.tiers:
+            pinned, count = one.pinned and device.type == "cuda", memory[one.name] if one.paged else fixed[one.name]
+            self.tiers[one.name] = Tier(one.name, layers, one.block_bytes, count, device, pinned, one.paged)
+        on_device, on_host = self.tiers["device"], self.tiers["host"]
+        exact = on_device.views(layout.exact_fields)
         self.k, self.v = exact["k"], exact["v"]
-        self.page = {**self.device.views(layout.sealed_fields), **self.host.views(layout.host_fields)}
-
-        # One slot more than sequences can have, for the rows that fill up a captured batch.
-        def state_of(field: Field) -> Tensor:
-            return torch.zeros(layers, slots + 1, *field.shape, dtype=field.dtype, device=device)
-
-        self.state = {field.name: state_of(field) for field in layout.state_fields}
+        self.page = {**on_device.views(layout.sealed_fields), **on_host.views(layout.host_fields)}
+        self.state = self.tiers["states"].views(layout.state_fields)
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
+
+            def rows_of(field: Field) -> Tensor:  # one more, for the rows that fill up a captured batch
+                return torch.zeros(layers, fixed["rows"] + 1, *field.shape, dtype=field.dtype, device=device)
+
             counters = torch.zeros(2, dtype=torch.int64, device=device)
-            self.buffer = ChunkBuffer(counters=counters, **{x.name: state_of(x) for x in layout.buffer_fields})
+            self.buffer = ChunkBuffer(counters=counters, **{x.name: rows_of(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
 
     def rotation(self, name: str) -> Tensor:
@@ -62,13 +57,13 @@ class Store:
             self._rotations[name] = random_rotation(self.layout.shape.head_dim, name).to(self.compute)
         return self._rotations[name]
 
-    def sealed_granules(self, blocks: list[int]) -> list[int]:
-        """Granules of the sealed pages that fit in device ``blocks``, in order."""
+    def sealed_names(self, blocks: list[int]) -> list[int]:
+        """Names of the sealed pages that fit in device ``blocks``, in order."""
         step = self.layout.sealed_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.sealed_per_block)]
 
-    def exact_granules(self, blocks: list[int]) -> list[int]:
-        """Granules of the exact pages that fit in device ``blocks``, in order."""
+    def exact_names(self, blocks: list[int]) -> list[int]:
+        """Names of the exact pages that fit in device ``blocks``, in order."""
         step = self.layout.exact_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
@@ -76,13 +71,18 @@ class Store:
         """Rotated keys and values [n, H, d] of exact pages."""
         return self.k[layer][rows.pages, :, rows.offsets], self.v[layer][rows.pages, :, rows.offsets]
 
-    def excluded(self, layer: int, pages: Tensor) -> Tensor:
-        """Which chunks bool [B, H, P * C] of sequences' sealed pages [B, P] are exact elsewhere."""
+    def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
+        """Which chunks bool [R, H, P * C] of the sealed pages [R, P] of segments are exact elsewhere.
+
+        Args:
+            first: int64 [R], positions of their first tokens.
+        """
         if "excluded" in self.page:
             return self.page["excluded"][layer][pages].transpose(1, 2).flatten(2)
         spec = self.layout.spec  # has no outliers
-        sink = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device) < spec.sink_chunks
-        return sink.expand(len(pages), self.layout.shape.num_kv_heads, -1)
+        chunk = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device)
+        sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
+        return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)
 
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
         """Writes pages [L, n, *field.shape] of some layers."""

@@ -65,10 +65,10 @@ def _select_by_sketch(whole: Tensor, unit: Tensor, coarse: Tensor, *rest: Any) -
 
 
 @cache
-def load_cuda(name: str) -> bool:
-    """Makes the CUDA op ``torch.ops.shadowkv_cuda.<name>`` available; False where it was not built.
+def load_cuda(name: str, *fakes: str) -> bool:
+    """Loads the library of a CUDA backend; False where it was not built or there is no GPU.
 
-    Warns if its library cannot be loaded.
+    Warns if it cannot be loaded. ``fakes`` are ops of ``torch.ops.shadowkv_cuda`` in it that only write to arguments.
     """
     path = CUDA_FOLDER / f"{name}.so"
     if not path.exists() or not torch.cuda.is_available():
@@ -78,6 +78,8 @@ def load_cuda(name: str) -> bool:
     except OSError as error:
         warnings.warn(f"{path} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
         return False
+    for op in fakes:
+        torch.library.register_fake(f"shadowkv_cuda::{op}", lambda *_: None)
     return True
 
 

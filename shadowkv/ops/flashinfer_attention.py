@@ -14,6 +14,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
+
 DIM = 128
 """The head dim for which they were measured to be the faster ones."""
 
@@ -31,9 +33,10 @@ def available() -> bool:
     return True
 
 
-def serves(q: Tensor) -> bool:
-    """Whether queries [n, H_q, d] are of a kind that it is used for."""
-    return q.dtype == torch.bfloat16 and q.shape[-1] == DIM
+def supports(case: Case) -> list[str]:
+    """Why it is not used for a case."""
+    dims = unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}, for which alone it was measured")
+    return unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16") + dims
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shadowkv.ops.case import Case
+
 NAMES = (
     "add_rms_norm",
     "append_tokens",
@@ -41,21 +43,33 @@ PREFERENCE = {"cuda": ("flashinfer", "cuda", "triton", "reference"), "cpu": ("cp
 
 
 class Ops:
-    """Every op as an attribute, from the fastest backend that this device has.
+    """Every op as an attribute, from the fastest backend that this device has and that supports the case.
+
+    A backend may define ``available()``, whether it was built and runs here, and ``supports(case)``, the reasons why it
+    cannot serve a case: none where it can. What it is then called with it takes, or it raises.
 
     Args:
         device: where the ops will run.
+        case: what they will be called with; None asks no backend what it supports.
         overrides: backend by op name, for tests and comparisons.
 
     Attributes:
+        called: ops of the case; all, without one.
         backends: backend by op name.
-        synchronising: ops that make the host wait for the device, so that they cannot be captured in a graph.
+        reasons: faster backends of each op that are not used, and why: ``name: reason``.
+        synchronising: those of ``called`` that make the host wait for the device, so that they cannot be captured in a
+            graph.
 
     Raises:
-        ValueError: an override names an unknown op or a backend that the op does not have.
+        ValueError: an override names an unknown op, or a backend that the op does not have or that cannot serve.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", overrides: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        case: Case | None = None,
+        overrides: Mapping[str, str] | None = None,
+    ) -> None:
         overrides = dict(overrides or {})
         unknown = sorted(set(overrides) - set(NAMES))
         if unknown:
@@ -63,27 +77,34 @@ class Ops:
         kind = torch.device(device).type
         if kind not in PREFERENCE:
             raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
+        self.case, self.called = case, frozenset(NAMES) if case is None else case.ops
         self.backends: dict[str, str] = {}
+        self.reasons: dict[str, list[str]] = {}
         self.synchronising: list[str] = []
         for name in NAMES:
-            wanted = (overrides[name],) if name in overrides else PREFERENCE[kind]
-            function = next((found for backend in wanted if (found := self._load(name, backend))), None)
-            if function is None:
-                raise ValueError(f"op {name!r} has no backend {wanted[0]!r} here")
-            setattr(self, name, function)
+            self._choose(name, (overrides[name],) if name in overrides else PREFERENCE[kind])
 
-    def _load(self, name: str, backend: str) -> Callable[..., Any] | None:
-        path = f"shadowkv.ops.{name}.{backend}"
-        if find_spec(path) is None:
-            return None
-        module = import_module(path)
-        available = getattr(module, "available", None)
-        if available is not None and not available():
-            return None
-        self.backends[name] = backend
-        if getattr(module, "SYNCHRONISES", False):
-            self.synchronising.append(name)
-        return getattr(module, name)
+    def _choose(self, name: str, backends: tuple[str, ...]) -> None:
+        told = self.reasons[name] = []
+        for backend in backends:
+            path = f"shadowkv.ops.{name}.{backend}"
+            if find_spec(path) is None:
+                continue
+            module = import_module(path)
+            available = getattr(module, "available", lambda: True)()
+            reasons = [] if available else ["not built, or does not run here"]
+            if not reasons and self.case is not None and name in self.called:
+                reasons = getattr(module, "supports", lambda case: [])(self.case)
+            if reasons:
+                told.append(f"{backend}: {'; '.join(reasons)}")
+                continue
+            self.backends[name] = backend
+            if name in self.called and getattr(module, "SYNCHRONISES", False):
+                self.synchronising.append(name)
+            setattr(self, name, getattr(module, name))
+            return
+        why = f": {'; '.join(told)}" if told else ""
+        raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {name!r}; known: {', '.join(NAMES)}")

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.engine.sizing import GIB, prefill_bytes
+from shadowkv.engine.sizing import GIB, GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.plan.memory import LargestBatch, SequenceBytes, largest_batch, sequence_bytes
+from shadowkv.plan.memory import SequenceBytes, sequence_bytes
 from shadowkv.plan.traffic import StepReads, step_reads
 
 
@@ -77,8 +77,10 @@ class Planner:
     Attributes:
         weight_bytes: of the whole model.
         weight_bytes_read: of what a step reads: an embedding table that is not the head too gives only rows.
-        prefill_bytes: device bytes left free for the longest prefill.
-        cache_bytes: device bytes left for the cache, negative where the weights alone do not fit.
+        usable_bytes: of the device beside the weights, negative where those alone do not fit.
+        prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
+            take for each sequence comes on top.
+        cache_bytes: what is left for the cache.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class Planner:
         self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
-        self.cache_bytes = usable - self.weight_bytes - self.prefill_bytes
+        self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
+        self.cache_bytes = self.usable_bytes - self.prefill_bytes - self.graph_bytes
 
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""
@@ -107,7 +110,7 @@ class Planner:
         layout = Layout(spec, shape, self.dtype, parts, self.context, self.fetch_buffer)
         need = sequence_bytes(layout, self.context)
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
-        batch = largest_batch(need, self.cache_bytes, host)
+        batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host)
         reads = step_reads(layout, parts, self.context, self.hit_rate)
         # Layers are alike and follow one another: the slower tier of one is the slower tier of all.
         device_bandwidth = machine.device_bandwidth_tbs * 1e12

@@ -23,7 +23,8 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
-        f"= {planner.cache_bytes / GIB:.2f} GiB for the cache; read at {machine.device_bandwidth_tbs:g} TB/s",
+        f"- {planner.graph_bytes / GIB:.2f} graphs = {planner.cache_bytes / GIB:.2f} GiB for the cache; "
+        f"read at {machine.device_bandwidth_tbs:g} TB/s",
         f"host     {host}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
         *(f"policy   {plan.kv}: {plan.spec.in_words(shape)}" for plan in plans),
         "",
@@ -82,6 +83,7 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "weight_bytes": planner.weight_bytes,
         "weight_bytes_read_per_step": planner.weight_bytes_read,
         "prefill_reserve_bytes": planner.prefill_bytes,
+        "graph_reserve_bytes": planner.graph_bytes,
         "device_cache_bytes": planner.cache_bytes,
         "machine": asdict(planner.machine),
         "hit_rate": planner.hit_rate,

@@ -65,7 +65,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
         index=parts.index.scored_bytes(sealed, budget) + pages * excluded,
-        state=parts.keys.state_bytes_read() + parts.index.state_bytes_read(),
+        state=sum(part.state_bytes_read() for part in parts),
         keys=keys * parts.keys.bytes_per_token(),
         values=values - missed,
         host_values=missed,

@@ -118,18 +118,13 @@ class _EngineFigures(Collector):
             gauge = GaugeMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        for name, text, device, host in (
-            (
-                "kv_cache_used_bytes",
-                "KV cache in use, finished sequences that are kept included.",
-                stats.device_used_bytes,
-                stats.host_used_bytes,
-            ),
-            ("kv_cache_total_bytes", "KV cache there is.", stats.device_total_bytes, stats.host_total_bytes),
+        for name, text in (
+            ("used_bytes", "KV cache in use, finished sequences that are kept included."),
+            ("total_bytes", "KV cache there is."),
         ):
-            gauge = GaugeMetricFamily(f"shadowkv:{name}", text, labels=["model_name", "tier"])
-            gauge.add_metric([self._model, "device"], device)
-            gauge.add_metric([self._model, "host"], host)
+            gauge = GaugeMetricFamily(f"shadowkv:kv_cache_{name}", text, labels=["model_name", "tier"])
+            for tier, use in stats.tiers.items():
+                gauge.add_metric([self._model, tier], getattr(use, name))
             yield gauge
         fetches = stats.fetches
         for name, text, count in (

@@ -16,6 +16,8 @@ from test_engine import assert_empty, drain, prompt, tokens
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.parts.base import Selection
 
 MODEL = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 384,
@@ -34,7 +36,7 @@ def make_wide(tmp_path: Path) -> Any:
     def make(kv: str) -> Engine:
         config = EngineConfig(
             model=str(tmp_path), load_format="dummy", kv=kv, max_num_seqs=RUNNING, max_cached_seqs=0,
-            max_model_len=2048, gpu_memory_utilization=0.3, host_memory_gib=1.0, fetch_buffer=2.0,
+            max_model_len=2048, gpu_memory_utilization=0.9, host_memory_gib=1.0, fetch_buffer=2.0,
         )  # fmt: skip
         engine = Engine(config)
         engine._steps.run_ahead = True
@@ -50,7 +52,7 @@ def test_an_abort_while_values_are_fetched_leaves_the_others_as_they_were(make_w
 
     def run(abort: bool) -> dict[str, list[int]]:
         engine = make_wide(kv)
-        assert engine.cache.fetching is not None
+        assert engine.cache.fetches is not None
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         for number, name in enumerate(names):  # prefilled together
             engine.add_request(name, prompt(number, 500 + number), params)
@@ -60,14 +62,14 @@ def test_an_abort_while_values_are_fetched_leaves_the_others_as_they_were(make_w
                 outputs.setdefault(output.request_id, []).append(output)
         assert engine._steps._ahead is not None  # launched, and nobody has waited for it
         if abort:
-            host = engine.cache.store.host.used_bytes
+            host = engine.cache.use()["host"].used_bytes
             engine.abort("1")
-            assert engine.cache.store.host.used_bytes < host
+            assert engine.cache.use()["host"].used_bytes < host
         engine.add_request("late", prompt(99, 510), params)
         for name, more in drain(engine).items():
             outputs.setdefault(name, []).extend(more)
         assert_empty(engine)
-        assert engine.cache.fetching.counts.fetched
+        assert engine.cache.fetches.fetched
         return {name: tokens(found) for name, found in outputs.items()}
 
     wanted, got = run(False), run(True)
@@ -84,11 +86,10 @@ def test_an_abort_while_values_are_fetched_leaves_the_others_as_they_were(make_w
 def test_captures_without_memory(make_wide: Any, monkeypatch: pytest.MonkeyPatch, kv: str, selects: int) -> None:
     """Memory runs out for real after so many selections of a capture, with fetches on their way or without."""
     engine = make_wide(kv)
-    select, count, hoard = engine.cache.select, 0, list[torch.Tensor]()
+    count, hoard = 0, list[torch.Tensor]()
 
-    def scarce(*args: Any) -> Any:
+    def scarce(layer: int, q: torch.Tensor, batch: SealedBatch, selected: Selection) -> Selection:
         nonlocal count
-        selected = select(*args)
         if torch.cuda.is_current_stream_capturing():
             count += 1
             if count > selects:
@@ -109,10 +110,10 @@ def test_captures_without_memory(make_wide: Any, monkeypatch: pytest.MonkeyPatch
         assert_empty(engine)
         return [found[f"{prefix}{number}"] for number in range(3)]
 
-    engine.cache.select = scarce
+    engine.cache.selection_hook = scarce
     got = answers("scarce")
     assert engine.runner.graphs is not None and engine.runner.graphs._without and not hoard
-    engine.cache.select = select
+    engine.cache.selection_hook = None
     engine.runner.graphs._without.clear()
     assert got == answers("plenty")
     assert engine.runner.graphs._graphs

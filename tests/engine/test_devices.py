@@ -6,7 +6,6 @@ import json
 import random
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,15 +31,6 @@ def test_a_device_that_is_not_there_is_named(name: str, message: str) -> None:
 def test_a_cpu_has_nothing_to_make_current() -> None:
     with current(device_of("cpu")):
         assert device_of("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize("kv", ["full", "shadowkv"])
-def test_an_engine_says_which_backends_attend(make: Any, kv: str) -> None:
-    engine = make(kv=kv, device="cpu")
-    backends = engine.cache.ops.backends
-    line = f"kernels prefill attention {backends['causal_attention']}, decode attention {backends['paged_attention']}"
-    selected = f", selected chunks {backends['attend_selected']}"
-    assert line + selected * (kv != "full") in engine.notes
 
 
 @pytest.fixture
@@ -71,8 +61,8 @@ def test_the_second_gpu_answers_as_the_first(model: Path, kv: str, eager: bool) 
     draw = random.Random(0)
     prompts = [[draw.randrange(500) for _ in range(length)] for length in (2500, 700, 90)]
     first, second = (llm(model, device, kv, eager) for device in ("cuda:0", "cuda:1"))  # side by side
-    assert second.engine.cache.store.device.arena.device == torch.device("cuda", 1)
-    assert second.engine.cache.store.host.arena.device == torch.device("cuda", 1)
+    assert second.engine.cache.store.tiers["device"].arena.device == torch.device("cuda", 1)
+    assert second.engine.cache.store.tiers["host"].arena.device == torch.device("cuda", 1)
     answers: list[list[int]] = []
 
     def answer() -> None:  # a thread has a current device of its own

@@ -11,8 +11,9 @@ import torch
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import RequestError, RequestOutput
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -20,6 +21,12 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 def prompt(seed: int, length: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, 256) for _ in range(length)]
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Prefills can be paused after so many tokens."""
+    for kind in BLOCK_TOKENS:
+        monkeypatch.setitem(BLOCK_TOKENS, kind, tokens)
 
 
 def drain(engine: Engine) -> dict[str, list[RequestOutput]]:
@@ -37,21 +44,23 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 def assert_empty(engine: Engine) -> None:
     while engine.scheduler.finished.evict():
         pass
-    assert engine.cache.pool.free == engine.cache.pool.total
-    assert engine.cache.pool.free_slots == engine.config.max_num_seqs + engine.config.max_cached_seqs
+    assert engine.cache.free == engine.cache.total
+    assert engine.cache.free["sequences"] == engine.config.max_num_seqs + engine.config.max_cached_seqs
 
 
 def leave_blocks(engine: Engine, device: int, host: int) -> None:
     """Shrinks the tiers, as on a machine with less memory."""
-    for tier, count in ((engine.cache.store.device, device), (engine.cache.store.host, host)):
-        tier.num_blocks = min(count, tier.num_blocks)
-        tier._free = tier._free[-tier.num_blocks :] if tier.num_blocks else []
+    for name, count in (("device", device), ("host", host)):
+        tier = engine.cache.store.tiers[name]
+        count = min(count, tier.num_blocks)
+        tier.allocate(tier.num_blocks - count)
+        tier.num_blocks = count
 
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "quest"])
 def test_admission_never_exceeds_either_budget_and_keeps_the_order(make: Any, kv: str) -> None:
     engine = make(kv=kv, max_num_seqs=6)
-    pool = engine.cache.pool
+    cache = engine.cache
     leave_blocks(engine, 60, 40)
     rng, started = random.Random(5), []
     for number in range(25):
@@ -64,14 +73,14 @@ def test_admission_never_exceeds_either_budget_and_keeps_the_order(make: Any, kv
         nonlocal most
         new = admit()
         owners = engine.scheduler.running + new
-        need = Blocks(0, 0)
+        need = Blocks()
         for owner in owners:
-            need += pool.demand(len(owner.request.prompt_token_ids), owner.request.capacity)
-        assert need.within(pool.total)
+            need += cache.demand(len(owner.request.prompt_token_ids), owner.request.capacity)
+        assert need.within(cache.total)
         assert len(owners) <= 6
         if engine.scheduler.waiting and len(owners) < 6:
             head = engine.scheduler.waiting[0]
-            assert not pool.demand(len(head.prompt_token_ids), head.capacity).within(pool.total - need)
+            assert not cache.demand(len(head.prompt_token_ids), head.capacity).within(cache.total - need)
         most = max(most, len(owners))
         return new
 
@@ -133,7 +142,7 @@ def test_too_little_memory_for_one_sequence_names_both_amounts(make: Any) -> Non
 
 def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
-    taken = make(**settings).stats().host_total_bytes
+    taken = make(**settings).stats().tiers["host"].total_bytes
     free = SimpleNamespace(available=taken)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     make(**settings)
@@ -143,9 +152,9 @@ def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
-def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str) -> None:
+def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="shadowkv", max_num_seqs=1 if when == "waiting" else 4)
-    engine.runner.block_tokens = 100
+    small_blocks(monkeypatch, 100)
     engine.add_request("first", prompt(1, 10), SamplingParams(max_tokens=60, ignore_eos=True))
     while not engine.scheduler.running:
         engine.step()
@@ -165,9 +174,9 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str) -> None:
     assert_empty(engine)
 
 
-def test_an_abort_among_prompts_prefilled_together(make: Any) -> None:
+def test_an_abort_among_prompts_prefilled_together(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full")
-    engine.runner.block_tokens = 16
+    small_blocks(monkeypatch, 16)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
     engine._start_prefill()
@@ -178,9 +187,9 @@ def test_an_abort_among_prompts_prefilled_together(make: Any) -> None:
     assert_empty(engine)
 
 
-def test_decodes_go_on_while_a_long_prompt_is_prefilled(make: Any) -> None:
+def test_decodes_go_on_while_a_long_prompt_is_prefilled(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="shadowkv")
-    engine.runner.block_tokens = 50
+    small_blocks(monkeypatch, 50)
     engine.add_request("short", prompt(1, 10), SamplingParams(max_tokens=2000, ignore_eos=True))
     engine.step()
     engine.add_request("long", prompt(2, 1500), GREEDY)
@@ -307,12 +316,13 @@ def test_times_and_stats(make: Any) -> None:
     engine = make(kv="shadowkv")
     engine.add_request("a", prompt(1, 900), GREEDY)
     before = engine.stats()
-    assert (before.running, before.waiting, before.device_used_bytes) == (0, 1, 0)
+    assert (before.running, before.waiting) == (0, 1)
+    assert not any(tier.used_bytes for tier in before.tiers.values())
     engine.step()
     during = engine.stats()
     assert (during.running, during.waiting) == (1, 0)
-    assert 0 < during.device_used_bytes <= during.device_total_bytes
-    assert 0 < during.host_used_bytes <= during.host_total_bytes
+    assert set(during.tiers) == {"device", "host", "states"}
+    assert all(0 < tier.used_bytes <= tier.total_bytes for tier in during.tiers.values())
     times = drain(engine)["a"][-1].times
     assert times.arrival <= times.scheduled <= times.first_token < times.last_token
 

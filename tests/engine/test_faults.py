@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from test_engine import GREEDY, assert_empty, drain, prompt, tokens
+from test_engine import GREEDY, assert_empty, drain, prompt, small_blocks, tokens
 
 from shadowkv import SamplingParams
 from shadowkv.engine import cuda_graphs
@@ -132,7 +132,7 @@ def test_an_abort_among_prompts_prefilled_together_is_not_scored(make: Any, monk
 def test_a_long_prefill_on_an_idle_engine_can_be_aborted(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowkv.engine.engine.IDLE_PREFILL_SECONDS", 0.0)
     engine = make(kv="shadowkv")
-    engine.runner.block_tokens = 100
+    small_blocks(monkeypatch, 100)
     engine.add_request("a", prompt(1, 1500), GREEDY)
     assert not engine.step() and engine.has_work
     engine.abort("a")

@@ -38,14 +38,14 @@ def steps(engine: Engine, count: int) -> torch.Tensor:
     """Logits of steps on fixed tokens, through seals."""
     draw, sequences = random.Random(0), []
     for length in LENGTHS:
-        sequence = engine.cache.pool.allocate(length, length + count)
+        sequence = engine.cache.allocate(length, length + count)
         with torch.inference_mode():
             for _ in engine.runner.prefill([(sequence, [draw.randrange(500) for _ in range(length)])]):
                 pass
         sequences.append(sequence)
     logits = [engine.runner.decode(sequences, [draw.randrange(500) for _ in LENGTHS]).clone() for _ in range(count)]
     for sequence in sequences:
-        engine.cache.pool.release(sequence)
+        engine.cache.release(sequence)
     return torch.stack(logits)
 
 
@@ -71,8 +71,8 @@ def test_micro_batches_change_nothing(kv: str, tmp_path: Path, monkeypatch: pyte
     apart = steps(engine, 70)
     error = (apart - together).norm(dim=-1) / together.norm(dim=-1)
     assert error.max() < (1e-4 if DEVICE == "cpu" else 0.05), error.max()
-    assert engine.cache.fetching is not None
-    assert engine.cache.fetching.counts.fetched > 0
+    assert engine.cache.fetches is not None
+    assert engine.cache.fetches.fetched > 0
     first = order.index(("begin", 0, 2))  # of the first decode step
     assert order[first : first + 7] == [
         ("begin", 0, 2), ("begin", 0, 3), ("finish", 0, 2), ("begin", 1, 2), ("finish", 0, 3), ("begin", 1, 3),
@@ -91,8 +91,8 @@ def test_one_batch_is_fetched_as_what_nothing_overlaps(tmp_path: Path, monkeypat
 
 
 def test_batches_are_split_where_much_is_selected_in_short_chunks_beyond_a_bus(tmp_path: Path) -> None:
-    fetching = open_engine(tmp_path, "turbo-host").cache.fetching
-    long = open_engine(tmp_path, "shadowkv").cache.fetching
+    fetching = open_engine(tmp_path, "turbo-host").cache.decode.fetching
+    long = open_engine(tmp_path, "shadowkv").cache.decode.fetching
     assert fetching is not None
     assert long is not None
     budget = np.full(64, TWO_BATCH_CHUNKS // 64 // 2)  # of two heads

@@ -64,7 +64,7 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
     for engine in (ahead, wanted):
         while engine.scheduler.finished.evict():
             pass
-        assert engine.cache.pool.free == engine.cache.pool.total
+        assert engine.cache.free == engine.cache.total
 
 
 def test_a_finished_sequence_keeps_only_what_was_said(make: Any) -> None:
@@ -79,5 +79,5 @@ def test_a_finished_sequence_keeps_only_what_was_said(make: Any) -> None:
         for output in engine.step():
             said += output.token_ids
     assert 1 < len(said) < 30, "the seed must end the answer by a stop token"
-    lengths = engine.cache.pool.table.length
+    lengths = engine.cache.pool.tables.length
     assert lengths.max() == len(prompt) + len(said) - 1  # the last token's keys were never computed

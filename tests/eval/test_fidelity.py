@@ -9,10 +9,9 @@ import torch
 
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import open_cache_as, prefill
-from shadowkv.eval.copies import prefill_all
 from shadowkv.eval.fidelity.attention import attended_positions, exact_weights
 from shadowkv.eval.fidelity.exact_tails import with_exact_tails
-from shadowkv.eval.fidelity.follow import follow
+from shadowkv.eval.fidelity.follow import follow, prefill_followers
 from shadowkv.eval.fidelity.follower import Follower, kl_divergence
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
@@ -89,12 +88,12 @@ def test_exact_tails_differ_by_what_is_generated_alone(loaded: LoadedModel, seed
     ]
     full = Follower(loaded, Policy("full", "full", KVSpec()), several, LENGTHS + steps, None)
     sealing, exact = (Follower(loaded, policy, several, LENGTHS + steps, full.cache) for policy in twins[:2])
-    prefill_all(full.runner, [(one.cache, one.sequences[0]) for one in (full, sealing, exact)], several[0].tokens)
+    prefill_followers(loaded, (full, sealing, exact), several[0].tokens, LENGTHS + steps)
     for token in range(steps):
         reference = full.decode([token])
         for one in (sealing, exact):
             one.follow([token], reference, True)
-    sealed = [int(one.cache.pool.table.sealed[one.sequences[0].slot]) for one in (sealing, exact)]
+    sealed = [one.sequences[0].sealed for one in (sealing, exact)]
     assert sealed == [448, 320]
     kl = torch.stack([torch.cat(one.kl) for one in (sealing, exact)])
     before = 320 + 32 + 64 - LENGTHS  # tokens until the first page is sealed
@@ -107,17 +106,17 @@ def test_recall_counts_each_position_that_is_read_once(loaded: LoadedModel, seed
     spec = preset("quest:chunk=16,outliers=2,budget=32")
     cache = open_cache_as(ObservedCache, loaded, spec, 500, 1)
     (prompt,) = prompts()
-    sequence = cache.pool.allocate(len(prompt.tokens), 500)
+    sequence = cache.allocate(len(prompt.tokens), 500)
     seen: list[Attended] = []
     cache.observe = seen.append
     runner = Runner(loaded.model, cache)
-    prefill(runner, [(sequence, prompt.tokens)])
+    prefill(loaded.model, cache, [(sequence, prompt.tokens)])
     runner.decode([sequence], [7])
     assert [one.layer for one in seen] == [0, 1]
     scripted = replace(seen[0], selected=torch.tensor([[[3, 9], [5, -1]]]))
     read = attended_positions(cache, scripted, 448)[0]
     sealed = cache.spec.sealed_pages(400) * 64
-    excluded = cache.store.excluded(0, scripted.batch.sealed.pages)[0]
+    excluded = cache.store.excluded(0, scripted.batch.sealed.pages, scripted.batch.sealed.first)[0]
     assert excluded.sum(1).tolist() == [3, 3]  # one of the sink, two outliers
     for head, chosen in enumerate(((3, 9), (5,))):
         chunks = set(chosen) | set(excluded[head].nonzero().flatten().tolist())
@@ -130,9 +129,9 @@ def test_dense_rows_select_nothing_and_read_everything(loaded: LoadedModel, seed
     seen: list[Attended] = []
     cache.observe = seen.append
     runner, lengths = Runner(loaded.model, cache), (60, 400)
-    sequences = [cache.pool.allocate(length, 500) for length in lengths]
+    sequences = [cache.allocate(length, 500) for length in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
-        prefill(runner, [(sequence, prompts(tokens=length)[0].tokens)])
+        prefill(loaded.model, cache, [(sequence, prompts(tokens=length)[0].tokens)])
     runner.decode(sequences, [7, 8])
     for one in seen:
         assert one.selected is not None and one.selected.shape[0] == 2
@@ -145,9 +144,9 @@ def test_dense_rows_select_nothing_and_read_everything(loaded: LoadedModel, seed
 
 def test_exact_weights_are_the_softmax_of_all_keys(loaded: LoadedModel, seed: int) -> None:
     cache = open_cache_as(ObservedCache, loaded, preset("full"), 300, 1)
-    sequence = cache.pool.allocate(200, 300)
+    sequence = cache.allocate(200, 300)
     runner = Runner(loaded.model, cache)
-    prefill(runner, [(sequence, prompts(tokens=200)[0].tokens)])
+    prefill(loaded.model, cache, [(sequence, prompts(tokens=200)[0].tokens)])
     runner.decode([sequence], [7])
     q = torch.randn(1, 6, 16)
     assert cache.batch is not None

@@ -10,8 +10,7 @@ import torch
 from session import Session
 
 from shadowkv.engine.runner import Runner
-from shadowkv.eval.caches import open_cache, prefill
-from shadowkv.eval.copies import copy_sequence, stored_alike
+from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.eval.sample import Sample
@@ -56,21 +55,20 @@ def test_a_batch_answers_as_its_samples_alone(loaded: LoadedModel) -> None:
     assert len({len(answer) for p in found for answer in p.predictions}) > 1
 
 
-def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel) -> None:
+def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = loaded.tokenizer.encode(TEXT)
     for kv in ("shadowkv", "turbo"):
         caches = [open_cache(loaded, preset(kv, budget=budget), 1300) for budget in (80, 0.5, 0.5)]
-        assert stored_alike(caches[0], caches[1], len(tokens))
-        assert not stored_alike(caches[0], caches[1], caches[1].spec.dense_limit)
-        sequences = [cache.pool.allocate(len(tokens), 1300) for cache in caches]
+        assert caches[1].stores_alike(caches[0], len(tokens))
+        assert not caches[1].stores_alike(caches[0], caches[1].spec.dense_limit)
+        # What is stored alike is loaded, as the second is; the third is stored for itself.
+        monkeypatch.setattr(caches[2], "stores_alike", lambda *_: False)
+        sequences, _ = prefill_all(loaded.model, caches, tokens, 1300)
         runners = [Runner(loaded.model, cache) for cache in caches]
-        forks = [(caches[2], [sequences[2]])]
-        prefill(runners[0], [(sequences[0], tokens)], forks)
-        copy_sequence(caches[0], sequences[0], caches[1], sequences[1])
         with torch.inference_mode():
             steps = [[runners[i].decode([sequences[i]], [5 + step]) for step in range(100)] for i in (1, 2)]
         assert torch.equal(torch.stack(steps[0]), torch.stack(steps[1]))
-    assert not stored_alike(open_cache(loaded, preset("quest"), 1300), caches[0], len(tokens))
+    assert not open_cache(loaded, preset("quest"), 1300).stores_alike(caches[0], len(tokens))
 
 
 def _greedy(loaded: LoadedModel, policy: Policy, text: str) -> list[int]:

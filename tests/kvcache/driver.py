@@ -3,11 +3,15 @@ them, so that any batching must give the same answers as plain attention over wh
 
 from __future__ import annotations
 
+import random
+from copy import copy
+
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -22,11 +26,33 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def make_cache(
     spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN, fetch_buffer: float = 2.0
 ) -> KVCache:
-    memory = Blocks(blocks, blocks)
+    memory = Blocks(device=blocks, host=blocks)
     return KVCache(
         spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=memory, device=DEVICE,
         fetch_buffer=fetch_buffer,
     )  # fmt: skip
+
+
+def scatter(cache: KVCache, seed: int) -> None:
+    """Leaves the free blocks mixed, as a day of sequences that come and go does."""
+    draw, held = random.Random(seed), []
+    for _ in range(40 * cache.slots):
+        start = draw.randint(1, cache.max_model_len)
+        if cache.demand(start, start).within(cache.free):
+            held.append(cache.allocate(start, start))
+        elif held:
+            cache.release(held.pop(draw.randrange(len(held))))
+    draw.shuffle(held)
+    for sequence in held:
+        cache.release(sequence)
+    assert cache.free == cache.total
+
+
+def sealed_batch(cache: KVCache, streams: list[Stream]) -> SealedBatch:
+    """What the next step of ``streams`` has sealed."""
+    sealed = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
+    assert sealed is not None, "nothing is sealed"
+    return sealed
 
 
 class Stream:
@@ -49,6 +75,20 @@ class Stream:
     def output(self) -> Tensor:
         """[tokens, layers, H_q, d]"""
         return torch.cat(self.outputs)
+
+    def going_on(self, sequence: Sequence, at: int, other: Stream) -> Stream:
+        """As this one for ``at`` tokens, then as ``other``."""
+        child = copy(other)
+        for name in ("q", "k", "v"):
+            setattr(child, name, torch.cat((getattr(self, name)[:, :at], getattr(other, name)[:, at:]), dim=1))
+        child.sequence, child.length, child.outputs = sequence, at, [self.output()[:at]]
+        return child
+
+    def again(self) -> Stream:
+        """The same input, nothing of it given yet."""
+        twin = copy(self)
+        twin.sequence, twin.length, twin.outputs = None, 0, []
+        return twin
 
 
 def prefill(cache: KVCache, work: list[tuple[Stream, int]], block: int = 500) -> None:

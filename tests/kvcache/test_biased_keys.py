@@ -12,7 +12,7 @@ S, STEPS = 700, 100
 def mean_error(kv: str, bias: float) -> float:
     """Mean relative error of generated tokens' attention outputs against exact attention."""
     cache = make_cache(preset(kv, rank=32))
-    stream = Stream(11, cache.pool.allocate(S, S + STEPS))
+    stream = Stream(11, cache.allocate(S, S + STEPS))
     shape = SHAPE.num_layers, 1, SHAPE.num_kv_heads, SHAPE.head_dim
     stream.k += bias * torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     prefill(cache, [(stream, S)])

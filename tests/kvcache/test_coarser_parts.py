@@ -1,8 +1,9 @@
 """Parts that only measure what fewer bits cost: latents in 4 bits, a sketch of signs alone."""
 
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
 
+from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.attend_selected.reference import gather_selected
@@ -13,12 +14,13 @@ def keys_error(kind: str) -> tuple[float, int]:
     rebuilt, largest = [], 0
     for name in ("low-rank", kind):
         cache = make_cache(preset(f"full:keys={name},rank=16"))
-        stream = Stream(1, cache.pool.allocate(700, 800))
+        stream = Stream(1, cache.allocate(700, 800))
         prefill(cache, [(stream, 700)])
-        row = cache.prefill.sealed_row(stream.sequence)
+        row = sealed_batch(cache, [stream])
         everything = torch.arange(int(row.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
         rebuilt.append(gather_selected(cache.parts.keys.source(cache.store, 0, row), everything))
-        largest = int(cache.store.page["latents"][0][row.pages[0]].abs().max())
+        stored = cache.store.page["latents"][0][row.pages[0]]
+        largest = int(LATENT_CODECS[name].decode(stored, 16).abs().max())
     return float((rebuilt[1] - rebuilt[0]).norm() / rebuilt[0].norm()), largest
 
 
@@ -32,21 +34,21 @@ def test_four_bits_have_eighteen_times_the_step_of_eight() -> None:
 def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     spec = preset("turbo-host:index=sketch-1bit,place=device,budget=80,outliers=3")
     cache = make_cache(spec)
-    streams = [Stream(seed, cache.pool.allocate(n, 1000)) for seed, n in enumerate((900, 70, 500))]
+    streams = [Stream(seed, cache.allocate(n, 1000)) for seed, n in enumerate((900, 70, 500))]
     prefill(cache, list(zip(streams, (900, 70, 500))))
     decode(cache, streams)
     whole = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams]))
     batch, store = whole.sealed, cache.store
     assert batch is not None
     q = whole.of_sealed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))
-    selected = cache.select(1, q, batch).chunks
+    selected = cache.parts.index.select(store, 1, q, batch).chunks
     sealed = batch.num_chunks.nonzero().flatten().tolist()
-    assert [int(batch.slots[row]) for row in sealed] == [streams[n].sequence.slot for n in (0, 2)]
+    assert [int(batch.rows[row]) for row in sealed] == [streams[n].sequence.path[0].row for n in (0, 2)]
     fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
-    queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.slots)
+    queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.states)
     scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
     for row in sealed:
-        barred = store.excluded(1, batch.pages[row : row + 1])[0]
+        barred = store.excluded(1, batch.pages[row : row + 1], batch.first[row : row + 1])[0]
         for head in range(SHAPE.num_kv_heads):
             chosen = selected[row, head]
             assert len(set(chosen.tolist())) == 10

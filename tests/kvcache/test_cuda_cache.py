@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from driver import DEVICE, Stream, decode, prefill
+from driver import DEVICE, Stream, decode, prefill, scatter
 
 from shadowkv.engine.cuda_graphs import CudaGraphs
 from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops import Ops
 from shadowkv.ops.registry import NAMES
 from shadowkv.ops.rotate.tables import RopeConfig
 
@@ -21,19 +20,18 @@ LENGTHS = [3000, 900, 200, 1500]
 STEPS = 150
 
 
-def run(kv: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     import driver
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     # Half of the tokens are selected, so that a near tie that falls the other way changes little.
     spec = preset(kv) if kv == "full" else preset(kv, budget=0.5)
     cache = KVCache(
-        spec, SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(400, 400), dtype=torch.bfloat16,
-        device=DEVICE, ops=ops,
+        spec, SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
+        dtype=torch.bfloat16, device=DEVICE, backends=backends,
     )  # fmt: skip
-    for tier in (cache.store.device, cache.store.host):
-        tier.shuffle(seed=3)
-    streams = [Stream(seed, cache.pool.allocate(n, n + STEPS)) for seed, n in enumerate(LENGTHS)]
+    scatter(cache, seed=3)
+    streams = [Stream(seed, cache.allocate(n, n + STEPS)) for seed, n in enumerate(LENGTHS)]
     for stream in streams:
         for name in ("q", "k", "v"):
             setattr(stream, name, getattr(stream, name).bfloat16())
@@ -46,8 +44,8 @@ def run(kv: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor
 @pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:drawn=0.0", "turbo:chunk=4,drawn=0.25"])
 def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Any basis of a subspace is as good as any other, but rounds its latents differently: both take the same.
-    got = run(kv, Ops(DEVICE, {"low_rank_basis": "reference"}), monkeypatch)
-    wanted = run(kv, Ops(DEVICE, dict.fromkeys(NAMES, "reference")), monkeypatch)
+    got = run(kv, {"low_rank_basis": "reference"}, monkeypatch)
+    wanted = run(kv, dict.fromkeys(NAMES, "reference"), monkeypatch)
     for ours, theirs, length in zip(got, wanted, LENGTHS, strict=True):
         ours, theirs = ours[length:], theirs[length:]
         assert ours.isfinite().all()
@@ -70,10 +68,10 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     for fetch_buffer in (0, 1):
         spec = preset(kv, budget=512)
         cache = KVCache(
-            spec, SHAPE, RopeConfig(64), slots=9, max_model_len=4096, memory=Blocks(800, 800), dtype=torch.bfloat16,
-            device=DEVICE, fetch_buffer=fetch_buffer,
+            spec, SHAPE, RopeConfig(64), slots=9, max_model_len=4096, memory=Blocks(device=800, host=800),
+            dtype=torch.bfloat16, device=DEVICE, fetch_buffer=fetch_buffer,
         )  # fmt: skip
-        streams = [Stream(seed, cache.pool.allocate(n, n + steps)) for seed, n in enumerate(lengths)]
+        streams = [Stream(seed, cache.allocate(n, n + steps)) for seed, n in enumerate(lengths)]
         for stream, length in zip(streams, lengths):
             for name in ("q", "k", "v"):
                 setattr(stream, name, getattr(stream, name).bfloat16())
@@ -100,6 +98,6 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
         error = (out.float() - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
         assert error.max() < 0.05, error
     torch.cuda.synchronize()
-    counts, buffer = cache.fetching.counts, cache.store.buffer
+    counts, buffer = cache.fetches, cache.store.buffer
     assert counts.selected > counts.fetched > buffer.owner.numel() > 0
-    assert not buffer.step[:, cache.pool.table.padding_slot].any()
+    assert not buffer.step[:, cache.pool.tables.padding_row].any()

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from driver import DEVICE, Stream, decode, prefill
+from driver import DEVICE, Stream, decode, prefill, scatter
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops import Ops
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.block_attention import reference
 from shadowkv.ops.registry import NAMES
@@ -18,23 +17,24 @@ pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
 DTYPE = torch.bfloat16
-REFERENCES = Ops(DEVICE, dict.fromkeys(NAMES, "reference")) if DEVICE == "cuda" else None
+REFERENCES = dict.fromkeys(NAMES, "reference")
 
 
-def stored(cache: KVCache, stream: Stream, layer: int) -> list[torch.Tensor]:
-    """Keys and values float32 [H, m, d] of all that is cached, exact ones instead of their approximations."""
-    places = cache.prefill._places(stream.sequence, 1)
-    tail = [x.transpose(0, 1).float() for x in cache.store.read_exact(layer, places.tail)]
-    if places.cached is None:
+def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
+    """Keys and values float32 [L, 2, H, m, d] of all that is cached, exact ones instead of their approximations."""
+    batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
+    cached, layers = cache.export(stream.sequence), []
+    tail = cached.tail.permute(1, 0, 3, 2, 4).float()
+    if batch is None:
         return tail
-    every = torch.arange(int(places.cached.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
-    excluded = cache.store.excluded(layer, places.cached.pages)[0]
-    keep = ~excluded.repeat_interleave(cache.spec.chunk, dim=1)
-    static = [x.transpose(0, 1).float() for x in cache.store.read_exact(layer, places.static)]
-    sources = [part.source(cache.store, layer, places.cached) for part in (cache.parts.keys, cache.parts.values)]
-    sealed = [gather_selected(source, every)[0].float() for source in sources]
-    heads = SHAPE.num_kv_heads
-    return [torch.cat((x[keep].unflatten(0, (heads, -1)), y, z), dim=1) for x, y, z in zip(sealed, static, tail)]
+    (segment,) = cached.segments
+    every = torch.arange(int(batch.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
+    for layer in range(SHAPE.num_layers):
+        keep = ~cache.store.excluded(layer, batch.pages, batch.first)[0].repeat_interleave(cache.spec.chunk, dim=1)
+        sources = [part.source(cache.store, layer, batch) for part in (cache.parts.keys, cache.parts.values)]
+        sealed = [gather_selected(source, every)[0].float() for source in sources]
+        layers.append(torch.stack([x[keep].unflatten(0, (SHAPE.num_kv_heads, -1)) for x in sealed]))
+    return torch.cat((torch.stack(layers), segment.static.permute(1, 0, 3, 2, 4).float(), tail), dim=3)
 
 
 @pytest.mark.parametrize("at_once", [2, 7, 512])
@@ -45,19 +45,19 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     monkeypatch.setattr("shadowkv.kvcache.cached.PAGES_AT_ONCE", at_once)
     cache = KVCache(
-        preset(kv), SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(400, 400), dtype=DTYPE,
-        device=DEVICE,
+        preset(kv), SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
+        dtype=DTYPE, device=DEVICE,
     )  # fmt: skip
-    for tier in (cache.store.device, cache.store.host):
-        tier.shuffle(seed=3)
+    scatter(cache, seed=3)
     for seed, (length, steps, new) in enumerate([(3000, 70, 90), (900, 1, 1), (200, 20, 300), (1500, 0, 700)]):
-        stream = Stream(seed, cache.pool.allocate(length, 4000))
+        stream = Stream(seed, cache.allocate(length, 4000))
         for name in ("q", "k", "v"):
             setattr(stream, name, getattr(stream, name).to(DTYPE))
         prefill(cache, [(stream, length)])
         for _ in range(steps):
             decode(cache, [stream])
         rows = slice(stream.length, stream.length + new)
+        before = stored(cache, stream)
         batch = cache.prefill_batch([(stream.sequence, new)])
         block = batch.block(0, new)
         for layer in range(SHAPE.num_layers):
@@ -65,12 +65,12 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
             got = cache.attend(layer, stream.q[layer, rows], block)
             q = cache.ops.rotate(stream.q[layer, rows], batch.positions, cache.store.rotary)
             own = [x.transpose(0, 1).float() for x in (batch.rotated, batch.values)]
-            k, v = (torch.cat(x, dim=1) for x in zip(stored(cache, stream, layer), own))
+            k, v = (torch.cat(x, dim=1) for x in zip(before[layer], own))
             exact, _ = reference.block_attention(q.float(), k, v, causal=True)
             low, _ = reference.block_attention(q, k.to(DTYPE), v.to(DTYPE), causal=True)
             error, allowed = (got - exact).abs().max(), 2 * (low - exact).abs().max() + 2**-7 * exact.abs().max()
             assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
-        cache.pool.release(stream.sequence)
+        cache.release(stream.sequence)
 
 
 @pytest.mark.parametrize("kv", ["turbo-host", "shadowkv"])
@@ -81,12 +81,12 @@ def test_new_tokens_beside_a_new_sequence(kv: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     monkeypatch.setattr("shadowkv.kvcache.cached.PAGES_AT_ONCE", 5)
     outs = []
-    for ops in (None, REFERENCES):
+    for backends in (None, REFERENCES):
         cache = KVCache(
-            preset(kv), SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(400, 400), dtype=DTYPE,
-            device=DEVICE, ops=ops,
+            preset(kv), SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
+            dtype=DTYPE, device=DEVICE, backends=backends,
         )  # fmt: skip
-        old, new = (Stream(seed, cache.pool.allocate(3000, 3500)) for seed in range(2))
+        old, new = (Stream(seed, cache.allocate(3000, 3500)) for seed in range(2))
         for stream in (old, new):
             for name in ("q", "k", "v"):
                 setattr(stream, name, getattr(stream, name).to(DTYPE))

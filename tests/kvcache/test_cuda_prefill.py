@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
@@ -25,9 +26,14 @@ SLEEP = 100_000_000
 """Clock cycles of a GPU, about 50 ms."""
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK_TOKENS, "cuda", 1000)
+
+
 def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
     cache = KVCache(
-        preset(kv), SHAPE, ROPE, slots=2, max_model_len=4096, memory=Blocks(200, 200), dtype=torch.bfloat16,
+        preset(kv), SHAPE, ROPE, slots=2, max_model_len=4096, memory=Blocks(device=200, host=200), dtype=torch.bfloat16,
         device="cuda",
     )  # fmt: skip
     config = ModelConfig(
@@ -37,8 +43,7 @@ def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
     model = Decoder(config, torch.bfloat16, "cuda")
     fill_dummy(model)
     runner = Runner(model, cache)
-    runner.block_tokens = 1000
-    return cache, runner, cache.pool.allocate(TOKENS, TOKENS + 64)
+    return cache, runner, cache.allocate(TOKENS, TOKENS + 64)
 
 
 def slow_storing(cache: KVCache) -> None:
@@ -61,8 +66,7 @@ def stored(kv: str, beside: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor
         except StopIteration:
             break
     logits = runner.decode([sequence], [1])
-    arenas = {"device": cache.store.device.arena, "host": cache.store.host.arena, **cache.store.state}
-    return {name: x.clone() for name, x in arenas.items()}, logits
+    return {name: tier.arena.clone() for name, tier in cache.store.tiers.items()}, logits
 
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo-host", "quest"])

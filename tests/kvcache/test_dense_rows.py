@@ -25,7 +25,7 @@ CASES = [("shadowkv", 0), ("shadowkv", 2), ("turbo", 0), ("quest", 0)]
 
 def filled(spec: KVSpec, fetch_buffer: float, lengths: list[int]) -> tuple[KVCache, list[Stream]]:
     cache = make_cache(spec, fetch_buffer=fetch_buffer)
-    streams = [Stream(n, cache.pool.allocate(n, n + 200)) for n in lengths]
+    streams = [Stream(n, cache.allocate(n, n + 200)) for n in lengths]
     prefill(cache, list(zip(streams, lengths)))
     return cache, streams
 
@@ -45,22 +45,22 @@ def test_each_row_answers_as_it_does_alone(name: str, fetch_buffer: float) -> No
 
 
 @pytest.mark.parametrize(("name", "fetch_buffer"), CASES)
-def test_only_compressed_rows_are_searched(name: str, fetch_buffer: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_compressed_rows_are_searched(name: str, fetch_buffer: float) -> None:
     cache, streams = filled(SPECS[name], fetch_buffer, LENGTHS)
-    searched, select = [], cache.select
+    searched = []
 
-    def watched(layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        assert len(q) == len(batch.slots) == len(batch.pages) == len(batch.budget)
-        searched.append(batch.slots.tolist())
-        return select(layer, q, batch)
+    def watched(layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+        assert len(q) == len(batch.rows) == len(batch.pages) == len(batch.budget) == len(selected.chunks)
+        searched.append(batch.rows.tolist())
+        return selected
 
-    monkeypatch.setattr(cache, "select", watched)
+    cache.selection_hook = watched
     decode(cache, streams)
     decode(cache, [streams[3], streams[1]])
     decode(cache, [streams[0], streams[2]])
-    slots = [stream.sequence.slot for stream in streams]
+    first, second = (streams[n].sequence.path[0].row for n in (1, 3))
     layers = SHAPE.num_layers
-    assert searched == [[slots[1], slots[3]]] * layers + [[slots[3], slots[1]]] * layers
+    assert searched == [[first, second]] * layers + [[second, first]] * layers
 
 
 def test_a_row_is_searched_from_the_step_on_that_it_is_compressed_in() -> None:
@@ -68,7 +68,7 @@ def test_a_row_is_searched_from_the_step_on_that_it_is_compressed_in() -> None:
     rows = []
     for _ in range(120):
         batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams]))
-        rows.append(None if batch.compressed is None else batch.compressed.tolist())
+        rows.append(None if batch.sequence is None else batch.sequence.tolist())
         decode(cache, streams)
     change = rows.index(None)
     assert rows == [[1]] * change + [None] * (len(rows) - change)

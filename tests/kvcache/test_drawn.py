@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from driver import SHAPE, Stream, decode, make_cache, prefill
+from driver import SHAPE, Stream, decode, make_cache, prefill, sealed_batch
 
 from shadowkv.kvcache.presets import preset
+from shadowkv.ops.select_by_sketch.draws import CAUTION
 
 S, STEPS = 3000, 70
 
@@ -13,7 +14,7 @@ S, STEPS = 3000, 70
 def outputs(kv: str, sharpness: float) -> torch.Tensor:
     """Of decode steps alone, [steps, layers, H_q, d]."""
     cache = make_cache(preset(kv))
-    stream = Stream(5, cache.pool.allocate(S, S + STEPS))
+    stream = Stream(5, cache.allocate(S, S + STEPS))
     stream.q *= sharpness
     stream.v = stream.k.clone()  # tokens that are found have other values than most
     prefill(cache, [(stream, S)])
@@ -63,11 +64,26 @@ def test_what_cannot_be_drawn_from_is_refused(kv: str, reason: str) -> None:
 def test_every_index_names_what_it_found_in_order() -> None:
     for kv in ("exact-top-k", "quest", "shadowkv:place=device", "loki", "turbo", "turbo:index=sketch-1bit,chunk=8"):
         cache = make_cache(preset(kv, budget=256, drawn=0.0))
-        stream = Stream(7, cache.pool.allocate(S, S + 1))
+        stream = Stream(7, cache.allocate(S, S + 1))
         prefill(cache, [(stream, S)])
-        batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
-        selected = cache.select(0, stream.q[:1, S], batch).chunks
+        batch = sealed_batch(cache, [stream])
+        selected = cache.parts.index.select(cache.store, 0, stream.q[:1, S], batch).chunks
         assert (selected.diff(dim=-1) > 0).all() and (selected >= 0).all()
+
+
+@pytest.mark.parametrize("kv", ["turbo:budget=256", "turbo:budget=256,drawn=0.9", "turbo:budget=512,chunk=4"])
+def test_a_step_selects_nearly_all_of_its_budget(kv: str) -> None:
+    """Chances add up to all but a little of what is drawn: at least ``CAUTION`` of it where none would be above 1."""
+    cache, seen = make_cache(preset(kv)), []
+    cache.selection_hook = lambda layer, q, batch, selected: seen.append(selected.chunks) or selected
+    stream = Stream(9, cache.allocate(S, S + 8))
+    stream.q[:, S:] *= 0.3
+    prefill(cache, [(stream, S)])
+    for _ in range(8):
+        decode(cache, [stream])
+    assert len(seen) == 8 * SHAPE.num_layers
+    for chunks in seen:
+        assert ((chunks >= 0).sum(-1) >= int(CAUTION * cache.spec.budget / cache.spec.chunk)).all()
 
 
 def test_rows_draw_the_same_alone_and_in_a_batch() -> None:
@@ -75,13 +91,13 @@ def test_rows_draw_the_same_alone_and_in_a_batch() -> None:
     lengths = [900, 2000]
     for seed, length in enumerate(lengths):
         cache = make_cache(spec)
-        stream = Stream(seed, cache.pool.allocate(length, length + 5))
+        stream = Stream(seed, cache.allocate(length, length + 5))
         prefill(cache, [(stream, length)])
         for _ in range(5):
             decode(cache, [stream])
         alone.append(stream.output()[length:])
     cache = make_cache(spec)
-    streams = [Stream(seed, cache.pool.allocate(length, length + 5)) for seed, length in enumerate(lengths)]
+    streams = [Stream(seed, cache.allocate(length, length + 5)) for seed, length in enumerate(lengths)]
     prefill(cache, list(zip(streams, lengths, strict=True)))
     for _ in range(5):
         decode(cache, streams)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
@@ -19,16 +21,22 @@ SPECS = {
 LENGTHS = [700, 20, 1500, 300, 2100]
 
 
+def published(cache: KVCache) -> FetchCounts:
+    """Counts of all steps so far: the device sends them when it comes to it, and no step waits."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return cache.fetches or FetchCounts()
+
+
 def run(spec: KVSpec, fetch_buffer: float, steps: int = 130) -> tuple[list[torch.Tensor], FetchCounts]:
     """Outputs of a ragged batch, some of it dense at first, through seals."""
     cache = make_cache(spec, fetch_buffer=fetch_buffer)
-    assert (cache.fetching is not None) == (spec.place == "host" and fetch_buffer > 0)
-    streams = [Stream(seed, cache.pool.allocate(n, n + steps)) for seed, n in enumerate(LENGTHS)]
+    assert (cache.fetches is not None) == (spec.place == "host" and fetch_buffer > 0)
+    streams = [Stream(seed, cache.allocate(n, n + steps)) for seed, n in enumerate(LENGTHS)]
     prefill(cache, list(zip(streams, LENGTHS)))
     for _ in range(steps):
         decode(cache, streams)
-    counts = cache.fetching.counts if cache.fetching else FetchCounts()
-    return [stream.output() for stream in streams], counts
+    return [stream.output() for stream in streams], published(cache)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU adds in another order from batch size to batch size")
@@ -51,16 +59,14 @@ def test_a_larger_buffer_fetches_less_and_the_largest_every_chunk_once() -> None
 
 def test_counts_are_those_of_the_selections() -> None:
     cache = make_cache(SPECS["shadowkv"])
-    stream = Stream(5, cache.pool.allocate(900, 940))
+    stream = Stream(5, cache.allocate(900, 940))
     prefill(cache, [(stream, 900)])
-    assert cache.fetching.counts == FetchCounts()
+    assert cache.fetches == FetchCounts()
     seen: dict[tuple[int, int], set[int]] = {}
     selected = fetched = 0
-    select = cache.parts.index.select
 
-    def watched(store: object, layer: int, *args: object) -> Selection:
+    def watched(layer: int, q: torch.Tensor, batch: SealedBatch, chosen: Selection) -> Selection:
         nonlocal selected, fetched
-        chosen = select(store, layer, *args)
         for head, row in enumerate(chosen.chunks[0].tolist()):
             known = seen.setdefault((layer, head), set())
             selected += len(row)
@@ -68,43 +74,45 @@ def test_counts_are_those_of_the_selections() -> None:
             known |= set(row)
         return chosen
 
-    cache.parts.index.select = watched
+    cache.selection_hook = watched
     decode(cache, [stream])
     decode(cache, [stream])  # the buffer holds all of two steps
     assert selected > fetched > 0
-    counts = cache.fetching.counts
+    counts = published(cache)
     assert (counts.selected, counts.fetched) == (selected, fetched)
 
 
-def test_a_slot_is_empty_for_its_next_sequence_and_kept_for_its_own_next_turn() -> None:
+def test_a_row_is_empty_for_its_next_sequence_and_kept_for_its_own_next_turn() -> None:
     cache = make_cache(SPECS["shadowkv"], slots=1, fetch_buffer=1000)
-    outputs = []
+    outputs, rows = [], set()
     for seed in (1, 2):
-        stream = Stream(seed, cache.pool.allocate(1000, 1300))
-        buffer, slot = cache.store.buffer, stream.sequence.slot
-        assert (buffer.owner[:, slot] == -1).all() and (buffer.entry[:, slot] == -1).all()
-        assert not buffer.used[:, slot].any() and not buffer.step[:, slot].any()
+        stream = Stream(seed, cache.allocate(1000, 1300))
         prefill(cache, [(stream, 1000)])
+        buffer, row = cache.store.buffer, stream.sequence.path[0].row
+        rows.add(row)
+        assert (buffer.owner[:, row] == -1).all() and (buffer.entry[:, row] == -1).all()
+        assert not buffer.used[:, row].any() and not buffer.step[:, row].any()
         for _ in range(20):
             decode(cache, [stream])
-        before = (buffer.owner[:, slot] >= 0).sum()
+        before = (buffer.owner[:, row] >= 0).sum()
         assert before > 0
         # The newest tokens are forgotten, sealed ones never are: what was fetched is what it was.
-        cache.pool.truncate(stream.sequence, 1010)
+        cache.truncate(stream.sequence, 1010)
         stream.length = 1010
         stream.k[:, 1010:] += 1
         prefill(cache, [(stream, 200)])
-        assert (buffer.owner[:, slot] >= 0).sum() == before
+        assert (buffer.owner[:, row] >= 0).sum() == before
         for _ in range(20):
             decode(cache, [stream])
         outputs.append(stream.output())
-        cache.pool.release(stream.sequence)
+        cache.release(stream.sequence)
+    assert len(rows) == 1, "the second had a row of its own: the test would show nothing"
     alone = make_cache(replace(SPECS["shadowkv"], place="device"), slots=1)
-    stream = Stream(2, alone.pool.allocate(1000, 1300))
+    stream = Stream(2, alone.allocate(1000, 1300))
     prefill(alone, [(stream, 1000)])
     for _ in range(20):
         decode(alone, [stream])
-    alone.pool.truncate(stream.sequence, 1010)
+    alone.truncate(stream.sequence, 1010)
     stream.length = 1010
     stream.k[:, 1010:] += 1
     prefill(alone, [(stream, 200)])
@@ -115,8 +123,10 @@ def test_a_slot_is_empty_for_its_next_sequence_and_kept_for_its_own_next_turn() 
 
 def test_rows_that_select_nothing_leave_the_buffer_alone() -> None:
     cache = make_cache(SPECS["shadowkv"])
-    long, short = (Stream(seed, cache.pool.allocate(n, n + 5)) for seed, n in enumerate((900, 20)))
+    long, short = (Stream(seed, cache.allocate(n, n + 5)) for seed, n in enumerate((900, 20)))
     prefill(cache, [(long, 900), (short, 20)])
     decode(cache, [long, short])
-    assert (cache.store.buffer.step[:, long.sequence.slot] == 1).all()
-    assert not cache.store.buffer.step[:, short.sequence.slot].any()
+    step, row = cache.store.buffer.step, long.sequence.path[0].row
+    assert not short.sequence.path
+    assert (step[:, row] == 1).all()
+    assert step.sum() == step[:, row].sum()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_plainly
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_plainly, sealed_batch
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import build_parts
@@ -14,7 +14,7 @@ LENGTH = 4000
 
 def run(index: str) -> tuple[KVCache, list[Stream]]:
     cache = make_cache(preset(f"shadowkv:index={index},rank=16,outliers=5,budget=320"))
-    streams = [Stream(seed, cache.pool.allocate(LENGTH, LENGTH + 96)) for seed in range(3)]
+    streams = [Stream(seed, cache.allocate(LENGTH, LENGTH + 96)) for seed in range(3)]
     for stream in streams:
         prefill(cache, [(stream, LENGTH)])
     return cache, streams
@@ -24,7 +24,7 @@ def test_means_are_stored_as_exactly_as_eight_bits_can() -> None:
     cache, streams = run("chunk-mean-fp8")
     for _ in range(90):  # through seals
         decode(cache, streams)
-    row = cache.prefill.sealed_row(streams[0].sequence)
+    row = sealed_batch(cache, streams[:1])
     sealed = 8 * int(row.num_chunks)
     assert sealed > LENGTH
     for layer in range(SHAPE.num_layers):
@@ -44,9 +44,7 @@ def test_the_same_chunks_are_found() -> None:
         q = torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
         found = []
         for cache, streams in caches:
-            batch = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
-            assert batch is not None
-            selected = cache.select(1, q, batch).chunks
+            selected = cache.parts.index.select(cache.store, 1, q, sealed_batch(cache, streams)).chunks
             assert selected.shape[-1] == budget
             assert selected.min() >= 0
             empty = torch.zeros(*selected.shape[:2], LENGTH // 8, dtype=torch.bool, device=DEVICE)
@@ -57,10 +55,10 @@ def test_the_same_chunks_are_found() -> None:
 
 def test_chunks_of_zeros_are_zeros() -> None:
     cache = make_cache(preset("shadowkv:index=chunk-mean-fp8,rank=16,outliers=0,budget=64"))
-    stream = Stream(0, cache.pool.allocate(700, 800))
+    stream = Stream(0, cache.allocate(700, 800))
     stream.k.zero_()
     prefill(cache, [(stream, 700)])
-    row = cache.prefill.sealed_row(stream.sequence)
+    row = sealed_batch(cache, [stream])
     assert not cache.store.page["landmarks"][0][row.pages[0]].float().any()
 
 

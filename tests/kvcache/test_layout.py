@@ -50,14 +50,18 @@ def test_pages_hold_every_token_of_the_sequence(spec, start, more):
 @specs
 def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
     layout = layout_of(spec)
-    pages = PageCount(dense=3, static=2, ring=4, sealed=17 if spec.seals else 0)
+    sealed_pages = 17 if spec.seals else 0
+    host = sealed_pages if spec.place == "host" else 0
+    pages = PageCount(dense=3, static=2, ring=4, sealed=sealed_pages, host=host, segments=2)
     blocks = layout.blocks(pages)
     exact, sealed = layout.exact_per_block, max(1, layout.sealed_per_block)
     assert exact * layout.exact_bytes <= layout.block_bytes
     assert sealed * layout.sealed_bytes <= layout.block_bytes
-    assert blocks.device == -(-3 // exact) + -(-6 // exact) + -(-pages.sealed // sealed)
-    assert blocks.host == (pages.sealed if spec.place == "host" else 0)
-    assert layout.blocks(PageCount()) == Blocks(0, 0)
+    assert blocks["device"] == -(-3 // exact) + -(-6 // exact) + -(-pages.sealed // sealed)
+    assert blocks["host"] == host
+    assert blocks["rows"] == 2
+    assert blocks["states"] == (2 if layout.state_fields else 0)
+    assert not any(layout.blocks(PageCount()).values())
 
 
 @settings(deadline=None)
@@ -88,23 +92,27 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     sealed = PAGE * rank * size + heads * 8 * dim * size + heads * 8  # latents, landmarks, excluded
     assert exact <= layout.exact_bytes < exact + GRANULE
     assert sealed <= layout.sealed_bytes < sealed + 48 + GRANULE
-    assert layout.host_block_bytes == heads * PAGE * dim * size
-    assert layout.bytes_per_block() == Blocks(
-        shape.num_layers * layout.block_bytes, shape.num_layers * layout.host_block_bytes
-    )
+    unit = layout.bytes_per_block()
+    assert unit["device"] == shape.num_layers * layout.block_bytes
+    assert unit["host"] == shape.num_layers * heads * PAGE * dim * size
     chunks = 2047 * 8
     entries = 2 * 257  # twice 1.56 % of the chunks of a context that ends in the middle of its last page
     row = 8 * dim * size + 2 * 4  # a chunk of values, whose it is and when it was used
     buffer = heads * (entries * row + chunks * 2 + 4)
-    state = shape.num_layers * (rank * heads * dim * size + buffer)
-    assert state < layout.state_bytes <= state + 80 * shape.num_layers
+    state = rank * heads * dim * size
+    assert shape.num_layers * buffer <= unit["rows"] <= shape.num_layers * (buffer + 80)
+    assert shape.num_layers * state <= unit["states"] < shape.num_layers * (state + 48 + GRANULE)
+    count = layout.fixed_blocks(12)
+    assert count == Blocks(sequences=12, rows=12 + 3, states=12 + 3)  # a few for later segments
+    assert layout.fixed_blocks(48) == Blocks(sequences=48, rows=51, states=51)
+    assert layout.fixed_bytes(12) == 16 * (unit["rows"] + unit["states"])
 
 
 def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
     device, host = layout_of(preset("shadowkv", place="device")), layout_of(preset("shadowkv"))
     assert "values" in {field.name for field in device.sealed_fields}
     assert device.host_fields == ()
-    assert device.host_block_bytes == 0
+    assert device.bytes_per_block()["host"] == 0
     assert "values" not in {field.name for field in host.sealed_fields}
     assert [field.name for field in host.host_fields] == ["values"]
     coded = layout_of(preset("turbo-host"))
@@ -135,7 +143,9 @@ def test_there_is_no_buffer_where_it_would_not_help():
 
 def test_the_full_policy_needs_exact_pages_alone():
     layout = layout_of(preset("full"))
-    assert (layout.sealed_fields, layout.host_fields, layout.state_bytes) == ((), (), 0)
+    assert (layout.sealed_fields, layout.host_fields, layout.state_fields) == ((), (), ())
+    assert layout.fixed_bytes(9) == 0
+    assert layout.fixed_blocks(9) == Blocks(sequences=9)
     assert layout.block_bytes == layout.exact_bytes
     assert layout.pages(100, 129) == PageCount(dense=3)
 
@@ -148,13 +158,13 @@ def test_a_block_is_large_enough_for_either_kind_of_page():
 
 
 def test_blocks_add_subtract_and_compare_tier_by_tier():
-    a, b = Blocks(5, 2), Blocks(3, 4)
-    assert a + b == Blocks(8, 6)
-    assert a - b == Blocks(2, -2)
+    a, b = Blocks(device=5, host=2), Blocks(device=3, host=4)
+    assert a + b == Blocks(device=8, host=6)
+    assert a - b == Blocks(device=2, host=-2)
     assert not a.within(b)
     assert not b.within(a)
     assert a.within(a)
-    assert Blocks(3, 2).within(a)
+    assert Blocks(device=3, host=2).within(a)
 
 
 @pytest.mark.parametrize(

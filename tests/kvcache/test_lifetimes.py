@@ -1,20 +1,42 @@
-"""Sequences join, decode, finish, come back and leave in any order: no page is lost, no answer changes."""
+"""Sequences join, decode, fork, finish, come back, move and leave in any order: no page is lost, no answer changes."""
+
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
-from driver import Stream, decode, make_cache, prefill
+from driver import DEVICE, Stream, decode, make_cache, prefill
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import OutOfPages
 from shadowkv.kvcache.presets import preset
 
 SPECS = {
     "full": preset("full"),
+    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
+    "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
     "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
     "quest": preset("quest", budget=32),
 }
+
+
+@dataclass
+class Life:
+    """What a stream went through, so that it can be run again alone: what happened, and how long it was then.
+
+    Attributes:
+        events: name, tokens of the stream before it, new tokens, room for more.
+        parent: the life that it was forked from, and that stream, as they were then.
+    """
+
+    events: list[tuple[str, int, int, int]]
+    parent: tuple[Stream, "Life"] | None = None
+
+    def until_now(self, stream: Stream) -> "Life":
+        return Life([*self.events, ("now", stream.length, 0, 0)], self.parent)
 
 
 class Lifetimes(RuleBasedStateMachine):
@@ -24,27 +46,28 @@ class Lifetimes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = make_cache(SPECS[self.name], slots=5, blocks=40)
+        self.cache, self.other = (make_cache(SPECS[self.name], slots=6, blocks=60) for _ in range(2))
         self.running: list[Stream] = []
         self.finished: list[Stream] = []
-        self.logs: dict[Stream, list[tuple[str, int, int]]] = {}
-        self.seed = 0
+        self.lives: dict[Stream, Life] = {}
 
-    @rule(length=st.integers(1, 400), room=st.integers(0, 200))
-    def join(self, length: int, room: int) -> None:
-        pool = self.cache.pool
-        fits = pool.demand(length, length + room).within(pool.free) and pool.free_slots > 0
-        before = pool.free
-        if not fits:
-            with pytest.raises(OutOfPages):
-                pool.allocate(length, length + room)
-            assert pool.free == before
-            return
-        stream = Stream(self.seed, pool.allocate(length, length + room))
-        self.seed += 1
-        prefill(self.cache, [(stream, length)], block=150)
+    def go_on(self, stream: Stream, new: int, room: int, block: int) -> None:
+        self.lives[stream].events.append(("extend", stream.length, new, room))
+        prefill(self.cache, [(stream, new)], block=block)
         self.running.append(stream)
-        self.logs[stream] = [("allocate", length, room)]
+
+    @rule(length=st.integers(1, 700), room=st.integers(0, 200))
+    def join(self, length: int, room: int) -> None:
+        cache = self.cache
+        before = cache.free
+        if not cache.demand(length, length + room).within(before):
+            with pytest.raises(OutOfPages):
+                cache.allocate(length, length + room)
+            assert cache.free == before
+            return
+        stream = Stream(len(self.lives), cache.allocate(length, length + room))
+        self.lives[stream] = Life([])
+        self.go_on(stream, length, room, 150)
 
     @precondition(lambda self: self.running)
     @rule(steps=st.integers(1, 70))
@@ -55,75 +78,123 @@ class Lifetimes(RuleBasedStateMachine):
                 return
             decode(self.cache, ready)
 
+    @precondition(lambda self: self.running or self.finished)
+    @rule(data=st.data(), new=st.integers(1, 200), room=st.integers(0, 100))
+    def fork(self, data: st.DataObject, new: int, room: int) -> None:
+        """Goes on after a page that the parent has, with tokens of its own."""
+        parent = data.draw(st.sampled_from(self.running + self.finished))
+        at = self.cache.fork_point(parent.sequence, data.draw(st.integers(0, parent.length)))
+        if not at:
+            return
+        before = self.cache.free
+        try:
+            sequence = self.cache.fork(parent.sequence, at, at + new, at + new + room)
+        except OutOfPages:
+            assert self.cache.free == before
+            return
+        assert sequence.pages == parent.sequence.pages[: len(sequence.pages)]
+        stream = parent.going_on(sequence, at, Stream(len(self.lives)))
+        self.lives[stream] = Life([], (parent, self.lives[parent].until_now(parent)))
+        self.go_on(stream, new, room, 70)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         stream = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.logs[stream].append(("turn ends", stream.length, 0))
-        self.cache.pool.trim(stream.sequence)
+        self.lives[stream].events.append(("trim", stream.length, 0, 0))
+        self.cache.trim(stream.sequence)
         self.finished.append(stream)
 
     @precondition(lambda self: self.finished)
-    @rule(data=st.data(), new=st.integers(1, 150), room=st.integers(0, 100))
+    @rule(data=st.data(), new=st.integers(1, 700), room=st.integers(0, 100))
     def come_back(self, data: st.DataObject, new: int, room: int) -> None:
-        stream = self.finished[data.draw(st.integers(0, len(self.finished) - 1))]
-        start, pool = stream.length + new, self.cache.pool
-        before = pool.free
-        if not pool.growth(stream.sequence, start, start + room).within(pool.free):
+        stream = data.draw(st.sampled_from(self.finished))
+        start, cache = stream.length + new, self.cache
+        before = cache.free
+        if not cache.growth(stream.sequence, start, start + room).within(before):
             with pytest.raises(OutOfPages):
-                pool.extend(stream.sequence, start, start + room)
-            assert pool.free == before
+                cache.extend(stream.sequence, start, start + room)
+            assert cache.free == before
             return
-        pool.extend(stream.sequence, start, start + room)
+        cache.extend(stream.sequence, start, start + room)
         self.finished.remove(stream)
-        prefill(self.cache, [(stream, new)], block=40)
-        self.running.append(stream)
-        self.logs[stream].append(("extend", new, room))
+        self.go_on(stream, new, room, 40)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """To another cache and back."""
+        stream = data.draw(st.sampled_from(self.running))
+        capacity = stream.sequence.capacity
+        try:
+            there = self.other.load(self.cache.export(stream.sequence), capacity)
+        except ValueError:  # it became longer than what stays dense after its prompt, and is dense yet
+            assert not stream.sequence.path
+            return
+        self.cache.release(stream.sequence)
+        stream.sequence = self.cache.load(self.other.export(there), capacity)
+        self.other.release(there)
+        assert self.other.free == self.other.total
 
     @precondition(lambda self: self.running or self.finished)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        everyone = self.running + self.finished
-        stream = everyone[data.draw(st.integers(0, len(everyone) - 1))]
+        stream = data.draw(st.sampled_from(self.running + self.finished))
         (self.running if stream in self.running else self.finished).remove(stream)
-        self.cache.pool.release(stream.sequence)
+        self.cache.release(stream.sequence)
 
     @invariant()
-    def no_page_has_two_owners(self) -> None:
-        held = [s.sequence for s in self.running + self.finished]
-        device = [g for s in held for kind in (s.dense_blocks, s.exact_blocks, s.sealed_blocks) for g in kind]
-        host = [g for s in held for g in s.host]
-        assert len(set(device)) == len(device) and len(set(host)) == len(host)
-        used = self.cache.pool.total - self.cache.pool.free
-        assert (used.device, used.host) == (len(device), len(host))
+    def blocks_have_as_many_references_as_owners(self) -> None:
+        held = [stream.sequence for stream in self.running + self.finished]
+        for tier, names in (
+            ("device", [list(s.device_pages()) for s in held]),
+            ("host", [[*s.host_reserve, *(n for one in s.path for n in one.value_pages)] for s in held]),
+            ("states", [[*s.state_reserve, *(one.state for one in s.path if one.state is not None)] for s in held]),
+        ):
+            if tier == "host" and not self.cache.layout.host_fields:
+                continue
+            pool = self.cache.pool.pools[tier]
+            owners = Counter(block for one in names for block in pool.blocks_of(one))
+            assert pool.num_blocks - pool.free_blocks == len(owners)
+            assert all(pool.references(block) == count for block, count in owners.items())
+        written = Counter(n for s in held for n in (*s.ring, *s.sealed_reserve, *s.static_reserve))
+        assert max(written.values(), default=1) == 1, "what is written has one owner"
+        assert self.cache.held(held) == self.cache.total - self.cache.free
 
     def teardown(self) -> None:
         for stream in self.running + self.finished:
-            self.cache.pool.release(stream.sequence)
-        assert self.cache.pool.free == self.cache.pool.total
-        assert self.cache.pool.free_slots == 5
-        for seed, (stream, log) in enumerate(self.logs.items()):
-            torch.testing.assert_close(stream.output(), self.alone(seed, stream, log), atol=1e-4, rtol=1e-3)
+            self.cache.release(stream.sequence)
+        assert self.cache.free == self.cache.total
+        for stream, life in self.lives.items():
+            cache = make_cache(SPECS[self.name], slots=2, blocks=200)
+            twin = self.alone(cache, stream, life.until_now(stream))
+            torch.testing.assert_close(stream.output(), twin.output(), atol=1e-4, rtol=1e-3)
 
-    def alone(self, seed: int, stream: Stream, log: list[tuple[str, int, int]]) -> torch.Tensor:
-        cache = make_cache(SPECS[self.name], slots=1, blocks=60)
-        twin, ends = Stream(seed), [n for what, n, _ in log if what == "turn ends"] + [stream.length]
-        for what, n, room in log:
-            if what == "turn ends":
-                cache.pool.trim(twin.sequence)
-                continue
-            if what == "allocate":
-                twin.sequence = cache.pool.allocate(n, n + room)
-            else:
-                cache.pool.extend(twin.sequence, twin.length + n, twin.length + n + room)
-            prefill(cache, [(twin, n)])
-            stop = ends.pop(0)
-            while twin.length < stop:
+    def alone(self, cache: KVCache, stream: Stream, life: Life) -> Stream:
+        """The stream again, in a cache that it shares with nobody but the ancestor that it is forked from."""
+        twin = stream.again()
+        for what, length, new, room in life.events:
+            while twin.length < length and twin.sequence is not None:
                 decode(cache, [twin])
-        return twin.output()
+            start = length + new
+            if what == "trim":
+                cache.trim(twin.sequence)
+            elif what == "extend" and twin.sequence is not None:
+                cache.extend(twin.sequence, start, start + room)
+            elif what == "extend" and life.parent is None:
+                twin.sequence = cache.allocate(start, start + room)
+            elif what == "extend":
+                parent = self.alone(cache, *life.parent)
+                twin = parent.going_on(cache.fork(parent.sequence, length, start, start + room), length, stream)
+                cache.release(parent.sequence)
+            if new:
+                prefill(cache, [(twin, new)])
+        return twin
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_lifetimes(name: str) -> None:
     machine = type("Lifetimes", (Lifetimes,), {"name": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=15, deadline=None))
+    # A GPU adds kernels, not orders of events, and takes longer for sequences as small as these.
+    examples = 25 if DEVICE == "cpu" else 8
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, deadline=None))

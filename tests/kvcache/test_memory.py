@@ -1,13 +1,14 @@
 """Tiers: blocks that are handed out, and the views of pages in them."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.memory import GRANULE, Field, OutOfPages, Tier, page_bytes
+from shadowkv.kvcache.memory import GRANULE, Blocks, Field, OutOfPages, Tier, page_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool, torch.int64)
@@ -217,3 +218,53 @@ def test_pinned_memory_that_is_refused_is_given_back_and_named(monkeypatch):
     with pytest.raises(MemoryError, match=r"for the host tier of the KV cache: CUDA error 2 after pinning 2 of 5 "):
         Tier("host", 1, 2**20, 4, torch.device("cuda"), pinned=True)
     assert not pinned
+
+
+def test_a_block_is_free_once_nobody_holds_it(seed):
+    draw, tier = random.Random(seed), Tier("device", 1, 768, 9, CPU)
+    owners: list[list[int]] = []
+    for _ in range(300):
+        choice = draw.random()
+        if choice < 0.3 and tier.free_blocks:
+            owners.append(tier.allocate(draw.randint(1, tier.free_blocks)))
+        elif choice < 0.6 and owners:  # shares some of another's
+            shared = draw.choice(owners)
+            owners.append(draw.sample(shared, draw.randint(1, len(shared))))
+            tier.retain(owners[-1])
+        elif owners:
+            tier.release(owners.pop(draw.randrange(len(owners))))
+        held = Counter(block for owner in owners for block in owner)
+        assert tier.free_blocks == 9 - len(held)
+        assert all(tier.references(block) == held[block] for block in range(0, 27, 3))
+
+
+def test_what_nobody_holds_can_neither_be_given_back_nor_be_shared():
+    tier = Tier("host", 1, 768, 3, CPU)
+    (block,) = tier.allocate(1)
+    tier.retain([block])
+    tier.release([block, block])
+    with pytest.raises(AssertionError, match=f"block {block} of the host tier was given back twice"):
+        tier.release([block])
+    other = next(name for name in (0, 3, 6) if name != block)
+    with pytest.raises(AssertionError, match=f"block {other} of the host tier is nobody's"):
+        tier.retain([other])
+
+
+def test_pages_lie_in_the_block_that_begins_before_them():
+    tier = Tier("device", 1, 5 * GRANULE, 4, CPU)
+    assert [tier.block_of(name) for name in (0, 4, 5, 9, 19)] == [0, 0, 5, 5, 15]
+    assert tier.blocks_of([9, 4, 5, 0, 19]) == [5, 0, 15]
+    states = Tier("states", 1, 5 * GRANULE, 4, CPU, paged=False)
+    assert states.allocate(4) == [0, 1, 2, 3]
+    assert states.spare == 4
+
+
+def test_numbers_of_blocks_by_tier_and_what_is_not_named_is_none_of():
+    have = Blocks(device=3, states=1)
+    assert have["host"] == 0
+    assert "host" not in have
+    assert have + Blocks(host=2) - Blocks(device=1) == Blocks(device=2, states=1, host=2)
+    assert Blocks(device=3).within(have)
+    assert not Blocks(host=1).within(have)
+    assert Blocks(host=0).within(have)
+    assert (str(have), str(Blocks(host=0))) == ("3 device, 1 states", "nothing")

@@ -9,7 +9,7 @@ from shadowkv.ops.registry import NAMES, Ops
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-REFERENCE = Ops("cpu", dict.fromkeys(NAMES, "reference"))
+REFERENCE = Ops("cpu", overrides=dict.fromkeys(NAMES, "reference"))
 CHOSEN = Ops("cpu")
 BACKENDS = {"reference": REFERENCE} | ({"chosen": CHOSEN} if CHOSEN.backends != REFERENCE.backends else {})
 

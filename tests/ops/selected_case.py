@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.codecs import LATENT_CODECS
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.ops.attend_selected import cpu, reference
-from shadowkv.ops.attend_selected.packing import quantise_rows
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CodedRows,
     DenseRows,
     KeySource,
     LatentKeys,
-    QuantisedRows,
     ValueSource,
 )
+from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 PAGES = 3
@@ -31,7 +33,7 @@ def in_dtype(source: Any, dtype: torch.dtype) -> Any:
             return replace(source, rows=source.rows.to(dtype))
         case LatentKeys():
             mean = None if source.mean is None else source.mean.to(dtype)
-            latents = source.latents if source.latents.dtype == torch.int8 else source.latents.to(dtype)
+            latents = source.latents if source.codec.largest else source.latents.to(dtype)
             return replace(source, latents=latents, basis=source.basis.to(dtype), mean=mean)
         case BufferedRows():
             rows = source.rows.to(dtype) if source.rows.is_floating_point() else source.rows
@@ -49,7 +51,7 @@ class Case:
         group: int = 3,
         dim: int = 64,
         chunk: int = 8,
-        keys: str = "latents",
+        keys: str = "low-rank",
         rank: int = 12,
         values: str = "rows",
         buffered: bool = False,
@@ -64,7 +66,11 @@ class Case:
         self.q = torch.randn(batch, heads * group, dim).to(dtype)
         self.log_weight = torch.rand(self.selected.shape) if drawn else None
         self.slots = torch.randperm(2 * batch)[:batch]
-        self.keys = self._rows(dtype) if keys == "rows" else self._latents(keys, rank, dtype, rope or {})
+        self.keys: KeySource
+        if keys in LATENT_CODECS:
+            self.keys = self._latents(LATENT_CODECS[keys], rank, dtype, rope or {})
+        else:
+            self.keys = self._rows(dtype) if keys == "rows" else self._codes(int(keys))
         self.values: ValueSource = self._rows(dtype) if values == "rows" else self._codes(int(values))
         if buffered:
             self.values = self._buffered(self.values)
@@ -92,8 +98,9 @@ class Case:
         rows = torch.randn(self.names, self.heads, self.per_page, self.chunk, self.dim)
         return DenseRows(rows.masked_fill(~self._used(pages)[..., None, None], torch.nan).to(dtype), pages)
 
-    def _latents(self, form: str, rank: int, dtype: torch.dtype, rope: dict[str, Any]) -> LatentKeys:
+    def _latents(self, codec: LatentCodec, rank: int, dtype: torch.dtype, rope: dict[str, Any]) -> LatentKeys:
         pages, slots = self._pages(), 2 * self.batch
+        rank -= rank % codec.rank_multiple
         latents = torch.randn(self.names, self.per_page, self.chunk, rank)
         basis, mean = (
             torch.randn(slots, rank, self.heads, self.dim) / rank**0.5,
@@ -101,21 +108,25 @@ class Case:
         )
         nobody = torch.ones(slots, dtype=torch.bool).index_fill(0, self.slots, False)
         basis[nobody] = mean[nobody] = torch.nan
-        if form == "int8":
-            latents, basis = (40 * latents).clamp(-127, 127).to(torch.int8), basis / 40
+        used = self._used(pages).any(1)[..., None, None]
+        if codec.largest:
+            latents, basis = codec.encode(codec.largest / 3 * latents), basis * 3 / codec.largest
+            latents = latents.masked_fill(~used, 99)
         else:
-            latents = latents.masked_fill(~self._used(pages).any(1)[..., None, None], torch.nan).to(dtype)
-        rotary = RotaryTables(RopeConfig(self.dim, **rope), 64 * PAGES)
-        centred = mean.to(dtype) if form == "int8" else None
-        return LatentKeys(latents, basis.to(dtype), centred, self.slots, pages, rotary)
+            latents = latents.masked_fill(~used, torch.nan).to(dtype)
+        rotary = RotaryTables(RopeConfig(self.dim, **rope), 64 * (PAGES + 2))
+        centred = mean.to(dtype) if codec.largest else None
+        first = 64 * torch.randint(3, self.slots.shape)
+        return LatentKeys(latents, codec, basis.to(dtype), centred, self.slots, pages, first, rotary)
 
-    def _codes(self, bits: int) -> QuantisedRows:
+    def _codes(self, bits: int) -> CodedRows:
         pages, scale_pages = self._pages(), self._pages()
         rotation = torch.linalg.qr(torch.randn(self.dim, self.dim))[0]
         rows = torch.randn(self.names, self.heads, self.per_page, self.chunk, self.dim)
-        codes, scale = quantise_rows(rows, rotation, bits)
-        scale = scale.masked_fill(~self._used(scale_pages)[..., None], torch.nan).flatten(2)
-        return QuantisedRows(codes, scale, bits, rotation, pages, scale_pages)
+        codec = ROTATED_ROWS[bits]
+        codes, scale = codec.encode(rows, rotation)
+        scale = scale.masked_fill(~self._used(scale_pages)[..., None, None], torch.nan).flatten(2, 3)
+        return CodedRows(codes, scale, codec, self.dim, rotation, pages, scale_pages)
 
     def _buffered(self, source: Any) -> BufferedRows:
         rows = source.rows if isinstance(source, DenseRows) else source.codes
@@ -151,7 +162,7 @@ class Case:
     def _place(self, name: str) -> tuple[Any, str]:
         stored = self.values.source if isinstance(self.values, BufferedRows) else self.values
         match name:
-            case "pages" | "slots" | "latents" | "basis" | "mean" | "rotary":
+            case "pages" | "slots" | "first" | "latents" | "basis" | "mean" | "rotary":
                 return self.keys, name
             case "keys":
                 return self.keys, "rows"
@@ -172,7 +183,7 @@ class Case:
     @property
     def raw_arguments(self) -> tuple[Any, ...]:
         """Those of the binding."""
-        sources = *cpu._key_arguments(self.keys), *cpu._value_arguments(self.values)
+        sources = *cpu._keys(self.keys), *cpu._values(self.values)
         return self.q, self.selected, self.log_weight, *sources
 
     def exact(self) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ import torch
 from plain_formulas import SHAPES, assert_close, attend_rows, turn
 from torch import Tensor
 
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int8Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.ops.attend_selected import cuda
-from shadowkv.ops.attend_selected.packing import dequantise_rows, quantise_rows
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 WIDTHS = [(4, 64), (4, 96), (4, 128), (4, 256), (3, 64), (3, 128), (3, 256), (2, 64), (2, 96), (2, 128), (2, 256)]
@@ -35,20 +36,21 @@ def code_of(row: list[int], bits: int, dim: int, i: int, half: int, g: int) -> i
 @pytest.mark.parametrize(("bits", "dim"), WIDTHS)
 def test_codes_are_where_the_layout_says(seed, bits, dim):
     x, rotation = torch.randn(5, dim), orthogonal(dim)
-    codes, scale = quantise_rows(x, rotation, bits)
+    codes, scale = ROTATED_ROWS[bits].encode(x, rotation)
     assert codes.dtype == torch.uint8 and codes.shape == (5, dim * bits // 8)
-    assert scale.dtype == torch.float16 and scale.shape == (5,)
-    rotated = dequantise_rows(codes, scale, None, bits, dim)
+    assert scale.dtype == torch.float16 and scale.shape == (5, 1)
+    rotated = ROTATED_ROWS[bits].decode(codes, scale, None, dim)
     for row in range(5):
         for at in range(dim):
             code = code_of(codes[row].tolist(), bits, dim, at // 16, at // 8 % 2, at % 8)
-            assert rotated[row, at] == scale[row].float() * (code - (2**bits - 1) / 2)
+            assert rotated[row, at] == scale[row, 0].float() * (code - (2**bits - 1) / 2)
 
 
 @pytest.mark.parametrize(("bits", "dim"), WIDTHS)
 def test_coded_rows_come_back_close(seed, bits, dim):
     x, rotation = torch.randn(200, dim) * torch.rand(200, 1) * 10, orthogonal(dim)
-    back = dequantise_rows(*quantise_rows(x, rotation, bits), rotation, bits, dim)
+    codec = ROTATED_ROWS[bits]
+    back = codec.decode(*codec.encode(x, rotation), rotation, dim)
     error = ((back - x).norm() / x.norm()).item()
     # Of a unit Gaussian the optimal uniform quantiser leaves these mean squares (Max, 1960).
     assert error == pytest.approx({4: 0.01154, 3: 0.03744, 2: 0.1188}[bits] ** 0.5, rel=0.15)
@@ -57,24 +59,25 @@ def test_coded_rows_come_back_close(seed, bits, dim):
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_codes_are_the_nearest_levels_and_the_scale_the_least_squares_one(seed, bits):
     x = torch.randn(9, 64)
-    codes, scale = quantise_rows(x, torch.eye(64), bits)
-    levels = dequantise_rows(codes, torch.ones(9), None, bits, 64)
+    codes, scale = ROTATED_ROWS[bits].encode(x, torch.eye(64))
+    levels = ROTATED_ROWS[bits].decode(codes, torch.ones(9, 1), None, 64)
     step = {4: 0.3352, 3: 0.5860, 2: 0.9957}[bits] * x.norm(dim=1, keepdim=True) / 8
     inside = (x / step).abs() < 2 ** (bits - 1) - 1e-3
     assert ((levels - x / step).abs()[inside] <= 0.501).all()
-    torch.testing.assert_close(scale.float(), (x * levels).sum(1) / levels.square().sum(1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(scale[:, 0].float(), (x * levels).sum(1) / levels.square().sum(1), rtol=1e-3, atol=0)
 
 
 def test_zero_rows_stay_zero():
-    codes, scale = quantise_rows(torch.zeros(2, 64), torch.eye(64), 4)
-    assert torch.equal(scale, torch.zeros(2, dtype=torch.float16))
-    assert torch.equal(dequantise_rows(codes, scale, torch.eye(64), 4, 64), torch.zeros(2, 64))
+    codec = ROTATED_ROWS[4]
+    codes, scale = codec.encode(torch.zeros(2, 64), torch.eye(64))
+    assert torch.equal(scale, torch.zeros(2, 1, dtype=torch.float16))
+    assert torch.equal(codec.decode(codes, scale, torch.eye(64), 64), torch.zeros(2, 64))
 
 
-@pytest.mark.parametrize(("bits", "dim"), [(5, 64), (4, 72), (3, 96), (2, 80)])
+@pytest.mark.parametrize(("bits", "dim"), [(4, 72), (3, 96), (2, 80)])
 def test_widths_that_do_not_fit_are_refused(bits, dim):
-    with pytest.raises(ValueError, match=r"bits|multiple"):
-        quantise_rows(torch.randn(1, dim), torch.eye(dim), bits)
+    with pytest.raises(ValueError, match="multiple"):
+        ROTATED_ROWS[bits].encode(torch.randn(1, dim), torch.eye(dim))
 
 
 def selections(batch: int, heads: int) -> Tensor:
@@ -97,12 +100,14 @@ def test_low_rank_keys_and_coded_values(seed, ops, heads, group, dim, latents, m
     config = RopeConfig(dim, scaling="yarn", factor=4.0, original_max_position=64)
     basis, means = torch.randn(7, rank, heads, dim) / 30, torch.randn(7, heads, dim)
     slots = torch.randperm(7)[:batch]
-    keys = LatentKeys(stored, basis, means if mean else None, slots, pages, RotaryTables(config, 192))
+    codec, first = Int8Latents() if latents == "int8" else DenseLatents(), 64 * torch.arange(batch)
+    rotary = RotaryTables(config, 192 + 64 * batch)
+    keys = LatentKeys(stored, codec, basis, means if mean else None, slots, pages, first, rotary)
     rotation = orthogonal(dim)
-    codes, scale = quantise_rows(torch.randn(20, heads, 8, chunk, dim), rotation, 4)
-    values = QuantisedRows(codes, scale.flatten(2), 4, rotation, pages)
+    codes, scale = ROTATED_ROWS[4].encode(torch.randn(20, heads, 8, chunk, dim), rotation)
+    values = CodedRows(codes, scale.flatten(2, 3), ROTATED_ROWS[4], dim, rotation, pages)
     selected, q = selections(batch, heads), torch.randn(batch, heads * group, dim)
-    plain = dequantise_rows(codes, scale, rotation, 4, dim)
+    plain = ROTATED_ROWS[4].decode(codes, scale, rotation, dim)
     rows = []
     for b in range(batch):
         k, v = [], []
@@ -113,7 +118,7 @@ def test_low_rank_keys_and_coded_values(seed, ops, heads, group, dim, latents, m
             for n, position in enumerate(positions):
                 where = pages[b, position // 64], position % 64 // chunk, position % chunk
                 key = stored[where].double() @ basis[slots[b], :, h].double() + mean * means[slots[b], h].double()
-                k[h][n] = turn(key, position, config)
+                k[h][n] = turn(key, 64 * b + position, config)
                 v[h][n] = plain[where[0], h, where[1], where[2]]
         rows.append((q[b], k, v))
     out, lse = ops.attend_selected(q, keys, values, selected)
@@ -147,11 +152,17 @@ def test_rows_that_select_nothing_leave_the_others_what_they_are(seed, ops):
     batch, heads, dim = 5, 2, 64
     pages, slots = torch.randperm(20)[: batch * 3].view(batch, 3), torch.randperm(7)[:batch]
     rotary = RotaryTables(RopeConfig(dim), 192)
-    keys = LatentKeys(torch.randn(20, 8, 8, 12), torch.randn(7, 12, heads, dim), None, slots, pages, rotary)
+    latents, basis, first = (
+        torch.randn(20, 8, 8, 12),
+        torch.randn(7, 12, heads, dim),
+        torch.zeros(batch, dtype=torch.int64),
+    )
+    keys = LatentKeys(latents, DenseLatents(), basis, None, slots, pages, first, rotary)
     rotation = orthogonal(dim)
-    codes, scale = quantise_rows(torch.randn(20, heads, 8, 8, dim), rotation, 3)
+    codes, scale = ROTATED_ROWS[3].encode(torch.randn(20, heads, 8, 8, dim), rotation)
     elsewhere = torch.randperm(20)
-    coded = QuantisedRows(codes, scale.flatten(2)[elsewhere], 3, rotation, pages, elsewhere.argsort()[pages])
+    scale, where = scale.flatten(2, 3)[elsewhere], elsewhere.argsort()[pages]
+    coded = CodedRows(codes, scale, ROTATED_ROWS[3], dim, rotation, pages, where)
     everywhere = torch.rand(batch, heads, 24).argsort(-1)[..., :5]
     selected = everywhere.clone()
     selected[0] = selected[3] = -1
@@ -173,13 +184,14 @@ def test_rows_that_select_nothing_leave_the_others_what_they_are(seed, ops):
 def test_buffered_rows_are_those_of_their_source_bit_by_bit(seed, form):
     batch, heads, dim = 3, 2, 64
     rows, pages = torch.randn(9, heads, 8, 8, dim), torch.randperm(9).view(batch, 3)
-    values: DenseRows | QuantisedRows = DenseRows(rows, pages)
+    values: DenseRows | CodedRows = DenseRows(rows, pages)
     if form == "codes":
         rotation = orthogonal(dim)
-        rows, scale = quantise_rows(rows, rotation, 4)
+        rows, scale = ROTATED_ROWS[4].encode(rows, rotation)
         # Scales lie in pages of their own.
         where = torch.randperm(9)
-        values = QuantisedRows(rows, scale.flatten(2)[where], 4, rotation, pages, where.argsort()[pages])
+        scale, scale_pages = scale.flatten(2, 3)[where], where.argsort()[pages]
+        values = CodedRows(rows, scale, ROTATED_ROWS[4], dim, rotation, pages, scale_pages)
     selected = selections(batch, heads)
     expected = gather_selected(values, selected)
     slots, entries = torch.tensor([4, 0, 2]), torch.rand(batch, heads, 11).argsort(-1)[..., :5]

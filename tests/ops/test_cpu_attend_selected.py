@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from plain_formulas import assert_close
 from selected_case import Case
 
-from shadowkv.ops.attend_selected import cpu, reference
+from shadowkv.ops.attend_selected import cpu
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
+from shadowkv.ops.case import Case as OpsCase
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
@@ -43,8 +45,8 @@ FORMS = st.fixed_dictionaries(
         "group": st.integers(1, 6),
         "dim": st.sampled_from([64, 128, 256]),
         "chunk": st.sampled_from([1, 2, 4, 8, 16, 32]),
-        "keys": st.sampled_from(["rows", "latents", "int8"]),
-        "rank": st.integers(1, 40),
+        "keys": st.sampled_from(["rows", "3", "low-rank", "low-rank-int8", "low-rank-int4"]),
+        "rank": st.integers(2, 40),
         "values": st.sampled_from(["rows", "4", "3", "2"]),
         "buffered": st.booleans(),
         "drawn": st.booleans(),
@@ -80,13 +82,13 @@ def test_of_bfloat16_only_the_result_is_rounded(form: dict[str, Any], seed: int)
 def test_other_head_dims(seed: int, dim: int) -> None:
     """Not a multiple of a vector; 96 in the widths that it can have."""
     for values in ("rows", "4", "2") if dim == 96 else ("rows",):
-        case = Case(dim=dim, values=values, keys="int8")
+        case = Case(dim=dim, values=values, keys="low-rank-int8")
         for found, exact in zip(cpu.attend_selected(*case.arguments), case.exact(), strict=True):
             assert_close(found, exact, atol=1e-4, rtol=1e-4)
 
 
 def test_some_of_each_dtype_together(seed: int) -> None:
-    case = Case(keys="int8", values="rows", dtype=torch.bfloat16)
+    case = Case(keys="low-rank-int8", values="rows", dtype=torch.bfloat16)
     case.q = case.q.float()
     assert isinstance(case.keys, LatentKeys)
     assert case.keys.mean is not None
@@ -110,7 +112,7 @@ def test_pages_may_overlap_and_tables_may_be_views(seed: int) -> None:
 
 
 def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
-    case, results = Case(batch=4, keys="int8", values="3"), []
+    case, results = Case(batch=4, keys="low-rank-int8", values="3"), []
     for count in (1, 2, 5):
         with threads(count):
             results.append(cpu.attend_selected(*case.arguments))
@@ -120,16 +122,35 @@ def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"q": torch.float64}, {"latents": torch.float16}, {"basis": torch.float64}, {"values": torch.float16}],
-    ids=lambda changes: next(iter(changes)),
+    ("name", "dtype"),
+    [("q", torch.float64), ("latents", torch.float16), ("basis", torch.float64), ("values", torch.float16)],
 )
-def test_other_dtypes_take_the_reference(seed: int, changes: dict[str, torch.dtype]) -> None:
-    case = Case(keys="int8" if "basis" in changes else "latents")
-    for name, dtype in changes.items():
-        case.put(name, case.field(name).to(dtype))
-    for found, expected in zip(cpu.attend_selected(*case.arguments), reference.attend_selected(*case.arguments)):
-        assert torch.equal(found, expected)
+def test_other_dtypes_are_refused(seed: int, name: str, dtype: torch.dtype) -> None:
+    case = Case()
+    case.put(name, case.field(name).to(dtype))
+    name = "keys" if name == "latents" else name
+    with pytest.raises(RuntimeError, match=f"{name} is (Double|Half), not Float or BFloat16"):
+        cpu.attend_selected(*case.arguments)
+
+
+def test_codecs_that_are_unknown_are_refused_by_their_number(seed: int) -> None:
+    case = Case(keys="low-rank-int8", values="4")
+    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:16], case.raw_arguments[16:]
+    op = torch.ops.shadowkv.attend_selected
+    for codec in (-1, 19, 1000):
+        with pytest.raises(RuntimeError, match=f"attend_selected on CPUs knows no codec {codec} of keys"):
+            op(*before, codec, *keys[1:], *values)
+        with pytest.raises(RuntimeError, match=f"attend_selected on CPUs knows no codec {codec} of values"):
+            op(*before, *keys, codec, *values[1:])
+    with pytest.raises(RuntimeError, match="knows no codec 17 of values"):
+        op(*before, *keys, 17, *values[1:])
+    case_of = {"ops": frozenset(), "dtype": torch.float32, "head_dim": 64, "num_query_heads": 2, "num_kv_heads": 2}
+    supported = partial(OpsCase, **case_of, rope_dim=64)
+    assert not cpu.supports(supported(key_codec=18, value_codec=3))
+    assert cpu.supports(supported(key_codec=1000, value_codec=17)) == [
+        "codec 1000 of keys is unknown",
+        "codec 17 of values is unknown",
+    ]
 
 
 def test_a_nan_in_a_query_stays_in_its_head(seed: int) -> None:
@@ -145,7 +166,7 @@ def test_a_nan_in_a_query_stays_in_its_head(seed: int) -> None:
 
 
 def test_what_is_not_selected_may_be_anywhere(seed: int) -> None:
-    case = Case(keys="int8", values="3", buffered=True)
+    case = Case(keys="low-rank-int8", values="3", buffered=True)
     case.selected[0] = -1
     expected = cpu.attend_selected(*case.arguments)
     for name in ("pages", "slots", "codes pages", "scale_pages", "buffer slots", "entries"):
@@ -167,20 +188,21 @@ def test_what_is_not_selected_may_be_anywhere(seed: int) -> None:
     ],
 )
 def test_what_is_selected_must_be_there(name: str, match: str, outside: int) -> None:
-    case = Case(keys="int8", values="4", buffered=name != "codes pages", least=1)
+    case = Case(keys="low-rank-int8", values="4", buffered=name != "codes pages", least=1)
     case.put(name, torch.full_like(case.field(name), outside))
     with pytest.raises(IndexError, match=rf"{match} {outside} is not in \[0, "):
         cpu.attend_selected(*case.arguments)
 
 
-@pytest.mark.parametrize("keys", ["rows", "int8"])
+@pytest.mark.parametrize("keys", ["rows", "low-rank-int8"])
 def test_chunks_past_the_pages_or_the_rotation_are_refused(keys: str) -> None:
     case = Case(keys=keys)
     case.selected[1, 0, 0] = 24
     with pytest.raises(IndexError, match=r"chunk 24 is not in \[0, 24\)"):
         cpu.attend_selected(*case.arguments)
-    if keys == "int8":
+    if keys == "low-rank-int8":
         case.selected[1, 0, 0] = 8
+        case.put("first", torch.zeros(2, dtype=torch.int64))
         case.put("rotary", RotaryTables(RopeConfig(64), 64 + 7))
         case.selected[case.selected > 8] = 0
         with pytest.raises(IndexError, match=r"position 71 is not in \[0, 71\)"):
@@ -196,25 +218,26 @@ def test_chunks_past_the_pages_or_the_rotation_are_refused(keys: str) -> None:
         ("selected is Int, not Long", "selected", lambda x: x.int()),
         ("log_weight has shape", "log_weight", lambda x: x[:, :, 1:]),
         ("log_weight is Double, not Float", "log_weight", lambda x: x.double()),
-        ("keys has shape", "latents", lambda x: x.flatten(1, 2)[:, :0, None]),
+        ("keys has shape", "latents", lambda x: x[:, :0]),
         (
             "the tokens of a chunk must lie together",
             "latents",
             lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
         ),
         ("chunks of 7 tokens do not divide 64", "latents", lambda x: x[:, :, :7]),
-        ("key_pages has shape", "pages", lambda x: x[:1]),
-        ("key_pages is Int, not Long", "pages", lambda x: x.int()),
-        ("basis has shape", "basis", lambda x: x[:, 1:]),
+        ("key_places has shape", "pages", lambda x: x[:1]),
+        ("key_places is Int, not Long", "pages", lambda x: x.int()),
+        ("keys of 12 elements", "basis", lambda x: x[:, 1:]),
         ("basis has shape", "basis", lambda x: x[..., 1:]),
         ("basis has strides", "basis", lambda x: x.repeat_interleave(2, dim=-1)[..., ::2]),
         ("mean has shape", "mean", lambda x: x[:1]),
         ("mean has strides", "mean", lambda x: x.repeat_interleave(2, dim=-1)[..., ::2]),
         ("key_slots has shape", "slots", lambda x: x[:1]),
+        ("key_first has shape", "first", lambda x: x[:1]),
         ("cos has shape", "rotary", lambda x: RotaryTables(RopeConfig(128), 192)),
         ("values has shape", "codes", lambda x: x[:, :1]),
-        ("codes of 30 bytes", "codes", lambda x: x[..., :30].contiguous()),
-        ("codes of 8 bytes", "codes", lambda x: x[..., :8].contiguous()),
+        ("values of 30 elements are none of 64 dimensions in codec 1", "codes", lambda x: x[..., :30].contiguous()),
+        ("values is Char, not Byte", "codes", lambda x: x.view(torch.int8)),
         ("value_places has shape", "codes pages", lambda x: x[:1]),
         ("scale is Float, not Half", "scale", lambda x: x.float()),
         ("scale has shape", "scale", lambda x: x[:, :1]),
@@ -223,7 +246,7 @@ def test_chunks_past_the_pages_or_the_rotation_are_refused(keys: str) -> None:
     ],
 )
 def test_the_binding_refuses_what_does_not_fit(match: str, name: str, change: Callable[[Any], Any]) -> None:
-    case = Case(keys="int8", values="4", drawn=True)
+    case = Case(keys="low-rank-int8", values="4", drawn=True)
     case.put(name, change(case.field(name)))
     with pytest.raises(RuntimeError, match=match):
         cpu.attend_selected(*case.arguments)
@@ -232,8 +255,8 @@ def test_the_binding_refuses_what_does_not_fit(match: str, name: str, change: Ca
 @pytest.mark.parametrize(
     ("match", "name", "change"),
     [
-        ("keys have 32 dimensions, q has 64", "keys", lambda x: x[..., :32].contiguous()),
-        ("values have 32 dimensions, q has 64", "values", lambda x: x[..., :32].contiguous()),
+        ("keys of 32 elements are none of 64 dimensions in codec 0", "keys", lambda x: x[..., :32].contiguous()),
+        ("values of 32 elements are none of 64 dimensions in codec 0", "values", lambda x: x[..., :32].contiguous()),
         ("values have shape", "values", lambda x: x[:, :, :, :4].contiguous()),
         ("value_places has shape", "entries", lambda x: x[..., 1:]),
         ("value_slots has shape", "buffer slots", lambda x: x[:1]),
@@ -247,14 +270,15 @@ def test_the_binding_refuses_exact_rows_that_do_not_fit(match: str, name: str, c
 
 
 def test_the_binding_refuses_forms_of_which_a_part_is_missing() -> None:
-    case = Case(keys="int8", values="4")
-    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:11], case.raw_arguments[11:]
+    case = Case(keys="low-rank-int8", values="4")
+    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:16], case.raw_arguments[16:]
     for match, arguments in (
-        ("keys are Char, which only latents are", (*keys[:2], *[None] * 5, False, *values)),
-        ("key_slots is needed", (*keys[:4], None, *keys[5:], *values)),
-        ("sin is needed", (*keys[:6], None, False, *values)),
-        ("scale_pages is needed", (*keys, *values[:4], None, values[5])),
-        ("values have 32 dimensions, q has 64", (*keys, *values[:3], None, None, None)),
+        ("keys is Char, not Byte", (1, keys[1][..., :8].repeat(1, 1, 1, 1, 4), *keys[2:], *values)),
+        ("basis is needed", (*keys[:6], None, *keys[7:], *values)),
+        ("key_slots is needed", (*keys[:8], None, *keys[9:], *values)),
+        ("key_first is needed", (*keys[:9], None, *keys[10:], *values)),
+        ("sin is needed", (*keys[:11], None, False, *values)),
+        ("value_scale_pages is needed", (*keys, *values[:4], None, *values[5:])),
     ):
         with pytest.raises(RuntimeError, match=match):
             torch.ops.shadowkv.attend_selected(*before, *arguments)

@@ -1,14 +1,19 @@
 """Attention over selected chunks in CUDA against the reference in float32, on pages as the cache has them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from selected_case import in_dtype
 from torch import Tensor
 
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
-from shadowkv.ops.attend_selected.packing import quantise_rows, row_multiple
-from shadowkv.ops.attend_selected.sources import BufferedRows, DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows, LatentKeys
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and the attend_selected library")
@@ -16,26 +21,29 @@ pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA devic
 PAGE = 64
 DEVICE = torch.device("cuda")
 SHAPES = [(2, 1, 64), (3, 3, 96), (2, 4, 128), (3, 6, 64), (2, 7, 64), (1, 8, 256)]
-KEYS = ("int8", "bf16")
+LATENTS = {"int8": Int8Latents(), "int4": Int4Latents(), "bf16": DenseLatents()}
+KEYS = tuple(LATENTS)
 VALUES = (
     *("4-bit codes", "3-bit codes", "2-bit codes", "rows"),
     *("buffered 4-bit codes", "buffered 3-bit codes", "buffered 2-bit codes", "buffered rows"),
 )
 
 
-def bits_of(values: str) -> int | None:
-    """Of a code; None of rows that are none."""
-    return int(values[values.index("-bit") - 1]) if "-bit" in values else None
+def codec_of(values: str | RowCodec) -> RowCodec | None:
+    """Of codes; None of rows that are none."""
+    if isinstance(values, RowCodec):
+        return values
+    return ROTATED_ROWS[int(values[values.index("-bit") - 1])] if "-bit" in values else None
 
 
 def skip_what_has_no_kernel(keys: str, values: str, dim: int) -> None:
-    """Combinations that the reference does, or that nothing does."""
-    bits = bits_of(values)
-    if bits is None:
+    """Combinations that no kernel is made for, and codes that there are none of."""
+    codec = codec_of(values)
+    if codec is None:
         return
-    if keys == "rows" or (bits < 4 and keys != "int8"):
+    if keys == "rows" or (keys == "bf16" and codec != ROTATED_ROWS[4]):
         pytest.skip("no kernel for these keys with these values")
-    if dim % row_multiple(bits):
+    if dim % codec.row_multiple:
         pytest.skip("no such codes")
 
 
@@ -57,7 +65,7 @@ def poisoned(x: Tensor, used: Tensor) -> Tensor:
     return x.masked_fill(~used.view(*used.shape, *[1] * (x.dim() - used.dim())), junk)
 
 
-def buffered(values: DenseRows | QuantisedRows, selected: Tensor) -> BufferedRows:
+def buffered(values: DenseRows | CodedRows, selected: Tensor) -> BufferedRows:
     """The selected chunks in shuffled entries of shuffled slots; junk in all others and where they were."""
     field = "rows" if isinstance(values, DenseRows) else "codes"
     stored = getattr(values, field)
@@ -79,9 +87,10 @@ def problem(
     heads: int,
     group: int,
     dim: int,
-    keys: str,
-    values: str,
+    keys: str | LatentCodec,
+    values: str | RowCodec,
     *,
+    in_buffer: bool = False,
     tokens: list[int],
     rank: int = 64,
     chunk: int = 8,
@@ -90,16 +99,24 @@ def problem(
     first: int = 0,
     **rope: object,
 ) -> tuple:
-    """q, keys, values and selected; with ``first`` every page table starts so many pages earlier than its pages."""
+    """q, keys, values and selected; with ``first`` every page table starts so many pages earlier than its pages.
+
+    Codecs by the names of tests, or themselves; then ``in_buffer`` says where values are.
+    """
+    in_buffer = in_buffer or (isinstance(values, str) and values.startswith("buffered"))
     chunks, blocks = PAGE // chunk, sum(-(-length // PAGE) for length in tokens) + 3
-    key = Field("latents", (chunks, chunk, rank), torch.int8 if keys == "int8" else torch.bfloat16)
+    latents = LATENTS.get(keys, keys)
     if keys == "rows":
         key = Field("keys", (heads, chunks, chunk, dim), torch.bfloat16)
+    else:
+        width, dtype = latents.field(rank, torch.bfloat16)
+        key = Field("latents", (chunks, chunk, width), dtype)
+        step = 3 / latents.largest if latents.largest else 1
     value = [Field("values", (heads, chunks, chunk, dim), torch.bfloat16)]
-    bits = bits_of(values)
-    if bits is not None:
-        codes = Field("codes", (heads, chunks, chunk, dim * bits // 8), torch.uint8)
-        value = [codes, Field("scale", (heads, PAGE), torch.float16)]
+    codec = codec_of(values)
+    if codec is not None:
+        codes = Field("codes", (heads, chunks, chunk, codec.row_bytes(dim)), torch.uint8)
+        value = [codes, Field("scale", (heads, PAGE, codec.scales(dim)), torch.float16)]
     fields = [key, *value]
     block = -(-sum(field.nbytes for field in fields) // 256) * 256 + 256
     tier = Tier("device", 2, block, blocks, DEVICE)
@@ -107,7 +124,7 @@ def problem(
     names = torch.tensor(tier.allocate(blocks))[torch.randperm(blocks)]
     pages = torch.zeros(len(tokens), first + max(1, max(-(-length // PAGE) for length in tokens)), dtype=torch.int64)
     selected = selections(tokens, heads, count, chunk)
-    rotation = torch.linalg.qr(torch.randn(dim, dim))[0]
+    rotation = torch.linalg.qr(torch.randn(dim, dim))[0] if codec is not None and codec.rotated else None
     taken = 0
     for row, length in enumerate(tokens):
         for page in range(-(-length // PAGE)):
@@ -121,32 +138,34 @@ def problem(
             if keys == "rows":
                 views["keys"][name] = poisoned(torch.randn(heads, chunks, chunk, dim).bfloat16(), used).to(DEVICE)
             else:
-                x = torch.randn(chunks, chunk, rank)
-                x = (x * 40).clamp(-127, 127).to(torch.int8) if keys == "int8" else x.bfloat16()
+                x = latents.encode(torch.randn(chunks, chunk, rank) / step).to(dtype)
                 views["latents"][name] = poisoned(x, used.any(0)).to(DEVICE)
             rows = torch.randn(heads, chunks, chunk, dim) * torch.rand(heads, chunks, chunk, 1).exp()
-            if bits is None:
+            if codec is None:
                 views["values"][name] = poisoned(rows.bfloat16(), used).to(DEVICE)
             else:
-                codes, scale = quantise_rows(rows, rotation, bits)
+                codes, scale = codec.encode(rows, rotation)
                 views["codes"][name] = poisoned(codes, used).to(DEVICE)
-                views["scale"][name] = poisoned(scale, used).flatten(1).to(DEVICE)
+                views["scale"][name] = poisoned(scale, used).flatten(1, 2).to(DEVICE)
     selected = torch.where(selected >= 0, selected + first * chunks, -1).to(DEVICE)
     pages = pages.to(DEVICE)
     q = torch.randn(len(tokens), heads * group, dim).to(DEVICE, torch.bfloat16)
     if keys == "rows":
         k = DenseRows(views["keys"], pages)
     else:
-        basis = torch.randn(5 + len(tokens), rank, heads, dim) / rank**0.5 / (40 if keys == "int8" else 1)
-        rotary = RotaryTables(RopeConfig(dim, **rope), pages.shape[1] * PAGE, DEVICE)
-        means = torch.randn(5 + len(tokens), heads, dim).to(DEVICE, torch.bfloat16) if mean else None
-        slots = torch.randperm(5 + len(tokens))[: len(tokens)].to(DEVICE)
-        k = LatentKeys(views["latents"], basis.to(DEVICE, torch.bfloat16), means, slots, pages, rotary)
-    if bits is None:
+        states = 5 + len(tokens)
+        basis = (step * torch.randn(states, rank, heads, dim) / rank**0.5).to(DEVICE, torch.bfloat16)
+        means = torch.randn(states, heads, dim).to(DEVICE, torch.bfloat16) if mean else None
+        slots = torch.randperm(states)[: len(tokens)].to(DEVICE)
+        starts = PAGE * torch.randint(0, 4, slots.shape, device=DEVICE)
+        rotary = RotaryTables(RopeConfig(dim, **rope), (pages.shape[1] + 3) * PAGE, DEVICE)
+        k = LatentKeys(views["latents"], latents, basis, means, slots, pages, starts, rotary)
+    if codec is None:
         v = DenseRows(views["values"], pages)
     else:
-        v = QuantisedRows(views["codes"], views["scale"], bits, rotation.to(DEVICE), pages)
-    return q, k, buffered(v, selected) if values.startswith("buffered") else v, selected
+        turned = None if rotation is None else rotation.to(DEVICE)
+        v = CodedRows(views["codes"], views["scale"], codec, dim, turned, pages)
+    return q, k, buffered(v, selected) if in_buffer else v, selected
 
 
 def log_weights(selected: Tensor) -> Tensor:
@@ -169,37 +188,38 @@ def check(args: tuple, found: tuple[Tensor, Tensor]) -> None:
         assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
 
 
-def attend(args: tuple, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """The kernel's results in memory that held NaN; the reference must not step in."""
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("the reference was called")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda.reference, "attend_selected", refuse)
-        junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
-        del junk
-        return cuda.attend_selected(*args)
+def attend(args: tuple) -> tuple[Tensor, Tensor]:
+    """The kernel's results in memory that held NaN."""
+    junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
+    del junk
+    return cuda.attend_selected(*args)
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 @pytest.mark.parametrize("keys", [*KEYS, "rows"])
 @pytest.mark.parametrize("values", VALUES)
-def test_kernel_equals_the_reference_over_ragged_selections(seed, monkeypatch, heads, group, dim, keys, values):
+def test_kernel_equals_the_reference_over_ragged_selections(seed, heads, group, dim, keys, values):
     skip_what_has_no_kernel(keys, values, dim)
     for tokens in ([700, 0, 64, 129, 8], [1000]):
         args = problem(heads, group, dim, keys, values, tokens=tokens)
-        check(args, attend(args, monkeypatch))
+        check(args, attend(args))
 
 
 @pytest.mark.parametrize("rank", [32, 96, 160, 192, 256])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("keys", ["int8", "bf16"])
 @pytest.mark.parametrize("values", VALUES)
-def test_every_rank(seed, monkeypatch, rank, dim, keys, values):
+def test_every_rank(seed, rank, dim, keys, values):
     skip_what_has_no_kernel(keys, values, dim)
     args = problem(2, 4, dim, keys, values, tokens=[900, 300], rank=rank, mean=rank != 96)
-    check(args, attend(args, monkeypatch))
+    check(args, attend(args))
+
+
+@pytest.mark.parametrize("rank", [32, 96, 160, 192, 256])
+@pytest.mark.parametrize("values", ["3-bit codes", "buffered rows"])
+def test_every_rank_of_two_latents_a_byte(seed, rank, values):
+    args = problem(2, 4, 128, "int4", values, tokens=[900, 300], rank=rank)
+    check(args, attend(args))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16])
@@ -217,9 +237,9 @@ def test_every_rank(seed, monkeypatch, rank, dim, keys, values):
         ("rows", "buffered rows"),
     ],
 )
-def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
+def test_every_chunk_size(seed, chunk, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[1500, 77, 640], rank=160, chunk=chunk, count=300 // chunk)
-    check(args, attend(args, monkeypatch))
+    check(args, attend(args))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
@@ -237,15 +257,15 @@ def test_every_chunk_size(seed, monkeypatch, chunk, keys, values):
         ("rows", "buffered rows"),
     ],
 )
-def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, dim, keys, values):
+def test_chunks_weigh_what_they_stand_for(seed, chunk, dim, keys, values):
     skip_what_has_no_kernel(keys, values, dim)
     args = problem(2, 4, dim, keys, values, tokens=[3000, 77, 1500, 0], rank=160, chunk=chunk, count=640 // chunk)
     log_weight = log_weights(args[3])
-    found = attend((*args, log_weight), monkeypatch)
+    found = attend((*args, log_weight))
     check((*args, log_weight), found)
-    assert not torch.equal(attend(args, monkeypatch)[1], found[1])
+    assert not torch.equal(attend(args)[1], found[1])
     # Wherever they lie.
-    elsewhere = attend((*args, log_weight.mT.contiguous().mT), monkeypatch)
+    elsewhere = attend((*args, log_weight.mT.contiguous().mT))
     assert torch.equal(elsewhere[0], found[0])
     assert torch.equal(elsewhere[1], found[1])
 
@@ -265,22 +285,22 @@ def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, dim, keys, v
 def test_any_number_of_splits(seed, monkeypatch, split, keys, values):
     args = problem(2, 4, 128, keys, values, tokens=[3000, 5, 900], rank=160, count=200)
     monkeypatch.setattr(cuda, "splits", lambda *args: split)
-    check(args, attend(args, monkeypatch))
+    check(args, attend(args))
     args = (*args, log_weights(args[3]))
-    check(args, attend(args, monkeypatch))
+    check(args, attend(args))
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_positions_up_to_a_million(seed, monkeypatch, keys):
+def test_positions_up_to_a_million(seed, keys):
     args = problem(2, 4, 128, keys, "4-bit codes", tokens=[2048, 2048], rank=160, first=2**14 - 40, theta=500000.0)
     assert args[3].max() * 8 > 10**6
-    check(args, attend(args, monkeypatch))
+    check(args, attend(args))
 
 
-def test_magnitude_of_the_rotation(seed, monkeypatch):
+def test_magnitude_of_the_rotation(seed):
     rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
     args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **rope)
-    check(args, attend(args, monkeypatch))
+    check(args, attend(args))
 
 
 @pytest.mark.parametrize(
@@ -300,15 +320,100 @@ def test_captured_call_equals_the_eager_one(seed, keys, values):
     assert torch.equal(out[1], eager[1])
 
 
-@pytest.mark.parametrize("what", ["bits", "interleaved", "rank", "partial"])
-def test_what_the_kernel_does_not_take_the_reference_does(seed, what):
-    rope = {"interleaved": {"interleaved": True}, "partial": {"rotary_dim": 32}}.get(what, {})
-    q, keys, values, selected = problem(
-        2, 4, 64, "bf16", "rows", tokens=[900, 300], rank=48 if what == "rank" else 64, **rope
-    )
-    if what == "bits":
-        rotation = torch.linalg.qr(torch.randn(64, 64))[0].to(DEVICE)
-        codes, scale = quantise_rows(values.rows.nan_to_num(), rotation, 2)
-        values = QuantisedRows(codes, scale.flatten(2), 2, rotation, values.pages)
-    args = (q, keys, values, selected)
-    check(args, cuda.attend_selected(*args))
+def test_a_row_begins_anywhere(seed):
+    """Tokens that lie elsewhere on the same pages attend as if they had been there from the first position on."""
+    q, keys, values, selected = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], rank=160, first=5)
+    here = (q, replace(keys, first=torch.full_like(keys.first, 64 * 3)), values, selected)
+    found = attend(here)
+    check(here, found)
+    pages = torch.nn.functional.pad(keys.pages, (3, 0))
+    later = replace(keys, pages=pages, first=torch.zeros_like(keys.first)), replace(values, pages=pages)
+    moved = attend((q, *later, torch.where(selected >= 0, selected + 3 * PAGE // 8, -1)))
+    assert torch.equal(found[0], moved[0])
+    assert torch.equal(found[1], moved[1])
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4", "bf16"])
+def test_states_lie_apart_in_an_arena(seed, keys):
+    """As views of the cache's states do: dense but for the first axis."""
+    q, k, v, selected = problem(2, 4, 128, keys, "4-bit codes", tokens=[900, 300], rank=96)
+
+    def apart(x):
+        arena = x.new_full((len(x), x[0].numel() + 24), torch.nan)
+        arena[:, : x[0].numel()] = x.flatten(1)
+        return arena[:, : x[0].numel()].unflatten(1, x.shape[1:])
+
+    args = (q, replace(k, basis=apart(k.basis), mean=apart(k.mean)), v, selected)
+    check(args, attend(args))
+
+
+CASE = Case(
+    frozenset({"attend_selected"}),
+    torch.bfloat16,
+    head_dim=128,
+    num_query_heads=32,
+    num_kv_heads=8,
+    rope_dim=128,
+    rank=160,
+    key_codec=17,
+    value_codec=2,
+    block_memory=101376,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float16}, "float16 is not bfloat16"),
+        ({"num_kv_heads": 2}, "16 query heads"),
+        ({"chunk": 32}, "chunks of 32"),
+        ({"rope_dim": 64}, "64 of 128 dimensions rotate"),
+        ({"interleaved": True}, "in neighbours"),
+        ({"rank": 48}, "rank 48"),
+        ({"head_dim": 80, "rope_dim": 80}, "head dim 80"),
+        ({"head_dim": 96, "rope_dim": 96}, "codec 2 have no head dim 96"),
+        ({"head_dim": 256, "rope_dim": 256, "rank": 256}, "bytes of shared memory, and can have 101376"),
+        ({"key_codec": 1234}, "keys in codec 1234 with values in codec 2"),
+        ({"value_codec": 1234}, "keys in codec 17 with values in codec 1234"),
+    ],
+)
+def test_what_there_is_no_kernel_for_is_refused_by_name(change, reason):
+    assert cuda.supports(CASE) == []
+    (told,) = cuda.supports(replace(CASE, **change))
+    assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("values", "fields", "reason"),
+    [
+        ("2-bit codes", {}, "no kernel for keys in codec 16 with values in codec 3"),
+        ("rows", {"interleaved": True}, "64 of 64 dimensions rotate, in neighbours"),
+        ("rows", {"rotary_dim": 32}, "32 of 64 dimensions rotate, in halves"),
+        ("rows", {"rank": 48}, "rank 48 is not a multiple of 32 up to 256"),
+    ],
+)
+def test_calls_are_refused_for_the_reason_told_beforehand(values, fields, reason):
+    args = problem(2, 4, 64, "bf16", values, tokens=[900, 300], **fields)
+    rope, codec = args[1].rotary.config, codec_of(values)
+    case = replace(
+        CASE, head_dim=64, num_query_heads=8, num_kv_heads=2, rope_dim=rope.dim, interleaved=rope.interleaved,
+        rank=fields.get("rank", 64), key_codec=16, value_codec=codec.id if codec else 0,
+    )  # fmt: skip
+    (told,) = cuda.supports(case)
+    assert reason in told
+    with pytest.raises((RuntimeError, ValueError), match=reason):
+        cuda.attend_selected(*args)
+
+
+def test_an_unknown_codec_is_refused(seed):
+    q, keys, values, selected = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], rank=160)
+    unknown = type("Unknown", (type(keys.codec),), {"id": 1234})()
+    with pytest.raises(RuntimeError, match="keys in codec 1234 with values in codec 1; there are for 0 with 0"):
+        cuda.attend_selected(q, replace(keys, codec=unknown), values, selected)
+
+
+def test_nothing_selected(seed):
+    q, keys, values, selected = problem(2, 4, 128, "int8", "rows", tokens=[900, 300], rank=160)
+    out, lse = cuda.attend_selected(q, keys, values, selected[..., :0])
+    assert not out.any()
+    assert (lse == -torch.inf).all()

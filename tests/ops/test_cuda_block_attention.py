@@ -22,6 +22,8 @@ MORE_SHAPES = [*SHAPES, (1, 6, 128), (2, 3, 16)]
 def test_blocks_of_a_longer_buffer(
     heads: int, group: int, dim: int, n: int, m: int, causal: bool, dtype: torch.dtype, backend: ModuleType
 ) -> None:
+    if backend is flashinfer and (dtype, dim) != (torch.bfloat16, 128):
+        pytest.skip("FlashInfer is not used for these")
     q = torch.randn(n, heads * group, dim, device="cuda").to(dtype)
     # As blocks and new tokens are strided: heads outside, or inside.
     buffers = torch.full((2, heads, m + 1, dim), torch.nan, device="cuda", dtype=dtype)
@@ -37,9 +39,3 @@ def test_blocks_of_a_longer_buffer(
     low = reference.block_attention(q, k, v, causal)
     assert_close_like_lowp(out, exact[0], low[0])
     assert_close_like_lowp(lse, exact[1], low[1])
-
-
-def test_float32_is_served_too() -> None:
-    q, (k, v) = torch.randn(3, 4, 64, device="cuda"), torch.randn(2, 2, 50, 64, device="cuda")
-    for ours, theirs in zip(cuda.block_attention(q, k, v, True), reference.block_attention(q, k, v, True)):
-        assert torch.equal(ours, theirs)

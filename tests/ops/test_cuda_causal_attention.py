@@ -20,6 +20,8 @@ BACKENDS = [cuda, flashinfer] if flashinfer.available() else [cuda]
 def test_the_last_queries_see_everything_up_to_themselves(
     heads: int, group: int, dim: int, n: int, m: int, backend: ModuleType
 ) -> None:
+    if backend is flashinfer and dim != 128:
+        pytest.skip("FlashInfer is not used for these")
     q = torch.randn(n, heads * group, dim, device="cuda").bfloat16()
     k, v = torch.randn(2, m, heads, dim, device="cuda").bfloat16()
     exact = reference.causal_attention(q.double(), k.double(), v.double())

@@ -17,7 +17,6 @@ ROWS = {
     "288 B": byte_rows(8, 36),
     "64 B": byte_rows(1, 64),
     "16 B": byte_rows(1, 16),
-    "4 B, not for the kernel": byte_rows(1, 4),
 }
 
 
@@ -32,11 +31,10 @@ SHORT_AND_LONG = pytest.mark.parametrize("rows", [byte_rows(8, 48), bf16_rows(8,
 
 @SHORT_AND_LONG
 @pytest.mark.parametrize("blocks", [1, 8, 32, 132])
-def test_any_grid_copies_everything(seed, blocks, rows):
-    def op(*args) -> Tensor:
-        return cuda.fetch_chunks(*args, blocks=blocks)
-
-    check_stream(Problem.random(9, 8, 300, 700, 150, rows, "cuda"), op, steps=5)
+def test_any_grid_copies_everything(seed, blocks, rows, monkeypatch):
+    for name in ("BLOCKS", "BLOCKS_OF_SHORT_ROWS"):
+        monkeypatch.setattr(cuda, name, blocks)
+    check_stream(Problem.random(9, 8, 300, 700, 150, rows, "cuda"), cuda.fetch_chunks, steps=5)
 
 
 @SHORT_AND_LONG
@@ -105,6 +103,12 @@ def test_a_captured_call_follows_its_inputs(seed, rows):
         return entries
 
     check_stream(problem, replay, steps=10)
+
+
+def test_chunks_that_are_no_multiple_of_16_bytes_are_refused(seed):
+    problem = Problem.random(4, 2, 5, 8, 4, byte_rows(1, 4), "cuda")
+    with pytest.raises(RuntimeError, match=r"host has chunks of 4 bytes|host is not aligned to 16 bytes"):
+        problem.fetch(cuda.fetch_chunks, problem.select(0.6))
 
 
 def test_rows_without_a_selection_touch_nothing(seed):

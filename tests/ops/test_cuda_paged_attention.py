@@ -132,11 +132,11 @@ def test_captured_in_a_graph_it_gives_the_same_bits(seed, entries):
             assert torch.equal(found, expected)
 
 
-def test_other_dtypes_and_dims_go_to_the_reference(seed):
-    q, k, v = torch.randn(2, 4, 32, device="cuda"), *torch.randn(2, 3, 2, PAGE, 32, device="cuda")
-    pages, counts = torch.tensor([[0, 1], [2, 0]], device="cuda"), torch.tensor([[64, 3], [5, 0]], device="cuda")
-    for found, expected in zip(*(f.paged_attention(q, k, v, pages, counts) for f in (cuda, reference))):
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize(("dim", "dtype"), [(32, torch.bfloat16), (128, torch.float32), (128, torch.float16)])
+def test_other_dtypes_and_dims_are_refused(seed, dim, dtype):
+    q, k, v, pages, counts = case(2, 4, dim, ragged(3, 2))
+    with pytest.raises((ValueError, RuntimeError), match=f"head dim {dim}" if dim == 32 else "dtype"):
+        cuda.paged_attention(q.to(dtype), k.to(dtype), v.to(dtype), pages, counts)
 
 
 def test_wrong_arguments_are_refused(seed):

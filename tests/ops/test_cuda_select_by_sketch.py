@@ -115,6 +115,8 @@ def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
     """Against chances from parts of the reference: which chunks are drawn hangs on the last bits of their sums."""
     queries, coarse, num_pages, budget, chunk = args[0], args[1], args[6], args[7], args[8]
     made, log_weight = cuda.select_by_sketch(*args, draws, layer)
+    # A kernel adds up weights by the middles of bins: off by a 64th of a value, in powers of two, at the most.
+    fewest = 0.9 * (reference.select_by_sketch(*args, draws, layer)[0] >= 0).sum(-1) - 2
     counts = draws.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
     by_draw = reference.drawn_runs(num_pages, keep, Draws(counts, draws.seeds))
@@ -131,8 +133,7 @@ def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
             assert (made[row, head, len(chunks) :] == -1).all()
             assert len(chunks.unique()) == len(chunks) <= found + drawn
             assert (weights >= 0).all() and scores[head, chunks].isfinite().all()
-            looked_at = min(int(keep[row]) * per_run, int(scores[head].isfinite().sum()))
-            assert len(chunks) >= 0.5 * min(found + drawn, looked_at) - 2
+            assert len(chunks) >= fewest[row, head]
 
             # What runs stand for: logarithms that differ from their weights' by one number, but where they are sure.
             of_run = torch.zeros_like(weights)
@@ -194,8 +195,9 @@ def test_head_dims_with_padded_planes(seed, dim):
 
 
 @pytest.mark.parametrize(("group", "dim"), [(9, 64), (2, 192)])
-def test_other_shapes_are_left_to_the_reference(seed, group, dim):
-    check(problem([70, 52], [64, 50], 64, 2, group, dim))
+def test_other_shapes_are_refused(seed, group, dim):
+    with pytest.raises(RuntimeError, match=r"18 query heads for 2 kv heads|rows of 24 bytes"):
+        cuda.select_by_sketch(*problem([70, 52], [64, 50], 64, 2, group, dim))
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(20, 8), (40, 8)])
@@ -207,11 +209,6 @@ def test_many_rows(seed, rows, heads):
 def test_rows_that_are_looked_at_in_global_memory(seed):
     check(problem([11000, 900], [3000, 3000], 3000, 1, 2, 64))
     check(problem([4000, 900], [130000, 3000], 130000, 1, 2, 64))
-
-
-def test_rows_that_are_left_to_the_reference(seed, monkeypatch):
-    monkeypatch.setattr(cuda, "most_groups", lambda device: 40)
-    check(problem([80, 20], [30, 30], 30))
 
 
 def test_equal_coarse_scores(seed):
@@ -231,9 +228,26 @@ def test_queries_and_keys_of_zero(seed):
 
 def test_scores_beyond_float16(seed):
     args = problem([90, 70], [40, 5], 50)
-    args[4].mul_(60000)  # which leaves -0 what it is
+    args[4].mul_(60000).clamp_(-65504, 65504)  # finite, as scales are; both leave -0 what it is
     selected, _ = cuda.select_by_sketch(*args)
     assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
+
+
+def test_draws_of_scores_beyond_float16(seed):
+    """All of them are the largest number, and as likely as each other."""
+    args = problem([40, 20], [40, 5], 60)
+    args[0].unit.mul_(20)
+    args[4].mul_(10000)
+    selected, log_weight = cuda.select_by_sketch(*args, Draws(torch.tensor([20, 30]).cuda(), torch.arange(2).cuda()))
+    for row, wanted in enumerate((60, 35)):
+        slope = reference.CHUNK_SHARPNESS * reference.log_sharpness(args[0], 2)[row, :, None]
+        largest = slope * chunk_scores(args, row) > 65400  # nearly: which ones round to it, the last bits say
+        for head in range(2):
+            chosen = selected[row, head][selected[row, head] >= 0]
+            assert 0.9 * wanted - 1 < len(chosen) <= wanted
+            assert largest[head, chosen].all()
+            stands_for = math.log(largest[head].sum().item() / (CAUTION * wanted))
+            assert (log_weight[row, head, : len(chosen)] - stands_for).abs().max() < 0.1
 
 
 def test_all_chunks_excluded(seed):

@@ -34,8 +34,8 @@ class Problem:
             "host", 1, 70 * 256 + rows.nbytes * heads, batch * num_pages + 3, torch.device(device), device != "cpu"
         )
         tier.arena.copy_(torch.randint(0, 256, tier.arena.shape, dtype=torch.uint8))
-        tier.shuffle(int(torch.randint(1000, ())))
-        pages = torch.tensor(tier.allocate(batch * num_pages)).view(batch, num_pages).to(device)
+        pages = torch.tensor(tier.allocate(tier.num_blocks))[torch.randperm(tier.num_blocks)[: batch * num_pages]]
+        pages = pages.view(batch, num_pages).to(device)
         views = tier.views([Field("before", (24,), torch.uint8), replace(rows, shape=(heads, *rows.shape))])
         host = views[rows.name][0]
         slots = torch.randperm(batch + 2)[:batch].to(device)

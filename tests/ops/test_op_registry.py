@@ -1,43 +1,171 @@
 """The choice of backends."""
 
+import ast
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 import shadowkv.ops
+from shadowkv.ops.attend_selected import cuda as attend_selected
+from shadowkv.ops.case import Case
 from shadowkv.ops.registry import NAMES, Ops
 
+ROOT = Path(shadowkv.ops.__file__).parent
+BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if path.parent.name in NAMES}
 
-def test_every_folder_is_a_known_op_with_a_reference():
-    root = Path(shadowkv.ops.__file__).parent
-    assert sorted(path.parent.name for path in root.glob("*/reference.py")) == sorted(NAMES)
-    assert set(Ops("cpu", dict.fromkeys(NAMES, "reference")).backends.items()) == {
+TURBO = Case(
+    ops=frozenset(NAMES), dtype=torch.bfloat16, head_dim=128, num_query_heads=32, num_kv_heads=8, rope_dim=128,
+    chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
+    capability=(9, 0), block_memory=232448,
+)  # fmt: skip
+"""Llama-3.1-8B on an H200."""
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backend is there, as on a GPU with all that can be installed."""
+    if not attend_selected.available():  # whose kernels' need of memory only their library knows
+        monkeypatch.setattr(attend_selected, "_op", lambda *_: lambda *_: 0)
+    for path, name in BACKENDS.items():
+        module = import_module(f"shadowkv.ops.{name}.{path.stem}")
+        if hasattr(module, "available"):
+            monkeypatch.setattr(module, "available", lambda: True)
+
+
+def test_every_folder_is_a_known_op_with_a_reference() -> None:
+    assert sorted(path.parent.name for path in ROOT.glob("*/reference.py")) == sorted(NAMES)
+    assert set(Ops("cpu", overrides=dict.fromkeys(NAMES, "reference")).backends.items()) == {
         (name, "reference") for name in NAMES
     }
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", torch.device("cuda", 1)])
-def test_every_op_has_a_backend_on_every_device_type(device):
+def test_every_op_has_a_backend_on_every_device_type(device: torch.device | str) -> None:
     ops = Ops(device)
-    assert set(ops.backends) == set(NAMES)
+    assert set(ops.backends) == ops.called == set(NAMES)
     assert all(callable(getattr(ops, name)) for name in NAMES)
 
 
-def test_an_override_chooses_one_ops_backend_alone():
-    assert Ops("cuda", {"rotate": "reference"}).backends == {**Ops("cuda").backends, "rotate": "reference"}
+def test_what_is_not_built_is_passed_over_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowkv.ops.sign_scores.cuda.available", lambda: False)
+    ops = Ops("cuda")
+    assert ops.backends["sign_scores"] == "reference"
+    assert ops.reasons["sign_scores"] == ["cuda: not built, or does not run here"]
 
 
-def test_unknown_ops_in_overrides_are_all_named():
+def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
+    ops = Ops("cuda", TURBO)
+    assert "reference" not in ops.backends.values()
+    assert ops.backends["causal_attention"] == "flashinfer"
+    assert not any(ops.reasons.values())
+    assert not ops.synchronising
+
+
+SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "names", "reason"),
+    [
+        ("cuda", {"dtype": torch.float16}, ["paged_attention"], "cuda: torch.float16 is not bfloat16"),
+        ("cuda", {"dtype": torch.float32}, ["block_attention"], "cuda: torch.float32 is not of 16 bits"),
+        ("cuda", {"head_dim": 80}, ["paged_attention"], "cuda: head dim 80 is not 64, 96, 128 or 256"),
+        ("cuda", {"head_dim": 84}, ["block_attention"], "cuda: head dim 84 is no multiple of 8 up to 256"),
+        ("cuda", {"head_dim": 192}, SKETCH, "cuda: head dim 192 is not in 8-128 or 200-256"),
+        ("cuda", {"head_dim": 192}, ["sketch_keys"], "triton: head dim 192 is above 128"),
+        ("cuda", {"num_kv_heads": 2}, SKETCH, "cuda: 16 query heads a kv head are more than 8"),
+        ("cuda", {"num_query_heads": 264}, ["select_top_chunks"], "cuda: 33 query heads a kv head are more than 32"),
+        ("cuda", {"mass": True}, ["select_top_chunks"], "cuda: mass, a share of the softmax, ends the selection"),
+        ("cuda", {"fetched_bytes": 24}, ["fetch_chunks"], "cuda: chunks of 24 bytes are no multiple of 16"),
+        (
+            "cuda",
+            {"max_pages": 60000},
+            ["select_by_sketch"],
+            "cuda: 232448 bytes of shared memory are too few",
+        ),
+        (
+            "cuda",
+            {"max_pages": 9000, "max_selected": 2**19},
+            ["select_by_sketch"],
+            "too few to select from 576000",
+        ),
+        ("cpu", {"dtype": torch.float16}, ["paged_attention"], "cpu: torch.float16 is not float32 or bfloat16"),
+        ("cuda", {"head_dim": 192, "value_codec": 1}, ["quantise_rows"], "triton: head dim 192 is more than 128"),
+        ("cuda", {"key_codec": 1000}, ["quantise_rows", "project_latents"], "triton: codec 1000 of keys is unknown"),
+        ("cuda", {"value_codec": 17}, ["quantise_rows", "rebuild_rows"], "triton: codec 17 of values is unknown"),
+        ("cpu", {"key_codec": 1000}, ["attend_selected"], "cpu: codec 1000 of keys is unknown"),
+        ("cpu", {"dtype": torch.float64}, ["attend_selected"], "cpu: torch.float64 is neither float32 nor bfloat16"),
+        ("cpu", {"head_dim": 264}, ["sign_scores", "select_by_sketch"], "cpu: head dim 264 is above 256"),
+    ],
+)
+def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
+    built: None, device: str, changes: dict[str, object], names: list[str], reason: str
+) -> None:
+    ops, usual = Ops(device, replace(TURBO, **changes)), Ops(device, TURBO)
+    for name in names:
+        assert usual.backends[name] != "reference"
+        assert ops.backends[name] == "reference"
+        assert reason in ops.reasons[name][-1]
+
+
+def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
+    ops = Ops("cuda", replace(TURBO, head_dim=64))
+    assert ops.backends["block_attention"] == ops.backends["causal_attention"] == "cuda"
+    assert ops.reasons["block_attention"][0].startswith("flashinfer: ")
+
+
+def test_ops_that_are_not_called_are_not_asked(built: None) -> None:
+    ops = Ops("cuda", replace(TURBO, ops=frozenset(("rotate",)), dtype=torch.float16))
+    assert ops.called == {"rotate"}
+    assert ops.backends["paged_attention"] == "cuda"
+    assert not ops.synchronising
+
+
+def test_references_that_wait_for_the_device_are_told(built: None) -> None:
+    assert Ops("cuda", replace(TURBO, dtype=torch.float16, fetched_bytes=8)).synchronising == [
+        "fetch_chunks",
+        "paged_attention",
+    ]
+
+
+def test_an_override_chooses_one_ops_backend_alone() -> None:
+    ops = Ops("cuda", overrides={"rotate": "reference"})
+    assert ops.backends == {**Ops("cuda").backends, "rotate": "reference"}
+    assert not ops.reasons["rotate"]
+
+
+def test_an_override_that_cannot_serve_is_refused_with_its_reason(built: None) -> None:
+    with pytest.raises(ValueError, match=r"'paged_attention' has no backend 'cuda' here: cuda: torch.float32 is not"):
+        Ops("cuda", replace(TURBO, dtype=torch.float32), {"paged_attention": "cuda"})
+
+
+def test_unknown_ops_in_overrides_are_all_named() -> None:
     with pytest.raises(ValueError, match=r"bake, sort.*known: .*rotate"):
-        Ops("cpu", {"sort": "reference", "rotate": "reference", "bake": "reference"})
+        Ops("cpu", overrides={"sort": "reference", "rotate": "reference", "bake": "reference"})
 
 
-def test_a_backend_that_the_op_lacks_is_named():
+def test_a_backend_that_the_op_lacks_is_named() -> None:
     with pytest.raises(ValueError, match=r"'rotate'.*'abacus'"):
-        Ops("cpu", {"rotate": "abacus"})
+        Ops("cpu", overrides={"rotate": "abacus"})
 
 
-def test_an_unknown_op_is_an_attribute_error_that_lists_the_known_ones():
+def test_an_unknown_op_is_an_attribute_error_that_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"'sort'.*paged_attention"):
         _ = Ops("cpu").sort
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in BACKENDS if path.stem not in ("reference", "__init__")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_backend_calls_its_own_reference(path: Path) -> None:
+    name = path.parent.name
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.value, ast.Name):
+            assert node.value.id != "reference", f"line {node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.module == f"shadowkv.ops.{name}.reference":
+            assert name not in [alias.name for alias in node.names], f"line {node.lineno}"

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shadowkv.ops.attend_selected.packing import quantise_rows
-from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
+from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rebuild_rows import reference
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.ops.rotations import random_rotation
@@ -50,7 +52,7 @@ else:
     def names() -> torch.Tensor:
         return torch.randperm(NAMES, device=DEVICE)[:PAGES].repeat_interleave(3)[None, ::3]  # not dense
 
-    def rebuilt(source: DenseRows | LatentKeys | QuantisedRows, heads: int, dim: int, dtype: torch.dtype, bus: bool):
+    def rebuilt(source: DenseRows | LatentKeys | CodedRows, heads: int, dim: int, dtype: torch.dtype, bus: bool):
         """What the kernel writes into a buffer that is longer, which it must leave alone."""
         rows = (PAGES - FIRST) * 64
         buffer = torch.full((heads, rows + 1, dim), float("nan"), dtype=dtype, device=DEVICE)
@@ -58,7 +60,7 @@ else:
         assert buffer[:, rows:].isnan().all()
         return buffer[:, :rows]
 
-    def expected(source: DenseRows | LatentKeys | QuantisedRows, out: torch.Tensor, dtype: torch.dtype):
+    def expected(source: DenseRows | LatentKeys | CodedRows, out: torch.Tensor, dtype: torch.dtype):
         wanted = torch.empty_like(out, dtype=dtype)
         reference.rebuild_rows(source, FIRST, wanted, False)
         return wanted
@@ -83,10 +85,11 @@ else:
         skip_what_compiles_for_long(dim, dtype)
         pages, scale_pages, rotation = names(), names(), random_rotation(dim, "values").to(DEVICE)
         codes = arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8)
-        scale = arena(heads, 64, dtype=torch.float16)
-        made, steps = quantise_rows(torch.randn(PAGES, heads, 64, dim, device=DEVICE), rotation, bits)
+        scale = arena(heads, 64, 1, dtype=torch.float16)
+        codec = ROTATED_ROWS[bits]
+        made, steps = codec.encode(torch.randn(PAGES, heads, 64, dim, device=DEVICE), rotation)
         codes[pages[0]], scale[scale_pages[0]] = made.view(PAGES, *codes.shape[1:]), steps
-        source = QuantisedRows(codes, scale, bits, rotation, pages, scale_pages)
+        source = CodedRows(codes, scale, codec, dim, rotation, pages, scale_pages)
         out = rebuilt(source, heads, dim, dtype, bus)
         exact = expected(source, out, torch.float32).double()
         if dtype == torch.float32:
@@ -95,27 +98,30 @@ else:
             assert_close_like_lowp(out, exact, exact.to(dtype))
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("quantised", [False, True])
+    @pytest.mark.parametrize("codec", [DenseLatents(), Int8Latents(), Int4Latents()], ids=lambda codec: codec.name)
     @pytest.mark.parametrize(
         ("heads", "dim", "rank", "chunk", "rotary_dim", "interleaved"),
         [(2, 64, 40, 8, 64, False), (3, 96, 160, 1, 96, False), (2, 128, 33, 8, 64, True), (1, 16, 7, 64, 16, True)],
     )
     def test_keys_of_latents(
-        heads: int, dim: int, rank: int, chunk: int, rotary_dim: int, interleaved: bool, quantised: bool,
-        dtype: torch.dtype,
+        heads: int, dim: int, rank: int, chunk: int, rotary_dim: int, interleaved: bool,
+        codec: LatentCodec, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         skip_what_compiles_for_long(dim, dtype)
         config = RopeConfig(dim, rotary_dim=rotary_dim, interleaved=interleaved)
         pages, slots = names(), torch.tensor([4], device=DEVICE)
-        latents = arena(64 // chunk, chunk, rank, dtype=torch.int8 if quantised else dtype)
-        codes = 30 * torch.randn(PAGES, *latents.shape[1:], device=DEVICE)
-        latents[pages[0]] = codes.round().clamp(-127, 127).to(latents.dtype)
-        basis = torch.full((9, rank, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+        rank, quantised = rank - rank % codec.rank_multiple, codec.largest is not None
+        width, stored = codec.field(rank, dtype)
+        latents = arena(64 // chunk, chunk, width, dtype=stored)
+        codes = (codec.largest or 127) / 4 * torch.randn(PAGES, 64 // chunk, chunk, rank, device=DEVICE)
+        latents[pages[0]] = codec.encode(codes).to(stored)
+        # States are apart from each other.
+        basis = torch.full((9, rank + 1, heads, dim), float("nan"), dtype=dtype, device=DEVICE)[:, :rank]
         basis[4] = torch.randn(rank, heads, dim, device=DEVICE) * 0.01
         mean = torch.full((9, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
         mean[4] = torch.randn(heads, dim, device=DEVICE)
-        rotary = RotaryTables(config, PAGES * 64, DEVICE)
-        source = LatentKeys(latents, basis, mean if quantised else None, slots, pages, rotary)
+        rotary, first = RotaryTables(config, PAGES * 64 + 128, DEVICE), torch.tensor([128], device=DEVICE)
+        source = LatentKeys(latents, codec, basis, mean if quantised else None, slots, pages, first, rotary)
         out = rebuilt(source, heads, dim, dtype, False)
         wide = latents if quantised else latents.float()
         fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantised else None)

@@ -26,6 +26,23 @@ def select(values: Tensor, sure: int, wanted: int, factor: float = 1.0) -> tuple
     return by_chance(values.half(), *numbers)
 
 
+def fewest(values: Tensor, sure: int, wanted: int, factor: float) -> int:
+    """What any draw from float16 [n] selects at the least, by the definition: whole bins that fit are sure, the chances
+    of the others add up to ``CAUTION`` of what is left, but for what would be above 1."""
+    some = values[values.isfinite()]
+    magnitude = some.view(torch.int16).int() & 0x7FFF
+    bins = torch.where(some < 0, -1 - magnitude, magnitude) >> 5
+    certain = (bins >= bins[:, None]).sum(-1) <= sure
+    weights, number = (factor * some[~certain].double()).exp2(), int(certain.sum())
+    chances = (CAUTION * (wanted - number) * weights / weights.sum()).clamp(max=1)
+    return int(number + chances.sum() - 0.01)
+
+
+def nearly(wanted: int) -> int:
+    """The fewest of ``wanted`` where no chance would be above 1: as of logits like those here."""
+    return int(CAUTION * wanted)
+
+
 @pytest.mark.parametrize(("sure", "wanted"), [(0, 1), (0, 7), (30, 100), (100, 3000)])
 def test_every_number_is_selected_as_often_as_its_chance_says(seed, sure, wanted):
     values = 2 * torch.randn(5000)
@@ -34,6 +51,7 @@ def test_every_number_is_selected_as_often_as_its_chance_says(seed, sure, wanted
     certain = chance[0] == 1
     assert not chosen[:, [0, 4999]].any() and chosen[:, certain].all()
     assert (chosen.sum(-1) - chance.sum(-1)).abs().max() < 1.01 and (chosen.sum(-1) <= wanted).all()
+    assert (chosen.sum(-1) >= fewest(values.half(), sure, wanted, 0.7)).all()
     deviation = chosen.float().mean(0) - chance[0]
     assert deviation.abs().max() < 7 * (0.25 / TIMES) ** 0.5  # the largest of thousands that are not independent
 
@@ -46,6 +64,7 @@ def test_chances_are_in_proportion_to_weights(seed):
         some = (chance[row] < 1) & (chance[row] > 1e-3)
         assert log[row, some].max() - log[row, some].min() < 0.01
     assert (chance.sum(-1) <= 20 * CAUTION + 1e-3).all()
+    assert all(chance[row].sum() >= fewest(values[row].half(), 0, 20, 0.5) for row in range(3))
 
 
 def test_the_sure_ones_are_whole_bins(seed):
@@ -102,6 +121,7 @@ def test_weighted_sums_over_a_selection_are_those_over_all_that_may_be_selected(
     found, drawn = 64 // chunk, 48 // chunk
     budget, draws = torch.full((TIMES,), found), Draws(torch.full((TIMES,), drawn), torch.arange(TIMES) + 30000)
     chunks, log_weight = ops.select_by_sketch(budget=budget, k=found + drawn, draws=draws, layer=3, **args)
+    assert ((chunks >= 0).sum(-1) >= nearly(found + drawn)).all()
     weights = logits.softmax(-1).mean(1).masked_fill(excluded, 0).unflatten(-1, (-1, chunk)).sum(-1)
     sums = weights.expand(TIMES, -1, -1).gather(-1, chunks.clamp(min=0)) * log_weight.exp().masked_fill(chunks < 0, 0)
     estimate, total = sums.sum(-1), weights.sum(-1)  # [TIMES, H], [H]
@@ -133,6 +153,7 @@ def test_what_is_drawn_may_be_selected_was_not_found_and_counts_as_its_chance_sa
             some = [at for at in chunks[row, head].tolist() if at >= 0]
             assert chunks[row, head].tolist() == some + [-1] * (72 - len(some))
             assert len(set(some)) == len(some) <= budget[row] + counts[row]
+            assert len(some) >= nearly(int(budget[row] + counts[row])) or row == 3  # which finds none
             assert not barred[head, some].any()
             assert (log_weight[row, head, : len(some)] >= 0).all()
     assert (chunks[3] == -1).all()
@@ -145,6 +166,7 @@ def test_all_of_a_short_context_is_looked_at(ops, seed):
     args, _, excluded = problem(3, 1, TIMES)
     budget, counts = torch.full((TIMES,), 32), torch.full((TIMES,), 32)
     chunks, log_weight = ops.select_by_sketch(budget=budget, k=64, draws=Draws(counts, torch.arange(TIMES)), **args)
+    assert ((chunks >= 0).sum(-1) >= nearly(64)).all()
     found = (log_weight == 0).sum(-1)
     assert (found > 16).all() and (found < 40).all()
     ones = log_weight.exp().masked_fill(chunks < 0, 0).sum(-1).mean(0)
@@ -159,6 +181,7 @@ def test_draws_depend_on_the_seed_the_layer_and_the_head_alone(ops, seed):
         return ops.select_by_sketch(budget=torch.full((3,), 40), k=80, draws=draws, layer=layer, **args)[0]
 
     once = select([5, 5, 6], 0)
+    assert ((once >= 0).sum(-1) >= nearly(80)).all()
     assert torch.equal(once[0], once[1]) and not torch.equal(once[0], once[2])
     assert torch.equal(select([6, 7, 5], 0)[2], once[0])
     assert not torch.equal(select([5, 5, 6], 1)[0], once[0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from plain_formulas import assert_close, assert_close_like_lowp, turn
 
+from shadowkv.kvcache.codecs.latents import DenseLatents
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.low_rank_basis import reference as basis_reference
@@ -57,7 +58,9 @@ def test_rebuilt_keys_are_the_rotated_product_of_latents_and_basis(seed, config,
     latents = torch.randn(11, chunks, chunk, rank).to(dtype)
     basis = (torch.randn(5, rank, heads, config.head_dim) / rank**0.5).to(dtype)
     slots = torch.tensor([4, 0, 3])
-    out = gather_selected(LatentKeys(latents, basis, None, slots, pages, RotaryTables(config, 192)), selected)
+    first, rotary = torch.tensor([0, 128, 64]), RotaryTables(config, 320)
+    keys = LatentKeys(latents, DenseLatents(), basis, None, slots, pages, first, rotary)
+    out = gather_selected(keys, selected)
     assert out.shape == (3, heads, k * chunk, config.head_dim)
     assert out.dtype == dtype
     assert out.isfinite().all()
@@ -67,9 +70,10 @@ def test_rebuilt_keys_are_the_rotated_product_of_latents_and_basis(seed, config,
             for i, number in enumerate(selected[b, h].tolist()):
                 for t in range(chunk if number >= 0 else 0):
                     latent, own = latents[pages[b, number // chunks], number % chunks, t], basis[slots[b], :, h]
+                    position = int(first[b]) + number * chunk + t
                     wanted.append(out[b, h, i * chunk + t])
-                    exact.append(turn(latent.double() @ own.double(), number * chunk + t, config))
-                    low.append(turn(latent @ own, number * chunk + t, config).to(dtype))
+                    exact.append(turn(latent.double() @ own.double(), position, config))
+                    low.append(turn(latent @ own, position, config).to(dtype))
     if dtype == torch.float32:
         assert_close(torch.stack(wanted), torch.stack(exact))
     else:

@@ -86,10 +86,13 @@ else:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("dim", [64, 96])
-    def test_merge_attention(dim: int, dtype: torch.dtype) -> None:
-        parts = [(random(5, 3, dim, dtype=dtype), 10 * random(5, 3)) for _ in range(2)]
-        parts[1][1][2] = float("-inf")
-        parts[0][1][3] = float("-inf")
+    @pytest.mark.parametrize("count", [1, 2, 4])
+    def test_merge_attention(count: int, dim: int, dtype: torch.dtype) -> None:
+        parts = [(random(5, 3, dim, dtype=dtype), 10 * random(5, 3)) for _ in range(count)]
+        for _, lse in parts[1:]:
+            lse[2] = float("-inf")
+        for _, lse in parts[:-1]:
+            lse[3] = float("-inf")
         wanted = merge_reference.merge_attention(parts)
         torch.testing.assert_close(merge_triton.merge_attention(parts), wanted, **TOLERANCE[dtype])
 

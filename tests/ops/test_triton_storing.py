@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from shadowkv.ops.attend_selected.packing import STEPS, dequantise_rows
-from shadowkv.ops.attend_selected.packing import quantise_rows as pack_rows
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores.reference import STEP, plane_bits, plane_bytes
 
@@ -91,23 +92,24 @@ else:
         skip_what_compiles_for_long(dim, dtype)
         x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "values").to(DEVICE)
         got, wanted = (arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8) for _ in range(2))
-        scale, wanted_scale = (arena(heads, 64, dtype=torch.float16) for _ in range(2))
+        scale, wanted_scale = (arena(heads, 64, 1, dtype=torch.float16) for _ in range(2))
+        codec = ROTATED_ROWS[bits]
         pages, scale_pages = names(), names()
-        rows_triton.quantise_rows(x, rotation, bits, got, pages, scale, scale_pages)
-        rows_reference.quantise_rows(x, rotation, bits, wanted, pages, wanted_scale, scale_pages)
+        rows_triton.quantise_rows(x, codec, rotation, (), got, pages, scale, scale_pages)
+        rows_reference.quantise_rows(x, codec, rotation, (), wanted, pages, wanted_scale, scale_pages)
         untouched(got, pages)
         untouched(scale, scale_pages)
         ours, theirs = (field[:, pages].flatten(3, 4).transpose(2, 3) for field in (got, wanted))
-        assert ours.shape == pack_rows(x, rotation, bits)[0].shape
-        one = torch.ones(ours.shape[:-1], device=DEVICE)
-        levels = [dequantise_rows(codes, one, None, bits, dim) for codes in (ours, theirs)]
+        assert ours.shape == codec.encode(x, rotation)[0].shape
+        one = torch.ones(*ours.shape[:-1], 1, device=DEVICE)
+        levels = [codec.decode(codes, one, None, dim) for codes in (ours, theirs)]
         y = x.double() @ rotation.double()
-        step = STEPS[bits] * y.norm(dim=-1, keepdim=True) / dim**0.5
+        step = codec.step * y.norm(dim=-1, keepdim=True) / dim**0.5
         differing(*levels, (y / step.masked_fill(step == 0, 1)))
         same = (levels[0] == levels[1]).all(-1).transpose(2, 3)
         found, expected = scale[:, scale_pages][same], wanted_scale[:, scale_pages][same]
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
-        assert scale[0, scale_pages[0], 0, 5] == 0
+        assert scale[0, scale_pages[0], 0, 5, 0] == 0
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (3, 64), (1, 96)])
@@ -145,36 +147,38 @@ else:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("heads", "dim", "rank", "chunk"), [(2, 64, 40, 8), (3, 96, 160, 1), (8, 128, 160, 8)])
     @pytest.mark.parametrize("shared", [False, True])
-    @pytest.mark.parametrize("quantised", [False, True])
+    @pytest.mark.parametrize("codec", [DenseLatents(), Int8Latents(), Int4Latents()], ids=lambda codec: codec.name)
     def test_latents(
-        heads: int, dim: int, rank: int, chunk: int, shared: bool, quantised: bool, dtype: torch.dtype
+        heads: int, dim: int, rank: int, chunk: int, shared: bool, codec: LatentCodec, dtype: torch.dtype
     ) -> None:
         if not ON_GPU and heads * dim > 512:
             pytest.skip("slow in the interpreter")
         x, n = pages_of(heads, dim, dtype), heads * dim
-        x[0, 1, 9] *= 20  # whose latents are clipped in int8
+        x[0, 1, 9] *= 20  # whose latents are clipped in whole numbers
         directions = torch.linalg.qr(torch.randn(LAYERS, 9, n, rank, device=DEVICE)).Q.transpose(2, 3)
-        step = 0.05 + 0.05 * torch.rand(LAYERS, 9, rank, device=DEVICE)
+        largest = codec.largest or 127
+        step = (6 + 6 * torch.rand(LAYERS, 9, rank, device=DEVICE)) / largest
         basis = (directions * step.unsqueeze(3)).unflatten(3, (heads, dim)).to(dtype).contiguous()
         mean = (3 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)).to(dtype)
         slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
         products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
-        extra = (products, step) if quantised else (None, None)
-        got, wanted = (arena(64 // chunk, chunk, rank, dtype=torch.int8 if quantised else dtype) for _ in range(2))
+        extra = (products, step) if codec.largest else (None, None)
+        width, stored = codec.field(rank, dtype)
+        got, wanted = (arena(64 // chunk, chunk, width, dtype=stored) for _ in range(2))
         pages = names()
-        latents_triton.project_latents(x, basis, *extra, slots, got, pages)
-        latents_reference.project_latents(x, basis, *extra, slots, wanted, pages)
+        latents_triton.project_latents(x, codec, basis, *extra, slots, got, pages)
+        latents_reference.project_latents(x, codec, basis, *extra, slots, wanted, pages)
         untouched(got, pages)
-        ours, theirs = (field[:, pages].flatten(2, 3).double() for field in (got, wanted))
+        ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank).double() for field in (got, wanted))
         rows = basis[:, slots].double().flatten(3).transpose(2, 3)
-        if not quantised:
+        if not codec.largest:
             exact = x.double().flatten(3) @ rows
             allowed = 2 * (theirs - exact).abs().max() + 1e-6
             assert (ours - exact).abs().max() <= allowed
             return
         exact = (x.double() - mean[:, slots].double().unsqueeze(2)).flatten(3) @ rows
         exact /= step[:, slots].double().square().unsqueeze(2)
-        assert exact[0, 1, 9].abs().max() > 2 * 127
+        assert exact[0, 1, 9].abs().max() > 2 * largest
         # A mean far from zero, as here, costs digits: sums in float32 are off by up to 1e-6 of its products.
         differing(ours, theirs, exact, offset=0.5)
 
@@ -217,14 +221,15 @@ else:
     @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
     def test_captured_in_a_graph() -> None:
         x, rotation = pages_of(2, 128, torch.bfloat16), random_rotation(128, "values").to(DEVICE)
-        codes, scale = arena(2, 8, 8, 64, dtype=torch.uint8), arena(2, 64, dtype=torch.float16)
+        codes, scale = arena(2, 8, 8, 64, dtype=torch.uint8), arena(2, 64, 1, dtype=torch.float16)
         pages = names()
-        rows_triton.quantise_rows(x, rotation, 4, codes, pages, scale, pages)
+        coded = x, ROTATED_ROWS[4], rotation, (), codes, pages, scale, pages
+        rows_triton.quantise_rows(*coded)
         wanted = codes.clone(), scale.clone()
         codes.fill_(77)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            rows_triton.quantise_rows(x, rotation, 4, codes, pages, scale, pages)
+            rows_triton.quantise_rows(*coded)
         scale.fill_(77)
         graph.replay()
         assert torch.equal(codes, wanted[0])

@@ -1,8 +1,7 @@
 """The paper's printed figures come out of its formulas, and the one misprint is where we say it is."""
 
 import pytest
-
-from shadowkv.plan.paper_model import (
+from paper_model import (
     A100_DEVICE_GBS,
     A100_HOST_GBS,
     PaperSetting,

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shadowkv.engine.sizing import prefill_bytes
+from shadowkv.engine.sizing import LargestBatch, largest_batch, prefill_bytes, step_bytes, working_bytes
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.layout import Blocks, Layout
-from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks, OutOfPages
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.rotate.tables import RopeConfig
-from shadowkv.plan.memory import SequenceBytes, largest_batch, sequence_bytes
+from shadowkv.plan.memory import sequence_bytes
 from shadowkv.plan.traffic import StepReads, step_reads
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
@@ -41,20 +41,36 @@ def make_cache(spec: KVSpec, slots: int, memory: Blocks) -> KVCache:
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 300, 744, 745, 1000, 4095, 4096])
 @pytest.mark.parametrize("name", SPECS)
 def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
-    cache = make_cache(SPECS[name], 1, Blocks(200, 200))
+    cache = make_cache(SPECS[name], 1, Blocks(device=200, host=200))
     planned = sequence_bytes(make_layout(SPECS[name]), context)
-    cache.pool.allocate(context, context)
-    assert planned.device == cache.store.device.used_bytes + cache.layout.state_bytes
-    assert planned.host == cache.store.host.used_bytes
-    tensors = list(cache.store.state.values())
-    if cache.store.buffer is not None:
-        tensors += [getattr(cache.store.buffer, field.name) for field in cache.layout.buffer_fields]
-    state = sum(tensor[:, 0].nbytes for tensor in tensors)
-    padding = 16 * SHAPE.num_layers * len(tensors)
-    assert state <= cache.layout.state_bytes < state + max(1, padding)
+    cache.allocate(context, context)
+    use, rows, row = cache.use(), (cache.total - cache.free)["rows"], row_bytes(cache)
+    padding = 16 * SHAPE.num_layers * rows * len(cache.layout.buffer_fields)
+    taken = use["device"].used_bytes + use["states"].used_bytes + rows * row
+    assert taken <= planned.device < taken + max(1, padding)
+    assert planned.host == use["host"].used_bytes
 
 
-@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(2_000_000, 400_000), (1_500_000, 10**9)])
+@pytest.mark.parametrize("sequences", [1, 5, 64])
+@pytest.mark.parametrize("name", SPECS)
+def test_fixed_bytes_are_those_of_all_states_and_buffers(name: str, sequences: int) -> None:
+    cache = make_cache(SPECS[name], sequences, Blocks(device=1, host=1))
+    count = cache.total["rows"] + 1  # one for the rows that fill up a captured batch
+    taken = cache.store.tiers["states"].arena.nbytes + count * row_bytes(cache)
+    padding = 16 * SHAPE.num_layers * count * len(cache.layout.buffer_fields)
+    assert taken <= cache.layout.fixed_bytes(sequences) < taken + max(1, padding)
+
+
+def row_bytes(cache: KVCache) -> int:
+    """Bytes of a segment's buffer of fetched values."""
+    fields = cache.layout.buffer_fields
+    return sum(getattr(cache.store.buffer, field.name)[:, 0].nbytes for field in fields)
+
+
+MODEL = SimpleNamespace(shape=SHAPE, hidden_size=64, intermediate_size=128, vocab_size=1000)
+
+
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(4_000_000, 400_000), (3_000_000, 10**9)])
 @pytest.mark.parametrize("context", [200, 1500])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_largest_batch_fits_and_one_more_does_not(
@@ -62,14 +78,16 @@ def test_the_largest_batch_fits_and_one_more_does_not(
 ) -> None:
     layout = make_layout(SPECS[name])
     unit = layout.bytes_per_block()
-    batch = largest_batch(sequence_bytes(layout, context), device_bytes, host_bytes).both
+    usable = device_bytes + working_bytes(MODEL, layout, 0)
+    batch = largest_batch(MODEL, layout, context, context, usable, host_bytes).both
 
     def admit(count: int) -> None:
-        left = device_bytes - count * layout.state_bytes
-        blocks = Blocks(max(0, left) // unit.device, host_bytes // unit.host if unit.host else 0)
-        cache = make_cache(SPECS[name], count, Blocks(min(blocks.device, 999), min(blocks.host, 999)))
+        left = device_bytes - count * step_bytes(MODEL, layout) - layout.fixed_bytes(count)
+        host = host_bytes // unit["host"] if unit["host"] else 0
+        blocks = Blocks(device=min(max(0, left) // unit["device"], 999), host=min(host, 999))
+        cache = make_cache(SPECS[name], count, blocks)
         for _ in range(count):
-            cache.pool.allocate(context, context)
+            cache.allocate(context, context)
 
     assert batch >= 1
     admit(batch)
@@ -78,11 +96,29 @@ def test_the_largest_batch_fits_and_one_more_does_not(
 
 
 def test_either_tier_can_be_the_limit() -> None:
-    need = SequenceBytes(device=10, host=100)
-    assert (largest_batch(need, 59, 1000).both, largest_batch(need, 59, 399).both) == (5, 3)
-    assert (largest_batch(need, 59, None).host, largest_batch(need, 59, None).both) == (None, 5)
-    assert largest_batch(need, -1, 1000).both == 0
-    assert largest_batch(SequenceBytes(10, 0), 59, 0).both == 5
+    layout = make_layout(SPECS["shadowkv"])
+    need, unit = layout.demand(4096, 4096), layout.bytes_per_block()
+    host = need["host"] * unit["host"]
+    device = 6 * need["device"] * unit["device"] + layout.fixed_bytes(6) + working_bytes(MODEL, layout, 6)
+
+    def largest(device_bytes: int, host_bytes: int | None) -> LargestBatch:
+        return largest_batch(MODEL, layout, 4096, 4096, device_bytes, host_bytes)
+
+    assert largest(device, 10 * host) == LargestBatch(6, 10, 6)
+    assert largest(device - 1, 10 * host) == LargestBatch(5, 10, 5)
+    assert largest(device, 4 * host - 1) == LargestBatch(6, 3, 3)
+    assert largest(device, None) == LargestBatch(6, None, 6)
+    assert largest(-1, 10 * host).both == 0
+    assert largest_batch(MODEL, make_layout(SPECS["quest"]), 4096, 4096, device, 0).host is None
+
+
+def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer() -> None:
+    """Addresses from and to of every miss, of short rows twice, and an entry: 8 bytes each."""
+    model = SimpleNamespace(shape=LLAMA, vocab_size=1000)
+    logits = step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16))
+    for kv, numbers in (("turbo-host", 5), ("shadowkv", 3)):
+        layout = make_layout(preset(kv, budget=1024), LLAMA, torch.bfloat16)
+        assert step_bytes(model, layout) - logits == 32 * 8 * (1024 // 8) * numbers * 8
 
 
 @pytest.mark.parametrize("tokens", [1000, 100000])

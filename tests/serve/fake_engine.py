@@ -11,6 +11,7 @@ from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.request import Request, RequestError, RequestOutput, RequestTimes, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 
 REPLY = "Hello wörld."
@@ -58,7 +59,8 @@ class FakeEngine:
         self.room = 10**6
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self.running), 3, 10, 100, 20, 200, FetchCounts(1000, 300, 614400))
+        tiers = {"device": TierUse(10, 100), "host": TierUse(20, 200), "states": TierUse(3, 30)}
+        return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400))
 
     async def compile_grammar(self, schema: str) -> None:
         if "EMPTY" in schema:

@@ -46,8 +46,10 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
   for (int i = 0; i < Codes::kTurns; ++i) {
     codes[i] = in.codes + Codes::unit(i) * kCodeUnit;
     codes_place[i] = Codes::token(i) * 16 + 8;
+    const int token = Codes::token(i);
     codes_to[i] = kLatentTile * kRank +
-        (Shape::kSwapped ? code_at<Shape>(Codes::token(i), Codes::unit(i) * kCodeUnit) : (32 * i + lane) * kCodeUnit);
+        (Shape::kSwapped ? row_at<Shape>(token) + (Codes::unit(i) * kCodeUnit ^ moved_at<Shape>(token))
+                         : (32 * i + lane) * kCodeUnit);
   }
   int stage = 0, stage_parity = 1, slot = 0, slot_parity = 0, done = kRing - Shape::kStages;
   for (int tile = 0;; ++tile) {

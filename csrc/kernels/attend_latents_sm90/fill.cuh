@@ -1,7 +1,7 @@
 // Fills a unit: the basis, the mean and the queries of a sequence and kv head, as the consumers' products read them.
 #pragma once
 
-#include "../attend_selected.cuh"
+#include "../attend/fragments.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void fill_unit(
     asm volatile("prefetch.global.L2 [%0];" ::"l"(
         in.q + int64_t(run.first_unit + unit) * in.group * kDim + thread * 64));
   wait_phase(memory.unit_empty(unit), unit / 2 % 2 ^ 1);
-#pragma unroll 10 // not of 20 passes: registers are scarce
+#pragma unroll(kPasses % 5 == 0 ? 10 : 8) // not all of 16 or 20 passes: registers are scarce
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * kRowsAtOnce;
     const int rank = rank_of(row, row >= kWhole) + rank_of(my_row, row >= kWhole);

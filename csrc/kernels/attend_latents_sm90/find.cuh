@@ -65,6 +65,7 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (i < left && __shfl_sync(~0u, chunk[i][0], 0) >= 0) {
+        const int first = low(in.first + uint32_t(here.batch));
         wait_phase(memory.ring_empty(slot), parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
           const uint32_t scale = value_page[i][half] * in.scale_page + here.head * (kPage / 16) + row / 16;
           store_shared16(
               memory.places(slot) + (half * 32 + lane) * 16,
-              found ? make_uint4(latent, scale, code, position) : make_uint4(0, 0, 0, ~0u));
+              found ? make_uint4(latent, scale, code, first + position) : make_uint4(0, 0, 0, ~0u));
         }
         __syncwarp();
         if (lane == 0) arrive(memory.ring_full(slot));

@@ -1,7 +1,7 @@
 // Keys of a consumer's tile: from latents to scores.
 #pragma once
 
-#include "../attend_selected.cuh"
+#include "../attend/fragments.cuh"
 #include "products.cuh"
 #include "shape.cuh"
 

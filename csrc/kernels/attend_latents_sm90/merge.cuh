@@ -1,7 +1,6 @@
 // Makes outputs of the consumers' partial results.
 #pragma once
 
-#include "../attend_selected.cuh"
 #include "../early_launch.cuh"
 #include "shape.cuh"
 

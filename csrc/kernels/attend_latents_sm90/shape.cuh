@@ -1,6 +1,7 @@
 // What attention from latents on Hopper reads and writes, how its tiles are dealt out, and what shared memory holds.
 #pragma once
 
+#include "../attend/value_codecs.cuh"
 #include "async.cuh"
 
 #include <cuda_bf16.h>
@@ -22,6 +23,7 @@ struct LatentInputs {
   const __nv_bfloat16* basis; // [slots, rank, heads, dim]
   const void* mean;           // [slots, heads, dim] float or bf16, or null
   const int64_t* slots;       // [batch]
+  const int64_t* first;       // [batch], multiples of 64: the position of a row's first token
   const float* rotation;      // [dim, dim], of values
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   // [dim / 32, 4, 2, 2], of a turn per position, times 2^32: of dimensions 16 i + 8 j + 2 t + e at [i, t, j, e].
@@ -75,17 +77,18 @@ struct Run {
 
 // kFew: at most four queries. The columns of the values' product are then those queries twice, over dimensions 16 j on
 // and 16 j + dim / 2 on of eight tokens, not eight queries over 16 tokens: half the sums, in as many products.
-template <int kDim_, int kRank_, int kBits_, bool kFew_>
+template <class Value_, int kDim_, int kRank_, bool kFew_>
 struct LatentShape {
-  static constexpr int kDim = kDim_, kRank = kRank_, kBits = kBits_;
+  using Value = Value_;
+  static constexpr int kDim = kDim_, kRank = kRank_;
   static constexpr bool kFew = kFew_;
   static constexpr int kQueries = kFew ? 4 : 8;
   static constexpr int kSums = kDim / 16 / (kFew ? 2 : 1); // fragments of them
   static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those they rotate with
   static constexpr int kSteps = kRank / 16;   // of the product
   static constexpr int kRows = kRank + 8;     // of the basis, then the mean
-  static constexpr int kCodeRow = kDim * kBits / 8;  // bytes
-  static constexpr bool kSwapped = kCodeRow % 32 == 0; // some tokens' rows with the next one's, see code_at
+  static constexpr int kCodeRow = Value::row_bytes(kDim); // bytes
+  static constexpr bool kSwapped = kCodeRow == 32 || kCodeRow == 64; // some tokens' rows with the next one's, see row_at
   static constexpr int kMergeRow = kDim + 4;  // floats
   // The 16-byte units of odd tokens' latents are rotated by so many, where that keeps two tokens' halves of a line in
   // different banks.
@@ -111,6 +114,7 @@ struct LatentShape {
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kMergeBytes >= 128 * 16 + kStateBytes && kFixedBytes % 128 == 0);
+  static_assert(Value::kRotated && Value::scales(kDim) == 1, "what is copied, and merged");
   static_assert(kStages >= kConsumers && kRing > kStages && kRing % kConsumers == 0);
 };
 
@@ -169,10 +173,15 @@ __device__ constexpr int rank_of(int row, bool tail) {
 
 // Where a byte of a token's codes is among those of 16 tokens. Lanes read of every second token at once, from different
 // banks: rows of 48 and 24 bytes lie so by themselves, in those of 64 and 32 bytes units of 16 change places.
+// A token's row begins at row_at, its byte i is byte i ^ moved_at there.
 template <class Shape>
-__device__ __forceinline__ int code_at(int token, int byte) {
-  const int row = Shape::kSwapped ? token ^ (token >> 2 & 1) : token;
-  return row * Shape::kCodeRow + (Shape::kCodeRow == 64 ? byte ^ (token >> 1 & 1) << 5 : byte);
+__device__ __forceinline__ int row_at(int token) {
+  return (Shape::kSwapped ? token ^ (token >> 2 & 1) : token) * Shape::kCodeRow;
+}
+
+template <class Shape>
+__device__ __forceinline__ int moved_at(int token) {
+  return Shape::kCodeRow == 64 ? (token >> 1 & 1) << 5 : 0;
 }
 
 } // namespace shadowkv

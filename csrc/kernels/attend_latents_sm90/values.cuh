@@ -1,36 +1,45 @@
 // Values of a consumer's tile, and what comes of them.
 #pragma once
 
-#include "../attend_selected.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
 
+// A row of codes in shared memory, of which units of 16 bytes may have changed places.
+struct StagedRow {
+  uint32_t address;
+  int moved; // from a byte's place to where it is, of bits
+
+  template <int kBytes>
+  __device__ __forceinline__ void read(uint32_t* to, int at) const {
+    const uint32_t from = address + (at ^ moved);
+    if constexpr (kBytes == 16) {
+      const uint4 x = load_shared16(from);
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    } else if constexpr (kBytes == 8) {
+      const uint2 x = load_shared8(from);
+      to[0] = x.x, to[1] = x.y;
+    } else {
+      to[0] = kBytes == 4 ? load_shared4(from) : kBytes == 2 ? load_shared2(from) : load_shared1(from);
+    }
+  }
+};
+
 // A warp's share of a tile's values: codes of tokens 2t, 2t + 1 and those 8 further on, scales of tokens g, g + 8.
 template <class Shape>
 struct TileValues {
-  CodePair<Shape::kDim, Shape::kBits> codes[2];
+  typename Shape::Value::template Pair<Shape::kDim> codes[2];
   float scale[2]; // negative of no token
 
   __device__ __forceinline__ void load(uint32_t rows, uint32_t places) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    LaneCodes<Shape::kDim, Shape::kBits> lane_codes[4];
-    constexpr int kFirst = lane_codes[0].kFirstBytes, kSecond = lane_codes[0].kSecondBytes;
-    const uint32_t of_first = rows + code_at<Shape>(2 * t, g * kFirst); // of token 2t
+    typename Shape::Value::template Codes<Shape::kDim> lane_codes[4];
+    const uint32_t first = rows + row_at<Shape>(2 * t);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t next = Shape::kSwapped ? of_first ^ Shape::kCodeRow : of_first + Shape::kCodeRow;
-      const uint32_t at = (j % 2 ? next : of_first) + j / 2 * 8 * Shape::kCodeRow;
-      if constexpr (kFirst == 8) {
-        const uint2 x = load_shared8(at);
-        lane_codes[j].first[0] = x.x, lane_codes[j].first[1] = x.y;
-      } else {
-        lane_codes[j].first[0] = kFirst == 4 ? load_shared4(at) : load_shared2(at);
-      }
-      if constexpr (kSecond > 0) {
-        const uint32_t second = at + lane_codes[0].kSecondAt - g * (kFirst - kSecond);
-        lane_codes[j].second[0] = kSecond == 2 ? load_shared2(second) : load_shared1(second);
-      }
+      const uint32_t next = Shape::kSwapped ? first ^ Shape::kCodeRow : first + Shape::kCodeRow;
+      lane_codes[j].load(
+          StagedRow{(j % 2 ? next : first) + j / 2 * 8 * Shape::kCodeRow, moved_at<Shape>(2 * t)}, g);
     }
     codes[0] = {lane_codes[0], lane_codes[1]}, codes[1] = {lane_codes[2], lane_codes[3]};
 #pragma unroll
@@ -109,7 +118,7 @@ struct Attended {
   // be, at the beginning); with a barrier of its own.
   __device__ __forceinline__ void write(float* partial, int group, float* sums, int barrier) {
     constexpr int kDim = Shape::kDim, kQueries = Shape::kQueries, kMergeRow = Shape::kMergeRow;
-    using Pair = CodePair<kDim, Shape::kBits>;
+    using Pair = typename Shape::Value::template Pair<kDim>;
     static_assert(Shape::kSums % 2 == 0); // so that dimensions 16 i on and those of another lane's have the same factor
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const float4 total = __builtin_bit_cast(float4, load_shared16(my_totals()));

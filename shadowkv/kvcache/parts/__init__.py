@@ -1,28 +1,28 @@
 """The parts a policy is put together from, one file each, found by name on their axis.
 
-A new method is one part file, one line here and one line in ``presets.py``. What a part sees are a layer's keys,
-values and queries; what needs more does not fit here, as InfiniGen's scores from the input of the layer before
-(arXiv:2406.19707; ``index_skewed.py`` has the rest of it).
+A new method is one part file, one line here and one line in ``presets.py``; a new format of keys or values is a codec
+(``shadowkv.kvcache.codecs``). What a part sees are a layer's keys, values and queries; what needs more does not fit
+here, as InfiniGen's scores from the input of the layer before (arXiv:2406.19707; ``index_skewed.py`` has the rest of
+it).
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from shadowkv.kvcache.parts.base import IndexPart, KeyPart, ValuePart
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
+from shadowkv.kvcache.parts.base import IndexPart, KeyPart, Part, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import ROTATED, KVSpec
 
-KEY_PARTS = {
-    "dense": "keys_dense:DenseKeys",
-    "low-rank": "keys_low_rank:LowRankKeys",
-    "low-rank-int8": "keys_low_rank:LowRankInt8Keys",
-    "low-rank-int4": "keys_low_rank:LowRankInt4Keys",
-}
+DENSE = "dense"
+"""Keys or values as they are."""
 INDEX_PARTS = {
     "none": "index_none:AttendAll",
     "chunk-mean": "index_chunk_mean:ChunkMean",
@@ -36,15 +36,14 @@ INDEX_PARTS = {
     "votes": "index_votes:Votes",
     "skewed": "index_skewed:Skewed",
 }
-VALUE_PARTS = {
-    "dense": "values_dense:DenseValues",
-    "rotated-4bit": "values_rotated:RotatedValues4Bit",
-    "rotated-3bit": "values_rotated:RotatedValues3Bit",
-    "rotated-2bit": "values_rotated:RotatedValues2Bit",
-}
 PLACES = ("device", "host")
-AXES = {"keys": KEY_PARTS, "index": INDEX_PARTS, "values": (*VALUE_PARTS, ROTATED), "place": PLACES}
-"""The names that each of these fields of a KVSpec can have."""
+AXES: dict[str, Collection[str]] = {
+    "keys": ChainMap[str, Any](ROW_CODECS, LATENT_CODECS, {DENSE: None}),
+    "index": INDEX_PARTS,
+    "values": ChainMap[str, Any]({ROTATED: None}, ROW_CODECS, {DENSE: None}),
+    "place": PLACES,
+}
+"""The names that each of these fields of a KVSpec can have, those of codecs registered later too."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,14 @@ class Parts:
     keys: KeyPart
     index: IndexPart
     values: ValuePart
+
+    @property
+    def ops(self) -> frozenset[str]:
+        """Those that the parts call."""
+        return frozenset(op for part in self for op in part.ops)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter((self.keys, self.index, self.values))
 
 
 def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
@@ -68,6 +75,11 @@ def unsupported(spec: KVSpec, shape: ModelShape) -> list[str]:
 
 
 def _classes(spec: KVSpec) -> list[Any]:  # each axis has its own class
-    names = KEY_PARTS[spec.keys], INDEX_PARTS[spec.index], VALUE_PARTS[spec.values]
+    keys = "keys_low_rank:LowRankKeys" if spec.keys in LATENT_CODECS else "coded:CodedKeys"
+    names = (
+        "keys_dense:DenseKeys" if spec.keys == DENSE else keys,
+        INDEX_PARTS[spec.index],
+        "values_dense:DenseValues" if spec.values == DENSE else "coded:CodedValues",
+    )
     modules = [entry.split(":") for entry in names]
     return [getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name) for module, name in modules]

@@ -1,6 +1,6 @@
 """The interface of key, index and value parts.
 
-A part declares its fields (bytes per page and per sequence) and reads and writes them through the cache's
+A part declares its fields (bytes per page and per fitted state) and reads and writes them through the cache's
 ``Store``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
 per kv head, d head dim, c chunk, C = 64 / c chunks a page.
 """
@@ -18,8 +18,9 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.attend_selected.sources import DenseRows, KeySource, QuantisedRows
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+from shadowkv.ops.codec import CodecId
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -32,7 +33,7 @@ class SealedTokens:
 
     Attributes:
         layers: which ones.
-        slots: int64 [n], or [1] when all pages are of one sequence.
+        states: int64 [n], or [1] when all pages are stored with one.
         pages: int64 [n], granules of the device pages.
         value_pages: int64 [n], granules of the pages that hold ``values`` (the same where they stay on the device).
         keys: [L, n, 64, H, d] before the rotation.
@@ -41,7 +42,7 @@ class SealedTokens:
     """
 
     layers: slice
-    slots: Tensor
+    states: Tensor
     pages: Tensor
     value_pages: Tensor
     keys: Tensor
@@ -54,7 +55,7 @@ class SealedTokens:
             rows = slice(start, start + count)
             yield SealedTokens(
                 self.layers,
-                self.slots if len(self.slots) == 1 else self.slots[rows],
+                self.states if len(self.states) == 1 else self.states[rows],
                 self.pages[rows],
                 self.value_pages[rows],
                 *(x[:, rows] for x in (self.keys, self.rotated, self.values)),
@@ -76,7 +77,13 @@ class Selection:
 
 
 class Part(ABC):
-    """What the three axes have in common."""
+    """What the three axes have in common.
+
+    Attributes:
+        ops: those that it calls, besides what every policy does (``shadowkv.kvcache.case``).
+    """
+
+    ops: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -89,6 +96,11 @@ class Part(ABC):
         """Why the part cannot serve ``spec`` on models of ``shape``; empty where it can."""
         return []
 
+    @property
+    def codec_id(self) -> int:
+        """Of the format of what it stores (``shadowkv.ops.codec``)."""
+        return CodecId.DENSE
+
     @abstractmethod
     def page_fields(self) -> tuple[Field, ...]:
         """Arrays of one sealed page in one layer."""
@@ -98,18 +110,22 @@ class Part(ABC):
         return sum(field.nbytes for field in self.page_fields()) / PAGE
 
     def state_fields(self) -> tuple[Field, ...]:
-        """Arrays of one sequence in one layer."""
+        """Arrays of a fitted state in one layer."""
         return ()
 
     def state_bytes_read(self) -> int:
         """Bytes of them that a decode step reads."""
         return sum(field.nbytes for field in self.state_fields())
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
-        """Learns a sequence's state from its whole prompt.
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        """Learns the state of a segment from all its tokens, those too that stay exact.
 
         Args:
-            keys, rotated: [S, H, d], before and after the rotation.
+            keys, rotated: [S, H, d], before and after the rotation. For a key part of few tokens behind others ``keys``
+                are all of the sequence, those before as they are rebuilt.
+            values: [S, H, d].
             queries: [w, H_q, d], those of the last tokens, rotated: at most ``OBSERVED``; none where they are gone, as
                 the prompt was kept dense.
         """
@@ -169,6 +185,7 @@ class ScoredIndex(IndexPart):
     """An index that scores every chunk; those with the largest share of any query head's softmax are selected."""
 
     estimates_mass = True
+    ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         logits, lse = self.logits(store, layer, q, batch)
@@ -183,6 +200,8 @@ class ScoredIndex(IndexPart):
 
 class RankedIndex(IndexPart):
     """An index that ranks every chunk whatever the query."""
+
+    ops = ("select_top_chunks",)
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
@@ -203,5 +222,5 @@ class ValuePart(Part):
     there, and others, which stay on the device."""
 
     @abstractmethod
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows | QuantisedRows:
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows | CodedRows:
         """Where the values of the batch's sealed tokens are."""

@@ -19,6 +19,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class ChunkMean(ScoredIndex):
+    ops = (*ScoredIndex.ops, "chunk_mean_scores")
+
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 

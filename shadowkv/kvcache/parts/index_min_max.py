@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class MinMax(ScoredIndex):
+    ops = (*ScoredIndex.ops, "min_max_scores")
+
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
 

@@ -40,18 +40,20 @@ class PCA(ScoredIndex):
             Field("pca_basis", (heads, dim, self.width), torch.float32),
         )
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
         mean = rotated.mean(0, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = rotated[:, head].float() - mean[head]
             # Keys that overflowed must not stop everybody: their sequence's logits say so soon enough.
             covariance = (centred.T @ centred).nan_to_num_(0.0, 0.0, 0.0)
             components = torch.linalg.eigh(covariance).eigenvectors  # of ascending variance
-            store.state["pca_basis"][layer, slot, head] = components[:, -self.width :]
-        store.state["pca_mean"][layer, slot] = mean
+            store.state["pca_basis"][layer, state, head] = components[:, -self.width :]
+        store.state["pca_mean"][layer, state] = mean
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        mean, basis = (store.state[name][tokens.layers][:, tokens.slots] for name in ("pca_mean", "pca_basis"))
+        mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
         # The mean shifts the scores of all tokens alike; without it the rest is rounded less.
         centred = (tokens.rotated.float() - mean.unsqueeze(2)).transpose(2, 3)
         projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]

@@ -9,7 +9,7 @@ queries will look at it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ with the identity alone and up to 5 % with a share of 0.3."""
 class Sketch(IndexPart):
     draws = True
     reads_excluded = False
+    ops: ClassVar[tuple[str, ...]] = ("sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch")
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -73,16 +74,18 @@ class Sketch(IndexPart):
         """The map of queries: the others are for keys that are sealed."""
         return self.state_fields()[-1].nbytes
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
-        store.state["sketch_mean"][layer, slot] = rotated.mean(0, dtype=torch.float32)
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        store.state["sketch_mean"][layer, state] = rotated.mean(0, dtype=torch.float32)
         key_map, query_map = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
-        store.state["sketch_key_map"][layer, slot] = key_map
-        store.state["sketch_query_map"][layer, slot] = query_map
+        store.state["sketch_key_map"][layer, state] = key_map
+        store.state["sketch_query_map"][layer, state] = query_map
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
         fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
-        store.ops.sketch_keys(tokens.rotated, mean, maps, tokens.slots, *fields, tokens.pages)
+        store.ops.sketch_keys(tokens.rotated, mean, maps, tokens.states, *fields, tokens.pages)
 
     def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         scale = store.page["sketch_scale"][layers, pages]
@@ -92,7 +95,7 @@ class Sketch(IndexPart):
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
-        queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
+        queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         coarse = store.ops.sign_scores(queries, signs, scale, *places)
         return Selection(
             *store.ops.select_by_sketch(
@@ -109,6 +112,7 @@ class SignSketch(Sketch):
 
     draws = False
     reads_excluded = True
+    ops = ("sketch_keys", "sketch_queries", "sign_scores")
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -123,7 +127,7 @@ class SignSketch(Sketch):
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", "excluded"))
-        queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.slots)
+        queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)
         scores = mask_logits(scores, excluded, batch.pages, batch.num_chunks)[0].squeeze(2)
         best, chosen = scores.topk(min(batch.max_budget, scores.shape[-1]), dim=-1)

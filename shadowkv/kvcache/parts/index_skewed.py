@@ -41,7 +41,9 @@ class Skewed(ScoredIndex):
     def state_fields(self) -> tuple[Field, ...]:
         return (Field("skew", (self.shape.num_kv_heads, self.shape.head_dim, self.width), torch.float32),)
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
         grouped = queries.float().unflatten(1, (self.shape.num_kv_heads, -1))  # [w, H, G, d]
         for head in range(self.shape.num_kv_heads):
             asked, known = grouped[:, head].flatten(0, 1), rotated[:, head].float()
@@ -50,10 +52,10 @@ class Skewed(ScoredIndex):
             skew = torch.linalg.eigh(gram).eigenvectors
             size = (asked @ skew).abs().sum(0) / max(1, len(asked)) + (known @ skew).abs().mean(0)
             columns = size.topk(self.width).indices
-            store.state["skew"][layer, slot, head] = skew[:, columns]
+            store.state["skew"][layer, state, head] = skew[:, columns]
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        skew = store.state["skew"][tokens.layers][:, tokens.slots]
+        skew = store.state["skew"][tokens.layers][:, tokens.states]
         skewed = (tokens.rotated.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 

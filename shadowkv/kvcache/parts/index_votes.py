@@ -42,29 +42,31 @@ class Votes(RankedIndex):
             Field("voted", (1,), torch.int64),  # tokens before the voters
         )
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
-        state = {name: store.state[name][layer, slot] for name in ("vote_queries", "vote_lse", "voted")}
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        held = {name: store.state[name][layer, state] for name in ("vote_queries", "vote_lse", "voted")}
         voters = queries.transpose(0, 1).unflatten(0, (self.shape.num_kv_heads, -1)).flatten(1, 2)  # [H, G * w, d]
         count, first = len(queries), len(rotated) - len(queries)
-        state["vote_queries"].zero_()
-        state["vote_queries"][:, : voters.shape[1]] = voters
-        state["vote_lse"].fill_(math.inf)  # a voter that is not there gives no share to any key
-        state["voted"].fill_(first if count else 0)
+        held["vote_queries"].zero_()
+        held["vote_queries"][:, : voters.shape[1]] = voters
+        held["vote_lse"].fill_(math.inf)  # a voter that is not there gives no share to any key
+        held["voted"].fill_(first if count else 0)
         own = torch.arange(first, len(rotated), device=rotated.device).repeat(self.shape.group)
         later = torch.arange(len(rotated), device=rotated.device) > own[:, None]
-        for head, lse in enumerate(state["vote_lse"]):
+        for head, lse in enumerate(held["vote_lse"]):
             scores = self._scores(voters[head], rotated[:, head])
             lse[: voters.shape[1]] = scores.masked_fill(later, -math.inf).logsumexp(-1)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        voters, lse = (store.state[name][tokens.layers][:, tokens.slots] for name in ("vote_queries", "vote_lse"))
+        voters, lse = (store.state[name][tokens.layers][:, tokens.states] for name in ("vote_queries", "vote_lse"))
         scores = self._scores(voters, tokens.rotated.transpose(2, 3))  # [L, n, H, G * w, 64]
         store.write("votes", tokens.layers, tokens.pages, (scores - lse.unsqueeze(-1)).exp().mean(3))
 
     def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
         votes = store.page["votes"][layer][batch.pages].transpose(1, 2).flatten(2)
         position = torch.arange(votes.shape[-1], device=votes.device)
-        voted = position < torch.minimum(store.state["voted"][layer][batch.slots], PAGE * batch.num_pages[:, None])
+        voted = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])
         votes = votes.masked_fill(~voted.unsqueeze(1), 0.0)
         pooled = torch.nn.functional.max_pool1d(votes, NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)
         # Votes are shares of attention, so their logarithms less 1 are below all ranks by age, which are from -1 to 0.

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import KeyPart, SealedTokens
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
+from shadowkv.ops.codec import LatentCodec
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -24,74 +28,69 @@ HEADROOM = 1.25
 
 
 class LowRankKeys(KeyPart):
+    """Latents in the form of their codec.
+
+    Quantised ones are of centred keys, each rank dimension with its own step: where the projections have a bias (Qwen2)
+    the mean key dominates every norm. The steps are folded into the basis, so that a key is latents x basis + mean.
+    """
+
+    ops = ("low_rank_basis", "project_latents")
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        multiple = LATENT_CODECS[spec.keys].rank_multiple
+        if spec.rank is None or spec.rank % multiple == 0:
+            return []
+        return [f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {spec.rank}"]
+
     @property
     def rank(self) -> int:
         assert self.spec.rank is not None, "the spec must be resolved"
         return self.spec.rank
 
+    @property
+    def codec(self) -> LatentCodec:
+        return LATENT_CODECS[self.spec.keys]
+
+    @property
+    def codec_id(self) -> int:
+        return self.codec.id
+
     def page_fields(self) -> tuple[Field, ...]:
-        return (Field("latents", (self.chunks, self.spec.chunk, self.rank), self.dtype),)
+        width, dtype = self.codec.field(self.rank, self.dtype)
+        return (Field("latents", (self.chunks, self.spec.chunk, width), dtype),)
 
     def state_fields(self) -> tuple[Field, ...]:
-        basis = Field("basis", (self.rank, self.shape.num_kv_heads, self.shape.head_dim), self.dtype)
-        return (basis, Field("kept_energy", (1,), torch.float32))
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        fields = (Field("basis", (self.rank, *heads), self.dtype), Field("kept_energy", (1,), torch.float32))
+        if self.codec.largest is None:
+            return fields
+        of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
+        return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
-        basis, kept, _ = store.ops.low_rank_basis(keys.flatten(1), self.rank)
-        store.state["basis"][layer, slot] = basis.view(self.rank, *keys.shape[1:]).to(self.dtype)
-        store.state["kept_energy"][layer, slot] = kept
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        learned = {name: x[layer, state] for name, x in store.state.items()}
+        mean = None if self.codec.largest is None else keys.mean(0, dtype=torch.float32).to(self.dtype).flatten()
+        basis, kept, largest = store.ops.low_rank_basis(keys.flatten(1), self.rank, mean)
+        if mean is not None and self.codec.largest is not None:
+            # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
+            step = HEADROOM * largest.clamp(min=1e-12) / self.codec.largest
+            basis = (basis * step[:, None]).to(self.dtype)
+            learned["key_mean"].copy_(mean.view_as(learned["key_mean"]))
+            learned["latent_step"].copy_(step)
+            learned["latent_mean"].copy_(basis.float() @ mean.float())
+        learned["basis"].copy_(basis.view_as(learned["basis"]))
+        learned["kept_energy"].copy_(kept)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        basis, latents = store.state["basis"][tokens.layers], store.page["latents"][tokens.layers]
-        store.ops.project_latents(tokens.keys, basis, None, None, tokens.slots, latents, tokens.pages)
+        names = ("basis", "latent_mean", "latent_step")
+        state = (store.state[name][tokens.layers] if name in store.state else None for name in names)
+        latents = store.page["latents"][tokens.layers]
+        store.ops.project_latents(tokens.keys, self.codec, *state, tokens.states, latents, tokens.pages)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]
-        return LatentKeys(latents, basis, None, batch.slots, batch.pages, store.rotary)
-
-
-class LowRankInt8Keys(LowRankKeys):
-    """Latents of centred keys in 8 bits, each dimension with its own step.
-
-    The mean key goes first: where the projections have a bias (Qwen2) it dominates every norm. The steps are folded
-    into the basis, so that a key is latents x basis + mean.
-    """
-
-    largest_code = 127
-
-    def page_fields(self) -> tuple[Field, ...]:
-        return (Field("latents", (self.chunks, self.spec.chunk, self.rank), torch.int8),)
-
-    def state_fields(self) -> tuple[Field, ...]:
-        mean = Field("key_mean", (self.shape.num_kv_heads, self.shape.head_dim), self.dtype)
-        of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
-        return (*super().state_fields(), mean, *of_latents)
-
-    def fit(self, store: Store, layer: int, slot: int, keys: Tensor, rotated: Tensor, queries: Tensor) -> None:
-        mean = keys.mean(0, dtype=torch.float32).to(self.dtype)
-        basis, kept, largest = store.ops.low_rank_basis(keys.flatten(1), self.rank, mean.flatten())
-        # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
-        step = HEADROOM * largest.clamp(min=1e-12) / self.largest_code
-        scaled = (basis * step[:, None]).to(self.dtype)
-        store.state["basis"][layer, slot] = scaled.view(self.rank, *mean.shape)
-        store.state["key_mean"][layer, slot] = mean
-        store.state["latent_step"][layer, slot] = step
-        store.state["latent_mean"][layer, slot] = scaled.float() @ mean.flatten().float()
-        store.state["kept_energy"][layer, slot] = kept
-
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
-        state = (store.state[name][tokens.layers] for name in ("basis", "latent_mean", "latent_step"))
-        latents = store.page["latents"][tokens.layers]
-        store.ops.project_latents(tokens.keys, *state, tokens.slots, latents, tokens.pages)
-
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
-        latents, state = store.page["latents"][layer], store.state
-        return LatentKeys(
-            latents, state["basis"][layer], state["key_mean"][layer], batch.slots, batch.pages, store.rotary
-        )
-
-
-class LowRankInt4Keys(LowRankInt8Keys):
-    """The same in steps of 4 bits, to measure what those would cost: a latent still takes a byte."""
-
-    largest_code = 7
+        mean = store.state["key_mean"][layer] if "key_mean" in store.state else None
+        return LatentKeys(latents, self.codec, basis, mean, batch.states, batch.pages, batch.first, store.rotary)

@@ -44,5 +44,5 @@ def projected_scores(
         basis: float32 [slots, H, d, w].
         keys: [N, H, C, c, w], in it.
     """
-    projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.slots]  # [B, H, G, w]
+    projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.states]  # [B, H, G, w]
     return chunk_scores(projected.flatten(1, 2), keys, excluded, batch, q.shape[-1] ** -0.5)

@@ -7,20 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_selected import reference
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CodedRows,
     DenseRows,
     KeySource,
     LatentKeys,
-    QuantisedRows,
     ValueSource,
 )
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import CodecId, unknown_codecs
 from shadowkv.ops.extension import load_cpu as available
 
-__all__ = ["attend_selected", "available"]
+__all__ = ["attend_selected", "available", "supports"]
 
 FLOATS = (torch.float32, torch.bfloat16)
+
+
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    dtypes = [] if case.dtype in FLOATS else [f"{case.dtype} is neither float32 nor bfloat16"]
+    return dtypes + unknown_codecs(case.key_codec, case.value_codec)
 
 
 def attend_selected(
@@ -28,55 +35,38 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """As the reference, but all of it in float32. Results are the same bits on any number of threads.
 
-    Queries, dense rows, bases and means are float32 or bfloat16, latents those or int8; the reference does the rest.
+    Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantised.
 
     Raises:
-        IndexError: a page, slot, entry or chunk that does not exist, of what is selected.
-        RuntimeError: shapes that do not fit, or chunks whose tokens do not lie together.
+        IndexError: a page, slot, entry, chunk or position that does not exist, of what is selected.
+        RuntimeError: an unknown codec, other dtypes, shapes that do not fit, or chunks whose tokens do not lie
+            together.
     """
-    if not _supported(q, keys, values):
-        return reference.attend_selected(q, keys, values, selected, log_weight)
-    return torch.ops.shadowkv.attend_selected(q, selected, log_weight, *_key_arguments(keys), *_value_arguments(values))
+    return torch.ops.shadowkv.attend_selected(q, selected, log_weight, *_keys(keys), *_values(values))
 
 
-def _supported(q: Tensor, keys: KeySource, values: ValueSource) -> bool:
-    floats = [q.dtype]
-    match keys:
-        case DenseRows():
-            floats.append(keys.rows.dtype)
-        case LatentKeys():
-            floats.append(keys.basis.dtype)
-            if keys.latents.dtype != torch.int8:
-                floats.append(keys.latents.dtype)
-            if keys.mean is not None:
-                floats.append(keys.mean.dtype)
-    stored = values.source if isinstance(values, BufferedRows) else values
-    if isinstance(stored, DenseRows):
-        floats.append(stored.rows.dtype)
-    return all(dtype in FLOATS for dtype in floats)
+def _keys(keys: KeySource) -> tuple[Any, ...]:
+    """As rows; of latents, which are of every head, their states and rotation behind."""
+    if not isinstance(keys, LatentKeys):
+        return *_rows(keys), *[None] * 6, False
+    latents = keys.latents.unsqueeze(1).expand(-1, keys.basis.shape[2], -1, -1, -1)
+    state, rotary = (keys.basis, keys.mean, keys.slots, keys.first), keys.rotary
+    turns = rotary.cos, rotary.sin, rotary.config.interleaved
+    return keys.codec.id, latents, keys.pages, None, None, None, *state, *turns
 
 
-def _key_arguments(keys: KeySource) -> tuple[Any, ...]:
-    """Rows of every head and their pages; basis, mean, slots and rotation of latents."""
-    match keys:
-        case DenseRows():
-            return keys.rows, keys.pages, None, None, None, None, None, False
-        case LatentKeys():
-            heads, rotary = keys.basis.shape[2], keys.rotary
-            latents = keys.latents.unsqueeze(1).expand(-1, heads, -1, -1, -1)
-            turns = rotary.cos, rotary.sin, rotary.config.interleaved
-            return latents, keys.pages, keys.basis, keys.mean, keys.slots, *turns
+def _values(values: ValueSource) -> tuple[Any, ...]:
+    """As rows, and slots of a buffer behind."""
+    if not isinstance(values, BufferedRows):
+        return *_rows(values), None
+    codec, _, _, *coded = _rows(values.source)
+    return codec, values.rows, values.entries, *coded, values.slots
 
 
-def _value_arguments(values: ValueSource) -> tuple[Any, ...]:
-    """Rows or codes, their pages or entries, slots of a buffer; scale, its pages and rotation of codes."""
-    match values:
-        case DenseRows():
-            return values.rows, values.pages, None, None, None, None
-        case QuantisedRows():
-            scale = values.scale.unflatten(2, values.codes.shape[2:4]).unsqueeze(-1)
-            scale_pages = values.pages if values.scale_pages is None else values.scale_pages
-            return values.codes, values.pages, None, scale, scale_pages, values.rotation
-        case BufferedRows():
-            _, _, _, *coded = _value_arguments(values.source)
-            return values.rows, values.entries, values.slots, *coded
+def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
+    """Codec, rows or codes, their pages; scale, its pages and rotation of codes."""
+    if isinstance(source, DenseRows):
+        return CodecId.DENSE, source.rows, source.pages, None, None, None
+    scale = source.scale.unflatten(2, source.codes.shape[2:4])
+    scale_pages = source.pages if source.scale_pages is None else source.scale_pages
+    return source.codec.id, source.codes, source.pages, scale, scale_pages, source.rotation

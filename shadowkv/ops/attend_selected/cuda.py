@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_selected import cuda_sm90, reference
+from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CodedRows,
     DenseRows,
     KeySource,
     LatentKeys,
-    QuantisedRows,
     ValueSource,
 )
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.rotate.tables import RotaryTables
 
-HEAD_DIMS = (64, 96, 128, 256)
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 8
-MAX_RANK = 256
+KERNELS: dict[tuple[int, int], str] = {}
+"""Ops in ``torch.ops.shadowkv_cuda`` for further codecs of keys and values; ``attend_selected`` has all others."""
 WARPS = 4
 """Warps of a thread block; each takes tiles of its own."""
 TILE = 32
@@ -33,14 +37,26 @@ BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of the kernel that a multiprocessor holds at a time."""
 
 
-@cache
-def available() -> bool:
-    """Whether the op was built and there is a CUDA device."""
-    if not load_cuda("attend_selected"):
-        return False
-    for name in ("attend_selected_latents", "attend_selected_rows"):
-        torch.library.register_fake(f"shadowkv_cuda::{name}", lambda *args: None)
-    return True
+available = partial(load_cuda, "attend_selected", "attend_selected")
+
+
+def supports(case: Case) -> list[str]:
+    """Why there is no kernel for ``case``, or none that runs."""
+    reasons = [] if case.dtype == torch.bfloat16 else [f"{case.dtype} is not bfloat16"]
+    if not 1 <= case.group <= MAX_GROUP:
+        reasons.append(f"{case.group} query heads a kv head are more than {MAX_GROUP}")
+    if case.chunk not in CHUNKS:
+        reasons.append(f"chunks of {case.chunk} tokens are not of {', '.join(map(str, CHUNKS))}")
+    if case.rank:
+        reasons += _other_turns(case.rope_dim, case.head_dim, case.interleaved)
+    memory = _op(case.key_codec, case.value_codec, "_memory")
+    try:
+        needed = memory(case.key_codec, case.value_codec, case.head_dim, case.rank)
+    except RuntimeError as error:
+        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # behind function and line
+    if needed > case.block_memory:
+        reasons.append(f"a block needs {needed} bytes of shared memory, and can have {case.block_memory}")
+    return reasons
 
 
 def attend_selected(
@@ -48,75 +64,95 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    The kernel takes bfloat16 queries of head dim 64, 96, 128 or 256, at most 8 query heads per kv head, and chunks of
-    1, 2, 4, 8 or 16 tokens, with
+    Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
+    exact rows and bases bfloat16, ranks multiples of 32 up to 256; all dimensions rotate, in halves. Which codecs of
+    keys go with which of values, ``csrc/bindings/attend_selected.cu`` says. Pages lie on the queries' device, scales of
+    values in the pages of the keys.
 
-    - ``LatentKeys``: int8 or bfloat16 latents of a rank that is a multiple of 32 up to 256, bfloat16 basis, bfloat16
-      or float32 mean, rotation of all dimensions in halves; with 4-bit or dense bfloat16 values, or, if the latents are
-      int8, with 3-bit or 2-bit ones,
-    - ``DenseRows`` keys with ``DenseRows`` values, both bfloat16,
+    On Hopper, int8 latents of rank up to 160 with rotated values that are in no buffer, both of head dim 64 or 128, go
+    to a kernel of their own (``cuda_sm90``), and all else to ``csrc/kernels/attend_selected.cuh``.
 
-    or with those values in a buffer. Pages lie on the queries' device, scales of values in the pages of the keys. The
-    reference, which cannot be captured, does the rest.
+    Rebuilt keys are rotated and scored in half, coded latents are multiplied in half too: entries of the basis under
+    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``, ``first``, ``entries`` and ``selected`` are read on
+    the device and are not checked.
 
-    On Hopper, int8 latents of rank up to 160 with values of 4, 3 or 2 bits that are in no buffer, both of head dim 64
-    or 128, go to a kernel of their own (``cuda_sm90``), and all else to ``csrc/kernels/attend_selected.cuh``.
-
-    Rebuilt keys are rotated and scored in half, int8 latents are multiplied in half too: entries of the basis under
-    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``, ``entries`` and ``selected`` are read on the device
-    and are not checked.
+    Raises:
+        RuntimeError: no kernel for these codecs, or arguments that it is not made for.
+        ValueError: another rotation, or scales in other pages than the keys.
     """
-    if not _supported(q, keys, values, selected):
-        return reference.attend_selected(q, keys, values, selected, log_weight)
-    log_weight = None if log_weight is None else log_weight.contiguous()
-    match keys, values:
-        case LatentKeys(), QuantisedRows() if cuda_sm90.takes(q, keys, values):
-            return cuda_sm90.attend_selected(q, keys, values, selected, log_weight)
     batch, heads, dim = q.shape
+    if not selected.numel():
+        return torch.zeros_like(q), q.new_full((batch, heads), -math.inf, dtype=torch.float32)
+    q, selected = q.contiguous(), selected.contiguous()
+    log_weight = None if log_weight is None else log_weight.contiguous()
+    _check(keys, values)
+    match keys, values:
+        case LatentKeys(), CodedRows() if cuda_sm90.takes(q, keys, values):
+            return cuda_sm90.attend_selected(q, keys, values, selected, log_weight)
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     kv_heads = selected.shape[1]
-    tokens = selected.shape[2] * (keys.latents.shape[2] if isinstance(keys, LatentKeys) else keys.rows.shape[3])
+    key_codec, rows, *basis = _stored_keys(keys)
+    value_codec, *stored = _stored_values(values)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * kv_heads, tokens, processors)
+    split = splits(batch * kv_heads, selected.shape[2] * rows.shape[-2], processors)
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    stored = _stored(values)
-    match keys:
-        case LatentKeys():
-            torch.ops.shadowkv_cuda.attend_selected_latents(
-                q,
-                selected,
-                keys.latents,
-                keys.basis,
-                keys.mean,
-                keys.slots,
-                keys.pages,
-                *_turns(keys.rotary),
-                *stored,
-                log_weight,
-                _score_scale(dim) * keys.rotary.config.magnitude,
-                out,
-                lse,
-                partial,
-            )
-        case DenseRows():
-            rows, _, _, *where = stored
-            torch.ops.shadowkv_cuda.attend_selected_rows(
-                q, selected, keys.rows, keys.pages, rows, *where, log_weight, _score_scale(dim), out, lse, partial
-            )
+    magnitude = keys.rotary.config.magnitude if isinstance(keys, LatentKeys) else 1
+    score_scale = math.log2(math.e) / math.sqrt(dim) * magnitude  # of a product in the exponent to base 2
+    call = (q, selected, key_codec, rows, *basis, keys.pages, value_codec, *stored, log_weight, score_scale)
+    _op(key_codec, value_codec)(*call, out, lse, partial)
     return out, lse
 
 
-def _stored(values: ValueSource) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Rows or codes, scales and rotation of codes, pages or entries, and slots of a buffer."""
+def _op(key_codec: int, value_codec: int, what: str = "") -> Callable[..., Any]:
+    name = KERNELS.get((key_codec, value_codec), "attend_selected")
+    return getattr(torch.ops.shadowkv_cuda, name + what)
+
+
+def _other_turns(rotating: int, dim: int, interleaved: bool) -> list[str]:
+    """Why keys of ``dim`` dimensions, ``rotating`` of which rotate, are not rotated as the kernel does."""
+    pairs = "neighbours" if interleaved else "halves"
+    return unless(
+        rotating == dim and not interleaved, f"{rotating} of {dim} dimensions rotate, in {pairs}: not all in halves"
+    )
+
+
+def _check(keys: KeySource, values: ValueSource) -> None:
+    """What the op cannot see."""
+    stored = values.source if isinstance(values, BufferedRows) else values
+    if isinstance(keys, LatentKeys):
+        rope = keys.rotary.config
+        for reason in _other_turns(rope.dim, rope.head_dim, rope.interleaved):
+            raise ValueError(reason)
+    if isinstance(stored, CodedRows):
+        scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
+        if scale_pages.data_ptr() != keys.pages.data_ptr():
+            raise ValueError("scales of values are not in the pages of the keys")
+
+
+def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
+    """Codec, rows; basis, mean, state and first position of each row, and two factors of turns, of latents."""
+    match keys:
+        case DenseRows():
+            return CodecId.DENSE, keys.rows, *[None] * 6
+        case CodedRows():
+            return keys.codec.id, keys.codes, *[None] * 6
+        case LatentKeys():
+            state = keys.basis, keys.mean, keys.slots, keys.first
+            return keys.codec.id, keys.latents, *state, *_turns(keys.rotary)
+
+
+def _stored_values(values: ValueSource) -> tuple[Any, ...]:
+    """Codec, rows or codes, scales and rotation of codes, pages or entries, and slots of a buffer."""
     match values:
         case DenseRows():
-            return values.rows, None, None, values.pages, None
-        case QuantisedRows():
-            return values.codes, values.scale, values.rotation.contiguous(), values.pages, None
+            return CodecId.DENSE, values.rows, None, None, values.pages, None
+        case CodedRows():
+            rotation = None if values.rotation is None else values.rotation.contiguous()
+            return values.codec.id, values.codes, values.scale, rotation, values.pages, None
         case BufferedRows():
-            _, scale, rotation, _, _ = _stored(values.source)
-            return values.rows, scale, rotation, values.entries, values.slots
+            codec, _, scale, rotation, _, _ = _stored_values(values.source)
+            return codec, values.rows, scale, rotation, values.entries, values.slots
 
 
 def splits(units: int, tokens: int, processors: int) -> int:
@@ -126,44 +162,6 @@ def splits(units: int, tokens: int, processors: int) -> int:
     an H200): the basis of 40 KiB is read once per block.
     """
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
-
-
-def _supported(q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor) -> bool:
-    dim, heads, device = q.shape[2], selected.shape[1], q.device
-    if q.dtype != torch.bfloat16 or dim not in HEAD_DIMS or not 1 <= q.shape[1] // heads <= MAX_GROUP:
-        return False
-    if not selected.numel() or not (q.is_contiguous() and selected.is_contiguous()):
-        return False
-    stored = values.source if isinstance(values, BufferedRows) else values
-    match stored:
-        case DenseRows(rows=rows):
-            chunk, good = rows.shape[3], rows.dtype == torch.bfloat16 and rows.device == device
-        case QuantisedRows(codes=codes):
-            scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
-            chunk, good = codes.shape[3], codes.device == device
-            good = good and scale_pages.data_ptr() == keys.pages.data_ptr()
-    if not good or chunk not in CHUNKS:
-        return False
-    match keys:
-        case DenseRows(rows=rows):
-            return isinstance(stored, DenseRows) and rows.dtype == torch.bfloat16 and rows.device == device
-        case LatentKeys():
-            rank, rope = keys.latents.shape[3], keys.rotary.config
-            few_bits = isinstance(stored, QuantisedRows) and stored.bits < 4
-            return (
-                keys.latents.dtype in ((torch.int8,) if few_bits else (torch.int8, torch.bfloat16))
-                and rank % 32 == 0
-                and rank <= MAX_RANK
-                and keys.basis.dtype == torch.bfloat16
-                and (keys.mean is None or keys.mean.dtype in (torch.bfloat16, torch.float32))
-                and rope.dim == dim
-                and not rope.interleaved
-            )
-
-
-def _score_scale(dim: int) -> float:
-    """Of a product of query and key in the exponent to base 2."""
-    return math.log2(math.e) / math.sqrt(dim)
 
 
 _turns_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDictionary()

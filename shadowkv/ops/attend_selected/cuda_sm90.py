@@ -9,12 +9,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_selected.sources import LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
+from shadowkv.ops.codec import UNIFORM, CodecId
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.rotate.tables import RotaryTables
 
 TILE = 64
 """Tokens that a warpgroup takes at a time."""
+KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
+"""Ops in ``torch.ops.shadowkv_cuda`` by the codec of values."""
 CONSUMERS = 3
 """Warpgroups of a thread block that do, at most; each leaves a partial result per unit."""
 
@@ -22,17 +25,15 @@ CONSUMERS = 3
 @cache
 def available() -> bool:
     """Whether the kernel was built and the CUDA device is a Hopper."""
-    if not load_cuda("attend_latents_sm90") or torch.cuda.get_device_capability() != (9, 0):
-        return False
-    torch.library.register_fake("shadowkv_cuda::attend_latents_sm90", lambda *args: None)
-    return True
+    return load_cuda("attend_latents_sm90", "attend_latents_sm90") and torch.cuda.get_device_capability() == (9, 0)
 
 
-def takes(q: Tensor, keys: LatentKeys, values: QuantisedRows) -> bool:
+def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
     """Whether this kernel is made for these arguments, which ``cuda.attend_selected`` takes."""
     return (
         available()
-        and keys.latents.dtype == torch.int8
+        and keys.codec.id == CodecId.LATENT_INT8
+        and values.codec.id in KERNELS
         and (values.scale_pages is None or values.scale_pages.data_ptr() == values.pages.data_ptr())
         and q.shape[2] in (64, 128)
         and keys.latents.shape[3] <= 160
@@ -41,25 +42,29 @@ def takes(q: Tensor, keys: LatentKeys, values: QuantisedRows) -> bool:
 
 
 def attend_selected(
-    q: Tensor, keys: LatentKeys, values: QuantisedRows, selected: Tensor, log_weight: Tensor | None = None
+    q: Tensor, keys: LatentKeys, values: CodedRows, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
     batch, heads, dim = q.shape
+    assert values.rotation is not None, "codes of these codecs are of rotated rows"
     kv_heads = selected.shape[1]
     tiles = -(-selected.shape[2] * keys.latents.shape[2] // TILE)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     blocks, segments = runs(batch * kv_heads, tiles, processors)
     parts = segments * CONSUMERS
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
-    torch.ops.shadowkv_cuda.attend_latents_sm90(
+    getattr(torch.ops.shadowkv_cuda, KERNELS[values.codec.id])(
         q,
         selected,
+        keys.codec.id,
         keys.latents,
         keys.basis,
         keys.mean,
         keys.slots,
+        keys.first,
         keys.pages,
         _frequencies(keys.rotary),
+        values.codec.id,
         values.codes,
         values.scale,
         values.rotation.contiguous(),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_selected.packing import dequantise_rows
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CodedRows,
     DenseRows,
     KeySource,
     LatentKeys,
-    QuantisedRows,
     ValueSource,
 )
 from shadowkv.ops.rotate.reference import rotate_by
@@ -33,11 +32,11 @@ def attend_selected(
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.
     """
-    batch, _, dim = q.shape
+    dim = q.shape[2]
     k, v = gather_selected(keys, selected).to(q.dtype), gather_selected(values, selected)
     chunk = v.shape[2] // max(selected.shape[2], 1)
     valid = (selected >= 0).repeat_interleave(chunk, dim=2)
-    scores = (q.view(batch, k.shape[1], -1, dim) @ k.transpose(-1, -2)).float() * dim**-0.5
+    scores = (q.unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2)).float() * dim**-0.5
     if log_weight is not None:
         scores = scores + log_weight.repeat_interleave(chunk, dim=2).unsqueeze(2)
     scores = scores.masked_fill(~valid.unsqueeze(2), float("-inf"))
@@ -48,7 +47,7 @@ def attend_selected(
 
 
 def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor:
-    """Rows of the selected chunks as they are attended to: keys rotated, quantised values in float32 and rotated back.
+    """Rows of the selected chunks as they are attended to: keys rotated, coded ones in float32 and rotated back.
 
     Args:
         source: where they are.
@@ -63,31 +62,32 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
             return _rows(source.rows, source.pages, selected).flatten(2, 3)
         case LatentKeys():
             return _rebuild(source, selected)
-        case QuantisedRows():
-            return _dequantise(source, _rows(source.codes, source.pages, selected), selected)
+        case CodedRows():
+            return _decode(source, _rows(source.codes, source.pages, selected), selected)
         case BufferedRows():
             heads = torch.arange(selected.shape[1], device=selected.device)[:, None]
             rows = source.rows[source.slots[:, None, None], heads, source.entries.clamp(min=0)]
-            if isinstance(source.source, QuantisedRows):
-                return _dequantise(source.source, rows, selected)
+            if isinstance(source.source, CodedRows):
+                return _decode(source.source, rows, selected)
             return rows.flatten(2, 3)
 
 
-def _dequantise(values: QuantisedRows, codes: Tensor, selected: Tensor) -> Tensor:
+def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     """[B, H, k * c, d] of the codes [B, H, k, c, w] of the selected chunks."""
-    pages = values.pages if values.scale_pages is None else values.scale_pages
-    scale = _rows(values.scale.unflatten(2, values.codes.shape[2:4]), pages, selected)
-    return dequantise_rows(codes, scale, values.rotation, values.bits, values.rotation.shape[0]).flatten(2, 3)
+    pages = source.pages if source.scale_pages is None else source.scale_pages
+    scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
+    state = tuple(x[source.slots][:, :, None, None] for x in source.state)
+    return source.codec.decode(codes, scale, source.rotation, source.dim, state).flatten(2, 3)
 
 
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
     names, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
-    picked = keys.latents[names, chunks].flatten(2, 3)  # [B, H, k * c, r]
+    picked = keys.codec.decode(keys.latents[names, chunks].flatten(2, 3), keys.basis.shape[1])  # [B, H, k * c, r]
     rows = picked.to(keys.basis.dtype) @ keys.basis[keys.slots].transpose(1, 2)
     if keys.mean is not None:
         rows = rows + keys.mean[keys.slots].unsqueeze(2).to(rows.dtype)
     within = torch.arange(keys.latents.shape[2], device=selected.device)
-    positions = (selected.unsqueeze(-1) * keys.latents.shape[2] + within).flatten(2)
+    positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * keys.latents.shape[2] + within).flatten(2)
     return rotate_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 
 

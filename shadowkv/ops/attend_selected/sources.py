@@ -1,8 +1,8 @@
 """Where the keys and values of sealed tokens are, as the op reads them.
 
-B rows (sequences), H kv heads, C chunks of c tokens in a page of 64. The first axis of every page array counts
-granules and is indexed by page names (``shadowkv.kvcache.memory``). The token at position p of a row is at row p % 64
-= chunk * c + offset of the page that the row's table names at p // 64.
+B rows, each a run of sealed pages of a sequence, H kv heads, C chunks of c tokens in a page of 64. The first axis of
+every page array counts granules and is indexed by page names (``shadowkv.kvcache.memory``). The token p of a row is at
+row p % 64 = chunk * c + offset of the page that the row's table names at p // 64.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.rotate.tables import RotaryTables
 
 
@@ -32,41 +33,52 @@ class LatentKeys:
     """Low-rank keys (ShadowKV, arXiv:2410.21465): key = RoPE(latents x basis + mean).
 
     Attributes:
-        latents: [N, C, c, r], float or int8. The quantisation step of each rank dimension is part of the basis.
-        basis: [slots, r, H, d].
-        mean: [slots, H, d], or None for zero.
-        slots: int64 [B], the row of ``basis`` and ``mean`` that a sequence owns.
+        latents: [N, C, c, w], stored by ``codec``. The quantisation step of each rank dimension is part of the basis.
+        codec: how.
+        basis: [states, r, H, d], dense but for the first axis.
+        mean: [states, H, d], likewise, or None for zero.
+        slots: int64 [B], the state of each row: which of ``basis`` and ``mean``.
         pages: int64 [B, P].
+        first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is that of position
+            first + n * c + o.
         rotary: the rotation; its tables are on the queries' device.
     """
 
     latents: Tensor
+    codec: LatentCodec
     basis: Tensor
     mean: Tensor | None
     slots: Tensor
     pages: Tensor
+    first: Tensor
     rotary: RotaryTables
 
 
 @dataclass(frozen=True)
-class QuantisedRows:
-    """Values as codes of rotated rows (TurboQuant, arXiv:2504.19874), in the layout of ``packing``.
+class CodedRows:
+    """Rotated keys or values in the bytes of a codec.
 
     Attributes:
-        codes: uint8 [N, H, C, c, d * bits / 8].
-        scale: float16 [N, H, 64], one step per row.
-        bits: 4, 3 or 2.
-        rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded.
+        codes: uint8 [N, H, C, c, w].
+        scale: of the codec's dtype [N, H, 64, s].
+        codec: what they mean.
+        dim: head dim, which codes do not tell.
+        rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded. None where not.
         pages: int64 [B, P], those of ``codes``.
         scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
+        state: what the codec has learned, float32 [states, H, ...] each.
+        slots: int64 [B], which of them is of each row; given with state.
     """
 
     codes: Tensor
     scale: Tensor
-    bits: int
-    rotation: Tensor
+    codec: RowCodec
+    dim: int
+    rotation: Tensor | None
     pages: Tensor
     scale_pages: Tensor | None = None
+    state: tuple[Tensor, ...] = ()
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,11 @@ class BufferedRows:
         entries: int64 [B, H, k], where in ``rows`` the selected chunks are, -1 for none.
     """
 
-    source: DenseRows | QuantisedRows
+    source: DenseRows | CodedRows
     rows: Tensor
     slots: Tensor
     entries: Tensor
 
 
-KeySource = DenseRows | LatentKeys
-ValueSource = DenseRows | QuantisedRows | BufferedRows
+KeySource = DenseRows | LatentKeys | CodedRows
+ValueSource = DenseRows | CodedRows | BufferedRows

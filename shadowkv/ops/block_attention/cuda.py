@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.block_attention import reference
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.fused_attention import attend
 
 
@@ -14,10 +14,14 @@ def available() -> bool:
     return torch.cuda.is_available()
 
 
+def supports(case: Case) -> list[str]:
+    """Why PyTorch's fused kernels cannot serve a case."""
+    dim = case.head_dim
+    dims = unless(dim % 8 == 0 and dim <= 256, f"head dim {dim} is no multiple of 8 up to 256")
+    return unless(case.dtype != torch.float32, f"{case.dtype} is not of 16 bits") + dims
+
+
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """As the reference, which serves float32 and head dims that are no multiple of 8 or above 256; the last dimension
-    of all is dense."""
-    dim = q.shape[-1]
-    if q.dtype == torch.float32 or dim % 8 or dim > 256:
-        return reference.block_attention(q, k, v, causal)
+    """As the reference, in a dtype of 16 bits and head dims that are a multiple of 8 up to 256; the last dimension of
+    all is dense."""
     return attend(q, k, v, causal)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.fetch_chunks import reference
-from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
 BUCKETS = 512
 """Parts of the host's memory in whose order short rows are copied."""
@@ -25,15 +25,12 @@ BLOCKS_OVERLAPPED = 8
 way: a step whose micro-batches fetch 65 x 8 x 34 chunks of 384 B a layer takes 38.2 ms with 8 blocks on an H200, 42.4
 with 16, and 49.5 with 4, whose copies it waits for."""
 
+available = partial(load_cuda, "fetch_chunks", "find_missing_chunks", "copy_missing_chunks")
 
-@cache
-def available() -> bool:
-    """Whether the op was built and there is a CUDA device."""
-    if not load_cuda("fetch_chunks"):
-        return False
-    for name in ("find_missing_chunks", "copy_missing_chunks"):
-        torch.library.register_fake(f"shadowkv_cuda::{name}", lambda *_: None)
-    return True
+
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case."""
+    return unless(case.fetched_bytes % 16 == 0, f"chunks of {case.fetched_bytes} bytes are no multiple of 16")
 
 
 def fetch_chunks(
@@ -44,20 +41,17 @@ def fetch_chunks(
     buffer: ChunkBuffer,
     stream: torch.cuda.Stream | None = None,
     overlapped: bool = False,
-    blocks: int | None = None,
 ) -> Tensor:
-    """As the reference; can be captured in a CUDA graph. ``blocks`` is the grid of the copying kernel; None chooses.
+    """As the reference; can be captured in a CUDA graph.
 
     ``host`` may be pinned host memory that is mapped to the device. The kernel takes pages and chunks that start at
-    multiples of 16 bytes, dense but for the first axis of ``host``; the reference, which cannot be captured, does the
-    rest. Nothing that the buffer's rows or the tables name is checked on the device.
+    multiples of 16 bytes, dense but for the first axis of ``host``. Nothing that the buffer's rows or the tables name
+    is checked on the device.
     """
-    size = host.element_size()
-    row_bytes = host.shape[3] * host.shape[4] * size
-    if row_bytes % 16 or host.stride(0) * size % 16 or host.data_ptr() % 16:
-        return reference.fetch_chunks(host, pages, slots, selected, buffer)
     entries = torch.empty_like(selected)
-    ordered = row_bytes < reference.SHORT_ROW
+    if not selected.numel():
+        return entries
+    ordered = host.shape[3] * host.shape[4] * host.element_size() < SHORT_ROW
     misses = selected.new_empty(1 + ordered, selected.numel(), 2)  # addresses from and to, as found and in order
     counts = selected.new_empty(1 + 2 * BUCKETS, dtype=torch.int32)
     bucket_bits = _bucket_bits(host) if ordered else -1
@@ -85,9 +79,15 @@ def fetch_chunks(
         counts.record_stream(stream)
     with torch.cuda.stream(stream):
         rows = buffer.rows.view(torch.uint8)
-        chosen = (BLOCKS_OVERLAPPED if overlapped else BLOCKS_OF_SHORT_ROWS) if ordered else BLOCKS
-        torch.ops.shadowkv_cuda.copy_missing_chunks(misses, counts, bucket_bits, rows, blocks or chosen)
+        blocks = (BLOCKS_OVERLAPPED if overlapped else BLOCKS_OF_SHORT_ROWS) if ordered else BLOCKS
+        torch.ops.shadowkv_cuda.copy_missing_chunks(misses, counts, bucket_bits, rows, blocks)
     return entries
+
+
+def scratch_bytes(chunks: int, row_bytes: int) -> int:
+    """Device bytes of a call over so many selected chunks, of all rows and heads, until they are copied: entries, and
+    the addresses of misses, of short rows twice; ``counts`` aside, which are 4 KiB at the most."""
+    return chunks * 8 * (1 + 2 * (1 + (row_bytes < SHORT_ROW)))
 
 
 def _bucket_bits(host: Tensor) -> int:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SYNCHRONISES = True
+"""It finds what is missing on the host."""
+
 SHORT_ROW = 1024
 """Chunks of fewer bytes wait for the translation of their addresses more than for the bus, on a GPU: those of 384 B do,
 those of 2 KiB do not."""

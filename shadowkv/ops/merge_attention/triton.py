@@ -1,4 +1,4 @@
-"""Log-sum-exp merge of two parts in Triton."""
+"""Log-sum-exp merge in Triton, two parts at a time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.merge_attention import reference
-
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As the reference; other numbers of parts than two go there."""
-    if len(parts) != 2:
-        return reference.merge_attention(parts)
-    (a, lse_a), (b, lse_b) = ((x.contiguous(), lse.contiguous()) for x, lse in parts)
-    out, dim = torch.empty_like(a), a.shape[-1]
-    _merge_two[(lse_a.numel(),)](a, lse_a, b, lse_b, out, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=1)
+    """As the reference."""
+    (out, lse), *others = ((x.contiguous(), lse.contiguous()) for x, lse in parts)
+    dim, block = out.shape[-1], triton.next_power_of_2(out.shape[-1])
+    for number, (other, other_lse) in enumerate(others):
+        a, out = out, torch.empty_like(out)
+        _merge_two[(lse.numel(),)](a, lse, other, other_lse, out, DIM=dim, DIM_BLOCK=block, num_warps=1)
+        if number + 1 < len(others):
+            lse = torch.logaddexp(lse, other_lse)
     return out
 
 
@@ -28,8 +28,10 @@ def _merge_two(a, lse_a, b, lse_b, out, DIM: tl.constexpr, DIM_BLOCK: tl.constex
     dim = tl.arange(0, DIM_BLOCK)
     first, second = tl.load(lse_a + row), tl.load(lse_b + row)
     peak = tl.maximum(first, second)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # of two parts without tokens, before others
     weight_a, weight_b = tl.exp(first - peak), tl.exp(second - peak)
     x = tl.load(a + row * DIM + dim, mask=dim < DIM).to(tl.float32)
     y = tl.load(b + row * DIM + dim, mask=dim < DIM).to(tl.float32)
-    merged = (weight_a * x + weight_b * y) / (weight_a + weight_b)
+    total = weight_a + weight_b
+    merged = (weight_a * x + weight_b * y) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * DIM + dim, merged.to(out.dtype.element_ty), mask=dim < DIM)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cpu as available
-from shadowkv.ops.paged_attention import reference
 
-__all__ = ["available", "paged_attention"]
+__all__ = ["available", "paged_attention", "supports"]
+
+
+def supports(case: Case) -> list[str]:
+    """Why C++ cannot serve a case."""
+    return unless(case.dtype in (torch.float32, torch.bfloat16), f"{case.dtype} is not float32 or bfloat16")
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference. float32 and bfloat16 in C++, other dtypes by the reference.
+    """As the reference, of float32 or bfloat16.
 
-    Scores and weights are float32 also for bfloat16. Results are the same bits on any number of threads. A row
-    without tokens gives 0 and -inf.
+    Scores and weights are float32 also for bfloat16. Results are the same bits on any number of threads.
     """
-    if q.dtype not in (torch.float32, torch.bfloat16):
-        return reference.paged_attention(q, k, v, pages, counts)
     return torch.ops.shadowkv.paged_attention(q, k, v, pages, counts)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.paged_attention import reference
-
-PAGE = 64
 
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 """Thread blocks that a multiprocessor holds at a time, by head dim, as the kernel is compiled."""
@@ -18,27 +16,25 @@ RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 MAX_WAVES = 5
 """Blocks per place for one on the device: more of them even out ragged lengths, but cost starts and partial results."""
 
+available = partial(load_cuda, "paged_attention", "paged_attention")
 
-@cache
-def available() -> bool:
-    """Whether the op was built and there is a CUDA device."""
-    if not load_cuda("paged_attention"):
-        return False
-    torch.library.register_fake("shadowkv_cuda::paged_attention", lambda *args: None)
-    return True
+
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case."""
+    dims = unless(case.head_dim in RESIDENT_BLOCKS, f"head dim {case.head_dim} is not 64, 96, 128 or 256")
+    return unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16") + dims
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, with a row without tokens giving 0 and -inf; can be captured in a CUDA graph.
+    """As the reference; can be captured in a CUDA graph.
 
-    bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256 on the device, the rest by the reference,
-    which cannot be captured. ``pages`` and ``counts`` are read on the device and are not checked: a count over 64
-    or a page past the views with a count reads what is not there. A page that only counts 0 name may be anything.
+    bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256. ``pages`` and ``counts`` are read on the
+    device and are not checked: a count over 64 or a page past the views with a count reads what is not there. A page
+    that only counts 0 name may be anything.
     """
-    batch, query_heads, dim = q.shape
-    heads, page = k.shape[1:3]
-    if not (q.dtype == k.dtype == v.dtype == torch.bfloat16) or dim not in RESIDENT_BLOCKS or page != PAGE:
-        return reference.paged_attention(q, k, v, pages, counts)
+    (batch, query_heads, dim), heads = q.shape, k.shape[1]
+    if dim not in RESIDENT_BLOCKS:
+        raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what paged_attention takes in CUDA")
     q = q.contiguous()
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     split = splits(batch * heads, pages.shape[1], dim, processors)

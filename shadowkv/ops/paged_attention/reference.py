@@ -20,17 +20,18 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
         q: [B, H_q, d], rotated.
         k, v: [N, H, 64, d], views over all pages.
         pages: int64 [B, E], page names.
-        counts: int64 [B, E], valid tokens at the start of each page; 0 skips it. A row needs at least one.
+        counts: int64 [B, E], valid tokens at the start of each page; 0 skips it.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q`` and the log-sum-exp of its scores, float32 [B, H_q].
+        out [B, H_q, d] in the dtype of ``q``, 0 of a row without tokens, and the log-sum-exp of its scores, float32
+        [B, H_q], -inf there.
     """
     batch, query_heads, dim = q.shape
     heads, page = k.shape[1], k.shape[2]
     grouped = q.view(batch, heads, query_heads // heads, dim)
     rows, columns = counts.nonzero(as_tuple=True)
     outs, sums = [], []
-    for start in range(0, len(rows), PAGES_AT_ONCE):
+    for start in range(0, max(1, len(rows)), PAGES_AT_ONCE):
         row, column = rows[start : start + PAGES_AT_ONCE], columns[start : start + PAGES_AT_ONCE]
         names = pages[row, column]
         empty = torch.arange(page, device=q.device) >= counts[row, column, None]
@@ -52,5 +53,5 @@ def _merge_pages(out: Tensor, lse: Tensor, rows: Tensor, q: Tensor) -> tuple[Ten
     weight = (lse - peak[rows]).exp()
     total = torch.zeros_like(peak).index_add_(0, rows, weight)
     merged = out.new_zeros(batch, heads, group, out.shape[-1]).index_add_(0, rows, out * weight.unsqueeze(-1))
-    merged /= total.unsqueeze(-1)
+    merged /= total.where(total > 0, 1).unsqueeze(-1)
     return merged.flatten(1, 2).to(q.dtype), (peak + total.log()).flatten(1, 2)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from shadowkv.ops.codec import LatentCodec
 
 
 def project_latents(
-    keys: Tensor, basis: Tensor, mean: Tensor | None, step: Tensor | None, slots: Tensor, latents: Tensor, pages: Tensor
+    keys: Tensor,
+    codec: LatentCodec,
+    basis: Tensor,
+    mean: Tensor | None,
+    step: Tensor | None,
+    slots: Tensor,
+    latents: Tensor,
+    pages: Tensor,
 ) -> None:
     """Writes the latents of full pages of keys.
 
     Args:
         keys: [L, n, 64, H, d], before the rotation.
-        basis: [L, slots, r, H, d], each row times its ``step`` where there are steps.
-        mean: float32 [L, slots, r], the products of the mean key with ``basis``, taken off those of the keys; given
+        codec: how they are stored.
+        basis: [L, states, r, H, d], each row times its ``step`` where there are steps.
+        mean: float32 [L, states, r], the products of the mean key with ``basis``, taken off those of the keys; given
             with ``step``.
-        step: float32 [L, slots, r], or None for latents that are not quantised.
-        slots: int64 [n], or [1] when all pages are of one sequence: rows of ``basis``, ``mean`` and ``step``.
-        latents: [L, N, C, c, r], views over all pages, C c = 64: int8 where there are steps, which clips at -127 and
-            127, else of the dtype of ``keys``.
+        step: float32 [L, states, r], or None for latents that are not quantised.
+        slots: int64 [n], or [1] when all pages have the same: states in ``basis``, ``mean`` and ``step``.
+        latents: the codec's [L, N, C, c, w], views over all pages, C c = 64.
         pages: int64 [n], which of the N take them.
     """
     rows = basis[:, slots].flatten(3).transpose(2, 3)  # [L, n or 1, H d, r]
@@ -27,5 +35,5 @@ def project_latents(
         found = keys.flatten(3) @ rows
     else:
         centred = keys.flatten(3).float() @ rows.float() - mean[:, slots].unsqueeze(2)
-        found = (centred / step[:, slots].square().unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
-    latents[:, pages] = found.unflatten(2, latents.shape[2:4])
+        found = centred / step[:, slots].square().unsqueeze(2)
+    latents[:, pages] = codec.encode(found).unflatten(2, latents.shape[2:4])

@@ -9,27 +9,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
+
 MOST_RANKS = 256
 """Rank dimensions of a thread block: 64 x 256 sums in float32 are half of a multiprocessor's registers."""
 
 
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    return unknown_codecs(case.key_codec)
+
+
 def project_latents(
-    keys: Tensor, basis: Tensor, mean: Tensor | None, step: Tensor | None, slots: Tensor, latents: Tensor, pages: Tensor
+    keys: Tensor,
+    codec: LatentCodec,
+    basis: Tensor,
+    mean: Tensor | None,
+    step: Tensor | None,
+    slots: Tensor,
+    latents: Tensor,
+    pages: Tensor,
 ) -> None:
-    """As the reference; the last dimension of ``keys`` and all but the first of ``basis``, ``mean`` and ``step`` are
-    dense."""
+    """As the reference; the last dimension of ``keys``, and all but the first two of ``basis``, ``mean`` and ``step``,
+    are dense."""
+    if codec.id not in LATENTS:
+        raise ValueError(f"project_latents in Triton does not know codec {codec.name!r} ({codec.id})")
     layers, count, _, heads, dim = keys.shape
     rank = basis.shape[2]
     if not layers * count:
         return
-    quantised = mean is not None and step is not None
-    # Anything stands in for what is not there and not read.
-    mean, step = (mean, step) if mean is not None and step is not None else (basis, basis)
+    if mean is None or step is None:  # anything stands in for what is not read
+        mean = step = basis
     block = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
         keys, basis, mean, step, slots, latents, pages,
-        *keys.stride()[:4], basis.stride(0), mean.stride(0), step.stride(0), latents.stride(0), latents.stride(1),
-        SHARED=len(slots) == 1, QUANTISED=quantised, HEADS=heads, DIM=dim, RANK=rank, RANK_BLOCK=block,
+        *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2], *latents.stride()[:2],
+        SHARED=len(slots) == 1, LARGEST=float(codec.largest or 0), PACKED=codec.id == CodecId.LATENT_INT4,
+        HEADS=heads, DIM=dim, RANK=rank, RANK_BLOCK=block,
         STRETCH=32 if dim % 32 == 0 else 16, num_warps=8 if block > 64 else 4, num_stages=4,
     )  # fmt: skip
 
@@ -37,9 +54,9 @@ def project_latents(
 @triton.jit
 def _project_latents(
     keys, basis, mean, step, slots, latents, pages,
-    key_layer, key_page, key_token, key_head, basis_layer, mean_layer, step_layer, latent_layer, latent_page,
-    SHARED: tl.constexpr, QUANTISED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr, STRETCH: tl.constexpr,
+    key_layer, key_page, key_token, key_head, basis_layer, basis_slot, mean_layer, mean_slot, step_layer, step_slot,
+    latent_layer, latent_page, SHARED: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """One page of one layer."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -47,7 +64,7 @@ def _project_latents(
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     slot = tl.load(slots) if SHARED else tl.load(slots + page)
     row = keys + layer * key_layer + page * key_page + token[:, None] * key_token
-    direction = basis + layer * basis_layer + slot * (RANK * HEADS * DIM) + rank[None, :] * (HEADS * DIM)
+    direction = basis + layer * basis_layer + slot * basis_slot + rank[None, :] * (HEADS * DIM)
     PARTS: tl.constexpr = (DIM + STRETCH - 1) // STRETCH
     total = tl.zeros((64, RANK_BLOCK), tl.float32)
     for part in range(HEADS * PARTS):
@@ -57,14 +74,23 @@ def _project_latents(
         x = tl.load(row + head * key_head + dim[None, :], mask=lives[None, :], other=0.0)
         b = tl.load(direction + column[:, None], mask=lives[:, None] & (rank < RANK)[None, :], other=0.0)
         total = tl.dot(x, b, total, input_precision="ieee")
-    target = latents + layer * latent_layer + tl.load(pages + page) * latent_page + token[:, None] * RANK
-    if QUANTISED:
-        size = tl.load(step + layer * step_layer + slot * RANK + rank, mask=rank < RANK, other=1.0)
-        centre = tl.load(mean + layer * mean_layer + slot * RANK + rank, mask=rank < RANK, other=0.0)
+    target = latents + layer * latent_layer + tl.load(pages + page) * latent_page
+    if LARGEST > 0:
+        size = tl.load(step + layer * step_layer + slot * step_slot + rank, mask=rank < RANK, other=1.0)
+        centre = tl.load(mean + layer * mean_layer + slot * mean_slot + rank, mask=rank < RANK, other=0.0)
         ratio = (total - centre[None, :]) / (size * size)[None, :]
         # Ties to even, as torch.round: adding and taking off 1.5 * 2^23 drops the fraction.
-        ratio = tl.minimum(tl.maximum(ratio, -127.0), 127.0)
+        ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
         whole = (ratio + 12582912.0) - 12582912.0
-        tl.store(target + rank[None, :], whole.to(tl.int8), mask=(rank < RANK)[None, :])
+        if PACKED:  # two to a byte, the even one in the low four bits, both plus 8
+            code = tl.reshape((whole + 8.0).to(tl.int32), (64, RANK_BLOCK // 2, 2))
+            pair = tl.sum(code << (4 * tl.arange(0, 2))[None, None, :], 2).to(tl.uint8)
+            byte = tl.program_id(2) * (RANK_BLOCK // 2) + tl.arange(0, RANK_BLOCK // 2)
+            where = token[:, None] * (RANK // 2) + byte[None, :]
+            tl.store(target + where, pair, mask=(byte < RANK // 2)[None, :])
+        else:
+            where = token[:, None] * RANK + rank[None, :]
+            tl.store(target + where, whole.to(tl.int8), mask=(rank < RANK)[None, :])
     else:
-        tl.store(target + rank[None, :], total.to(latents.dtype.element_ty), mask=(rank < RANK)[None, :])
+        where = token[:, None] * RANK + rank[None, :]
+        tl.store(target + where, total.to(latents.dtype.element_ty), mask=(rank < RANK)[None, :])

@@ -1,29 +1,37 @@
-"""Quantised rows in PyTorch, in the layout of ``attend_selected.packing``."""
+"""Coded rows in PyTorch, as their codec has it."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.attend_selected import packing
+from shadowkv.ops.codec import RowCodec
 
 
 def quantise_rows(
-    rows: Tensor, rotation: Tensor, bits: int, codes: Tensor, code_pages: Tensor, scale: Tensor, scale_pages: Tensor
+    rows: Tensor,
+    codec: RowCodec,
+    rotation: Tensor | None,
+    state: tuple[Tensor, ...],
+    codes: Tensor,
+    code_pages: Tensor,
+    scale: Tensor,
+    scale_pages: Tensor,
 ) -> None:
     """Writes the codes and scales of full pages.
 
     Args:
         rows: [L, n, 64, H, d].
-        rotation: float32 [d, d].
-        bits: 4, 3 or 2.
-        codes: uint8 [L, N, H, C, c, d * bits / 8], views over all pages, C c = 64.
+        codec: how.
+        rotation: float32 [d, d], or None where the codec has none.
+        state: the codec's of each page, [L, n or 1, H, ...] each.
+        codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64.
         code_pages: int64 [n], which of the N take the codes.
-        scale: float16 [L, N', H, 64].
+        scale: of the codec's dtype [L, N', H, 64, s].
         scale_pages: int64 [n], which of the N' take the scales.
 
     Raises:
-        ValueError: as ``packing.quantise_rows``.
+        ValueError: as ``codec.encode``.
     """
-    packed, steps = packing.quantise_rows(rows, rotation, bits)
-    codes[:, code_pages] = packed.transpose(2, 3).unflatten(3, codes.shape[3:5])
-    scale[:, scale_pages] = steps.transpose(2, 3)
+    coded, scales = codec.encode(rows, rotation, tuple(x.unsqueeze(2) for x in state))
+    codes[:, code_pages] = coded.transpose(2, 3).unflatten(3, codes.shape[3:5])
+    scale[:, scale_pages] = scales.transpose(2, 3)

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shadowkv.ops.attend_selected.packing import STEPS, row_multiple
-from shadowkv.ops.quantise_rows import reference
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import UNIFORM, RowCodec, UniformRows, unknown_codecs
 
 MOST_DIMS = 128
 """Wider rotations do not fit into shared memory beside the rows."""
@@ -43,17 +43,38 @@ def arranged(rotation: Tensor, sources: tuple[int, ...]) -> tuple[Tensor, Tensor
     return known[sources]
 
 
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    reasons = unknown_codecs(case.key_codec, case.value_codec)
+    if case.head_dim > MOST_DIMS:
+        reasons.append(f"head dim {case.head_dim} is more than {MOST_DIMS}")
+    return reasons
+
+
 def quantise_rows(
-    rows: Tensor, rotation: Tensor, bits: int, codes: Tensor, code_pages: Tensor, scale: Tensor, scale_pages: Tensor
+    rows: Tensor,
+    codec: RowCodec,
+    rotation: Tensor | None,
+    state: tuple[Tensor, ...],
+    codes: Tensor,
+    code_pages: Tensor,
+    scale: Tensor,
+    scale_pages: Tensor,
 ) -> None:
-    """As the reference; the last dimension of ``rows`` must be dense. Up to 128 dimensions, beyond by the reference."""
+    """As the reference, for rotated rows in equal steps of up to 128 dimensions, the last of which is dense.
+
+    Raises:
+        ValueError: another codec, or more dimensions.
+    """
     layers, pages, _, heads, dim = rows.shape
-    if dim > MOST_DIMS or dim % row_multiple(bits):
-        reference.quantise_rows(rows, rotation, bits, codes, code_pages, scale, scale_pages)
-        return
+    if codec.id not in UNIFORM or not isinstance(codec, UniformRows) or rotation is None:
+        raise ValueError(f"quantise_rows in Triton does not know codec {codec.name!r} ({codec.id})")
+    if dim > MOST_DIMS:
+        raise ValueError(f"quantise_rows in Triton takes rows of up to {MOST_DIMS} dimensions, not {dim}")
+    codec.check(dim)
     if not layers * pages:
         return
-    per = row_multiple(bits) // 8
+    per = codec.row_multiple // 8
     run = dim // 8 // per
     block = triton.next_power_of_2(run)
     # Dimensions in the order of their places within a byte, then of the bytes: 8 lanes of ``run``.
@@ -65,8 +86,8 @@ def quantise_rows(
     _quantise_rows[(pages, layers, triton.cdiv(heads, HEADS_AT_ONCE))](
         rows, parts, exact, codes, code_pages, scale, scale_pages,
         *rows.stride()[:4], codes.stride(0), codes.stride(1), scale.stride(0), scale.stride(1),
-        HEADS=heads, AT_ONCE=HEADS_AT_ONCE, DIM=dim, DIM_BLOCK=exact.shape[0], BITS=bits, STEP=STEPS[bits] / dim**0.5,
-        PER=per, RUN=run, RUN_BLOCK=block, num_warps=WARPS,
+        HEADS=heads, AT_ONCE=HEADS_AT_ONCE, DIM=dim, DIM_BLOCK=exact.shape[0], BITS=codec.bits,
+        STEP=codec.step / dim**0.5, PER=per, RUN=run, RUN_BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
 
 PAGE = 64
 
 
-def rebuild_rows(source: LatentKeys | DenseRows | QuantisedRows, first: int, out: Tensor, across_bus: bool) -> None:
-    """Writes the rows of whole pages, from page number ``first`` of the sequence on.
+def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
+    """Writes the rows of whole pages, from page number ``first`` of the row on.
 
     Args:
-        source: where they are; of one sequence, B = 1.
+        source: where they are; of one row, B = 1.
         out: [H, m, d], any float dtype, m a multiple of 64.
         across_bus: whether the source is on the other side of a bus, which few readers fill.
     """

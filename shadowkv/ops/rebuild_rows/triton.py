@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys, QuantisedRows
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import LATENTS, UNIFORM, CodecId, UniformRows, unknown_codecs
 
 BLOCKS = 32
 """Thread blocks that fill the bus, so that the others are free meanwhile."""
@@ -16,7 +18,12 @@ LEAST = 16
 """Dimensions that a matrix product takes at the least."""
 
 
-def rebuild_rows(source: LatentKeys | DenseRows | QuantisedRows, first: int, out: Tensor, across_bus: bool) -> None:
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    return unknown_codecs(case.key_codec, case.value_codec)
+
+
+def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
     """As the reference; the last dimension of ``out`` is dense."""
     heads, rows, dim = out.shape
     tiles = rows // 64 * heads
@@ -28,25 +35,32 @@ def rebuild_rows(source: LatentKeys | DenseRows | QuantisedRows, first: int, out
             source.rows, pages, out, source.rows.stride(0), out.stride(0), out.stride(1), tiles,
             HEADS=heads, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
         )  # fmt: skip
-    elif isinstance(source, QuantisedRows):
+    elif isinstance(source, CodedRows):
+        codec = source.codec
+        if codec.id not in UNIFORM or not isinstance(codec, UniformRows) or source.rotation is None:
+            raise ValueError(f"rebuild_rows in Triton does not know codec {codec.name!r} ({codec.id})")
         # Centres of steps are exact in float16, and entries of a rotation have three more bits there than in bfloat16.
         rotation = source.rotation.to(out.dtype if out.dtype == torch.float32 else torch.float16)
         scale_pages = pages if source.scale_pages is None else source.scale_pages[0, first:].contiguous()
-        low = 2 if source.bits == 3 else source.bits
+        bits = codec.bits
+        low = 2 if bits == 3 else bits
         _dequantise_rows[grid](
             source.codes, pages, source.scale, scale_pages, rotation, out,
             source.codes.stride(0), source.scale.stride(0), out.stride(0), out.stride(1), tiles,
-            BITS=source.bits, HEADS=heads, DIM=dim, DIM_BLOCK=_block(dim),
+            BITS=bits, HEADS=heads, DIM=dim, DIM_BLOCK=_block(dim),
             LOW_BLOCK=_block(dim * low // 8), HIGH_BLOCK=_block(dim // 8),
         )  # fmt: skip
     else:
         config, mean = source.rotary.config, source.mean
         half, rest = config.dim // 2, dim - config.dim
+        if source.codec.id not in LATENTS:
+            raise ValueError(f"rebuild_rows in Triton does not know codec {source.codec.name!r} ({source.codec.id})")
         _rebuild_keys[grid](
-            source.latents, pages, source.basis, source.basis if mean is None else mean, source.slots,
-            source.rotary.cos, source.rotary.sin, out, source.latents.stride(0), out.stride(0), out.stride(1),
-            first, tiles,
-            HAS_MEAN=mean is not None, RANK=source.latents.shape[-1], RANK_BLOCK=32, HEADS=heads, DIM=dim,
+            source.latents, pages, source.basis, source.basis if mean is None else mean, source.slots, source.first,
+            source.rotary.cos, source.rotary.sin, out, source.latents.stride(0), source.basis.stride(0),
+            0 if mean is None else mean.stride(0), out.stride(0), out.stride(1), first, tiles,
+            HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, RANK=source.basis.shape[1],
+            RANK_BLOCK=32, HEADS=heads, DIM=dim,
             HALF=half, HALF_BLOCK=_block(half), REST=rest, REST_BLOCK=_block(rest), INTERLEAVED=config.interleaved,
         )  # fmt: skip
 
@@ -115,9 +129,10 @@ def _add_plane(
 
 @triton.jit
 def _rebuild_keys(
-    latents, pages, basis, mean, slots, cos, sin, out, page_stride, head_stride, row_stride, first_page, tiles,
-    HAS_MEAN: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    latents, pages, basis, mean, slots, starts, cos, sin, out, page_stride, basis_stride, mean_stride, head_stride,
+    row_stride, first_page, tiles,
+    HAS_MEAN: tl.constexpr, PACKED: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token, pair, other = tl.arange(0, 64)[:, None], tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
@@ -126,17 +141,24 @@ def _rebuild_keys(
     else:
         first, second = pair, pair + HALF
     lives, rests, slot = pair < HALF, other < REST, tl.load(slots)
+    start = tl.load(starts) + first_page * 64
+    WIDTH: tl.constexpr = RANK // 2 if PACKED else RANK
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
-        rows = latents + tl.load(pages + page) * page_stride + token * RANK
-        columns = basis + (slot * (RANK * HEADS) + head) * DIM
+        rows = latents + tl.load(pages + page) * page_stride + token * WIDTH
+        columns = basis + slot * basis_stride + head * DIM
         a = tl.zeros((64, HALF_BLOCK), tl.float32)
         b = tl.zeros((64, HALF_BLOCK), tl.float32)
         c = tl.zeros((64, REST_BLOCK), tl.float32)
-        for start in range(0, RANK, RANK_BLOCK):
-            inner = start + tl.arange(0, RANK_BLOCK)
+        for least in range(0, RANK, RANK_BLOCK):
+            inner = least + tl.arange(0, RANK_BLOCK)
             there = inner[:, None] < RANK
-            x = tl.load(rows + inner[None, :], mask=inner[None, :] < RANK, other=0).to(basis.dtype.element_ty)
+            if PACKED:  # two to a byte, the even one in the low four bits, both plus 8
+                x = tl.load(rows + inner[None, :] // 2, mask=inner[None, :] < RANK, other=0)
+                x = ((x >> (inner[None, :] % 2 * 4).to(tl.uint8)) & 15).to(tl.int8) - 8
+            else:
+                x = tl.load(rows + inner[None, :], mask=inner[None, :] < RANK, other=0)
+            x = x.to(basis.dtype.element_ty)
             column = columns + inner[:, None] * (HEADS * DIM)
             a += tl.dot(x, tl.load(column + first, mask=there & lives, other=0.0), input_precision="ieee")
             b += tl.dot(x, tl.load(column + second, mask=there & lives, other=0.0), input_precision="ieee")
@@ -144,11 +166,11 @@ def _rebuild_keys(
                 behind = tl.load(column + 2 * HALF + other, mask=there & rests, other=0.0)
                 c += tl.dot(x, behind, input_precision="ieee")
         if HAS_MEAN:
-            middle = mean + (slot * HEADS + head) * DIM
+            middle = mean + slot * mean_stride + head * DIM
             a += tl.load(middle + first, mask=lives, other=0.0).to(tl.float32)
             b += tl.load(middle + second, mask=lives, other=0.0).to(tl.float32)
             c += tl.load(middle + 2 * HALF + other, mask=rests, other=0.0).to(tl.float32)
-        angle = ((first_page + page) * 64 + token) * HALF + pair
+        angle = (start + page * 64 + token) * HALF + pair
         cosine, sine = tl.load(cos + angle, mask=lives, other=0.0), tl.load(sin + angle, mask=lives, other=0.0)
         target = out + head * head_stride.to(tl.int64) + (page * 64 + token) * row_stride.to(tl.int64)
         tl.store(target + first, (a * cosine - b * sine).to(out.dtype.element_ty), mask=lives)

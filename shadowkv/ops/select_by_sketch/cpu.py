@@ -8,10 +8,10 @@ from torch import Tensor
 from shadowkv.ops.extension import load_cpu as available
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.select_by_sketch.draws import Draws
-from shadowkv.ops.sign_scores.cpu import MOST_BYTES
+from shadowkv.ops.sign_scores.cpu import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-__all__ = ["available", "select_by_sketch"]
+__all__ = ["available", "select_by_sketch", "supports"]
 
 
 def select_by_sketch(
@@ -30,11 +30,9 @@ def select_by_sketch(
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference; names of pages past the valid ones are not read.
 
-    A head dim over 256 is left to the reference.
+    The head dim is at most 256.
     """
     heads, fields = signs.shape[1], (coarse, signs, rest, scale, pages, num_pages)
-    if signs.shape[-1] > MOST_BYTES:
-        return reference.select_by_sketch(queries, *fields, budget, chunk, k, draws, layer)
     counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
     numbers = torch.stack((keep, reference.drawn_runs(num_pages, keep, draws), budget, counts))

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shadowkv.ops.extension import block_memory, load_cuda
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries import cuda as sketch_queries
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 COUNTS_BYTES = 12 * 1024
 """Shared memory that the kernels use besides those, at most."""
 
-
-@cache
-def available() -> bool:
-    """Whether the kernel was built and there is a GPU."""
-    if not load_cuda("select_by_sketch"):
-        return False
-    torch.library.register_fake("shadowkv_cuda::select_by_sketch", lambda *_: None)
-    return True
+available = partial(load_cuda, "select_by_sketch", "select_by_sketch")
 
 
-@cache
-def most_groups(device: torch.device) -> int:
-    """Groups of 8 values from which a thread block can select: it keeps 4 bytes of each."""
-    return (block_memory(device) - COUNTS_BYTES) // 4
+def supports(case: Case) -> list[str]:
+    """Why the kernels cannot serve a case.
+
+    On an H200 contexts of 3.5 million tokens have more runs than one thread block can select from, or such that select
+    half a million chunks.
+    """
+    groups = (case.block_memory - COUNTS_BYTES) // 4  # of 8 values; it keeps 4 bytes of each
+    needed = max(case.max_pages, region_bytes(case.max_pages, case.chunk, case.max_selected) // 16)
+    reason = f"{case.block_memory} bytes of shared memory are too few to select from {64 * case.max_pages} tokens"
+    return sketch_queries.supports(case) + unless(needed <= groups, reason)
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
@@ -54,18 +55,14 @@ def select_by_sketch(
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference; scores are compared as float16 numbers.
 
-    In CUDA for a head dim that is a multiple of 8 up to 128, or from 200 to 256, and up to 8 query heads a kv head;
-    otherwise by the reference, as where there are more runs or chunks to choose from than fit in shared memory: on an
-    H200 contexts of 3.5 million tokens, or half a million to choose from.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads a kv head.
     """
-    batch, query_heads, _, plane = queries.whole.shape
-    heads, columns, device = signs.shape[1], pages.shape[1], signs.device
+    (batch, columns), heads, device = pages.shape, signs.shape[1], signs.device
+    if not columns:
+        none = torch.full((batch, heads, k), -1, device=device)
+        return none, None if draws is None else none.float()
     fields = (coarse, signs, rest, scale, pages, num_pages, budget, chunk)
-    region = region_bytes(columns, chunk, k)
-    fits = 0 < columns <= most_groups(device) and region // 16 <= most_groups(device)
-    if plane not in (8, 16, 32) or query_heads > 8 * heads or chunk not in (1, 2, 4, 8) or not fits:
-        return reference.select_by_sketch(queries, *fields, k, draws, layer)
-    workspace = torch.empty(batch * heads, region, dtype=torch.uint8, device=device)
+    workspace = torch.empty(batch * heads, region_bytes(columns, chunk, k), dtype=torch.uint8, device=device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
     drawn = (None, None) if draws is None else (draws.counts, draws.seeds)
     log_weight = None if draws is None else torch.empty(batch, heads, k, dtype=torch.float32, device=device)

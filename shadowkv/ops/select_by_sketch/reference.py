@@ -106,6 +106,9 @@ def select_by_sketch(
         None without ``draws``.
     """
     heads, device = signs.shape[1], coarse.device
+    if not coarse.shape[-1]:
+        none = torch.full((len(coarse), heads, k), -1, device=device)
+        return none, None if draws is None else none.float()
     whole, unit = queries.of_heads(heads)
     bits = whole.shape[-1]
     counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)

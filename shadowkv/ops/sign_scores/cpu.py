@@ -5,21 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cpu as available
-from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-__all__ = ["available", "sign_scores"]
+__all__ = ["available", "sign_scores", "supports"]
 
-MOST_BYTES = 32
-"""Of a plane: 256 dimensions, whose sums fit in 16 bits."""
+MOST_DIMS = 256
+"""Whose sums fit in 16 bits."""
+
+
+def supports(case: Case) -> list[str]:
+    """Why the sketch in C++ cannot serve a case."""
+    return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
     """As the reference, to the last bit of finite scores; names of pages past the valid ones are not read.
 
-    A head dim over 256 is left to the reference.
+    The head dim is at most 256.
     """
-    if signs.shape[-1] > MOST_BYTES:
-        return reference.sign_scores(queries, signs, scale, pages, num_pages)
     return torch.ops.shadowkv.sign_scores(queries.whole, queries.unit, signs, scale, pages, num_pages)

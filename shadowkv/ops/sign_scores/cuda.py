@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.sign_scores import reference
+from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries.cuda import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
+
+__all__ = ["available", "run_pages", "sign_scores", "supports"]
 
 PAGES_OF_A_RUN = 16
 """Most pages that one thread block walks. 63 rows of 61440 tokens take 134 us, 136 with 32 pages."""
@@ -17,14 +20,7 @@ PAGES_OF_A_RUN = 16
 RUNS = 512
 """Blocks to make at least, where there is work for so many: as many as a large GPU holds at a time, twice."""
 
-
-@cache
-def available() -> bool:
-    """Whether the kernel was built and there is a GPU."""
-    if not load_cuda("sign_scores"):
-        return False
-    torch.library.register_fake("shadowkv_cuda::sign_scores", lambda *_: None)
-    return True
+available = partial(load_cuda, "sign_scores", "sign_scores")
 
 
 def run_pages(batch: int, columns: int) -> int:
@@ -35,18 +31,15 @@ def run_pages(batch: int, columns: int) -> int:
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
     """As the reference, to the last bit of float16.
 
-    In CUDA for a head dim that is a multiple of 8 up to 128, or from 200 to 256, and up to 8 query heads a kv head;
-    otherwise by the reference. Pages past the valid ones are not read, nor are their names. The kernel copies pages
-    while the launch before is running, which may be that of ``queries`` but nothing that writes the other arguments.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads a kv head. Pages past the
+    valid ones are not read, nor are their names. The kernel copies pages while the launch before is running, which may
+    be that of ``queries`` but nothing that writes the other arguments.
 
     On an H200, head dim 128, 8 kv heads of 4 query heads, with the queries made: 63 rows of 61440 tokens in 134 us, 4.2
     TB/s.
     """
-    batch, query_heads, _, row_bytes = queries.planes.shape
-    heads, columns = signs.shape[1], pages.shape[1]
-    if row_bytes not in (8, 16, 32) or query_heads > 8 * heads:
-        return reference.sign_scores(queries, signs, scale, pages, num_pages)
-    scores = torch.empty(batch, heads, 64 // reference.RUN * columns, dtype=torch.float16, device=signs.device)
+    batch, columns = pages.shape
+    scores = torch.empty(batch, signs.shape[1], 64 // RUN * columns, dtype=torch.float16, device=signs.device)
     places = (pages, num_pages, run_pages(batch, columns))
     torch.ops.shadowkv_cuda.sign_scores(queries.planes, queries.unit, queries.plane_sum, signs, scale, *places, scores)
     return scores

@@ -84,7 +84,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     whole, unit = queries.rounded_of_heads(signs.shape[1])
     batch, bits = len(whole), whole.shape[-1]
     parts = []
-    for names in pages.split(max(1, PAGES_AT_ONCE // batch), dim=1):
+    for names in pages.split(max(1, PAGES_AT_ONCE // max(1, batch)), dim=1):
         levels = 2 * plane_bits(signs[names], bits).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, 8 S]
         scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2)  # products of whole numbers: exact
         scores *= scale[names].transpose(1, 2).flatten(2).float()

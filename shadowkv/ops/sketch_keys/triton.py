@@ -6,9 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS
 from shadowkv.ops.sign_scores.reference import STEP, plane_bytes
-from shadowkv.ops.sketch_keys import reference
+
+
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case."""
+    return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
 
 
 def sketch_keys(
@@ -23,12 +28,11 @@ def sketch_keys(
 ) -> None:
     """As the reference; the last dimension of ``keys`` and the matrices in ``maps`` must be dense.
 
-    Up to 128 dimensions, beyond by the reference.
+    Up to 128 dimensions.
     """
     layers, count, _, heads, dim = keys.shape
     if dim > MOST_DIMS:
-        reference.sketch_keys(keys, mean, maps, slots, signs, rest, scale, pages)
-        return
+        raise ValueError(f"head dim {dim} is above {MOST_DIMS}, what sketch_keys takes in Triton")
     if not layers * count:
         return
     width = plane_bytes(dim)

@@ -1,7 +1,7 @@
 """The paper's own model of what ShadowKV saves (Sun et al., arXiv:2410.21465, section 4.2 and appendix A.2).
 
 It counts per layer and sequence, in a K or V vector of all kv heads (M). The planner's figures come from the real
-layout instead; these stand beside them to show that both agree where they should.
+layout instead.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+// Codecs of rows and latents, included once per instruction set (instruction_sets.inc.h). A functor of rows decodes one,
+// in an order of its own in which dimension `dimension_of(at)` is at `at`.
+
+constexpr int BLOCK = 8;  // bytes of codes that are decoded together, a divisor of how many a row has
+
+// The nibbles of 4 bytes, each in a byte of its own.
+static SHADOWKV_INLINE void spread(const uint8_t* from, uint8_t* to) {
+  uint32_t nibbles;
+  __builtin_memcpy(&nibbles, from, sizeof nibbles);
+  uint64_t x = nibbles;
+  x = (x | x << 16) & 0x0000ffff0000ffff;
+  x = (x | x << 8) & 0x00ff00ff00ff00ff;
+  x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
+  __builtin_memcpy(to, &x, sizeof x);
+}
+
+// Levels of equal steps: shadowkv/kvcache/codecs/rotated.py.
+template <int BITS>
+struct RotatedRows {
+  static constexpr int WIDTH = BITS == 4 ? 4 : 2, PLACES = 8 / WIDTH;
+
+  // First come the lowest codes of all bytes, then the next, and so on. Of 3 bits the upper ones are in a plane behind,
+  // a nibble for each byte of the lower.
+  static void decode(const uint8_t* __restrict codes, float step, int64_t dim, float* __restrict to) {
+    constexpr float MIDDLE = ((1 << BITS) - 1) / 2.0f;
+    const int64_t bytes = dim / PLACES;
+    for (int64_t first = 0; first < bytes; first += BLOCK) {
+      uint8_t upper[BLOCK] = {};
+      if constexpr (BITS == 3) spread(codes + bytes + first / 2, upper);
+#pragma GCC unroll 4
+      for (int place = 0; place < PLACES; ++place) {
+        for (int i = 0; i < BLOCK; ++i) {
+          int code = codes[first + i] >> place * WIDTH & ((1 << WIDTH) - 1);
+          if constexpr (BITS == 3) code |= (upper[i] >> place & 1) << 2;
+          to[place * bytes + first + i] = (static_cast<float>(code) - MIDDLE) * step;
+        }
+      }
+    }
+  }
+
+  // Dimension 16 i + 8 half + g is in the bytes of lane g.
+  static SHADOWKV_INLINE int64_t dimension_of(int64_t at, int64_t dim) {
+    const int64_t bytes = dim / PLACES, per_lane = bytes / 8;
+    const int64_t place = at / bytes, lane = at % bytes / per_lane, byte = at % per_lane;
+    return 16 * (byte * (PLACES / 2) + place / 2) + 8 * (place % 2) + lane;
+  }
+};
+
+// Calls `use` with the functor of a codec of coded rows, which is one of them.
+template <typename Use>
+static void with_row_codec(int64_t codec, const Use& use) {
+  switch (codec) {
+    case codec::kRotated4: return use(RotatedRows<4>());
+    case codec::kRotated3: return use(RotatedRows<3>());
+    case codec::kRotated2: return use(RotatedRows<2>());
+  }
+}
+
+// Latents of shadowkv/kvcache/codecs/latents.py as floats: `count` stored elements.
+static void read_latents(const StoredRows& from, int64_t offset, int64_t count, float* __restrict to) {
+  if (from.codec != codec::kLatentInt4) return read(from.rows, offset, count, to);
+  const uint8_t* __restrict pairs = static_cast<const uint8_t*>(from.rows.data) + offset;
+  int64_t i = 0;
+  for (; i + BLOCK / 2 <= count; i += BLOCK / 2) {
+    uint8_t codes[BLOCK];
+    spread(pairs + i, codes);
+    for (int j = 0; j < BLOCK; ++j) to[2 * i + j] = static_cast<float>(codes[j] - 8);
+  }
+  for (; i < count; ++i) {
+    to[2 * i] = static_cast<float>((pairs[i] & 15) - 8);
+    to[2 * i + 1] = static_cast<float>((pairs[i] >> 4) - 8);
+  }
+}

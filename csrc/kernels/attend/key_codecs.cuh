@@ -1,0 +1,75 @@
+// Formats of keys, each a class that the kernel is made with:
+//   kId       its number
+//   kStored   how PyTorch has its bytes
+//   kBits     of a number of a row
+//   kRebuilt  whether rows are latents, which a product with a basis makes keys of. These have besides
+//   kHalf     whether they and the basis are multiplied as half, or as bf16
+//   decode    eight latents that follow each other, the first one at p in shared memory, two by two
+#pragma once
+
+#include "codecs.h"
+#include "fragments.cuh"
+
+namespace shadowkv {
+
+enum class Stored { kBf16, kInt8, kBytes };
+
+// Rows that are rotated already.
+struct DenseKeys {
+  static constexpr int64_t kId = codec::kDense;
+  static constexpr Stored kStored = Stored::kBf16;
+  static constexpr int kBits = 16;
+  static constexpr bool kRebuilt = false, kHalf = false;
+};
+
+struct LatentBf16 {
+  static constexpr int64_t kId = codec::kLatentDense;
+  static constexpr Stored kStored = Stored::kBf16;
+  static constexpr int kBits = 16;
+  static constexpr bool kRebuilt = true, kHalf = false;
+
+  __device__ static __forceinline__ void decode(const char* p, uint32_t (&x)[4]) {
+    const uint4 y = *reinterpret_cast<const uint4*>(p);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  }
+};
+
+struct LatentInt8 {
+  static constexpr int64_t kId = codec::kLatentInt8;
+  static constexpr Stored kStored = Stored::kInt8;
+  static constexpr int kBits = 8;
+  static constexpr bool kRebuilt = true, kHalf = true;
+
+  __device__ static __forceinline__ void decode(const char* p, uint32_t (&x)[4]) {
+    const uint2 y = *reinterpret_cast<const uint2*>(p);
+    x[0] = to_half<0>(y.x ^ 0x80808080u), x[1] = to_half<1>(y.x ^ 0x80808080u);
+    x[2] = to_half<0>(y.y ^ 0x80808080u), x[3] = to_half<1>(y.y ^ 0x80808080u);
+  }
+
+  // Two of four int8 as half, exactly; `biased` holds them plus 128. 0x6400 | u is 1024 + u.
+  template <int kPlace>
+  __device__ static __forceinline__ uint32_t to_half(uint32_t biased) {
+    const uint32_t x = mask_and_set<0x00ff00ffu, 0x64006400u>(__byte_perm(biased, 0, kPlace == 0 ? 0x4140 : 0x4342));
+    return bits(__hsub2(half2_of(x), half2_of(0x64806480u)));
+  }
+};
+
+// Two to a byte, the lower rank in its lower half, plus 8.
+struct LatentInt4 {
+  static constexpr int64_t kId = codec::kLatentInt4;
+  static constexpr Stored kStored = Stored::kBytes;
+  static constexpr int kBits = 4;
+  static constexpr bool kRebuilt = true, kHalf = true;
+
+  // 1024 + u of the lower four bits of a byte, 1024 + 16 u of the others: times 1 and 1 / 16, less 1032 and 72.
+  __device__ static __forceinline__ void decode(const char* p, uint32_t (&x)[4]) {
+    const uint32_t y = *reinterpret_cast<const uint32_t*>(p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t both = mask_and_set<0x00f0000fu, 0x64006400u>(__byte_perm(y, 0, i * 0x0101 | 0x4040));
+      x[i] = bits(__hfma2(half2_of(both), half2_of(0x2c003c00u), half2_of(0xd480e408u)));
+    }
+  }
+};
+
+} // namespace shadowkv

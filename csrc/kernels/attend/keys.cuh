@@ -1,0 +1,183 @@
+// Keys of a warp's tile: from what is kept of them to scores.
+#pragma once
+
+#include "shape.cuh"
+
+namespace shadowkv {
+
+// Fills the tables of a block, of one sequence and head. What is copied arrives with the thread's copies.
+template <class Shape>
+__device__ __forceinline__ void fill_tables(
+    const AttendInputs& in, const AttendTables<Shape>& to, int rank, int64_t slot) {
+  constexpr int kDim = Shape::kDim, kPairs = Shape::kPairs;
+  const int head = blockIdx.y, batch = blockIdx.z;
+  if constexpr (Shape::kLow) {
+    const __nv_bfloat16* from = in.basis + slot * in.basis_slot + head * kDim;
+    constexpr int kUnits = kDim / 8;
+#pragma unroll 5
+    for (int i = threadIdx.x; i < rank * kUnits; i += kAttendWarps * 32) {
+      const int row = i / kUnits, unit = i % kUnits;
+      const int place = unit ^ (row / 8 % 4 * 2 + row % 2); // as the eight rows of a matrix are read below
+      char* const into = to.basis + row * Shape::kBasisRow + place * 16;
+      const __nv_bfloat16* const at = from + int64_t(row) * in.heads * kDim + unit * 8;
+      if constexpr (Shape::Key::kHalf) {
+        // Half, to which int8 converts faster than to bf16. Entries under 6e-5 lose bits, of keys around one none.
+        uint4 x = __ldg(reinterpret_cast<const uint4*>(at));
+        for (uint32_t* y : {&x.x, &x.y, &x.z, &x.w}) *y = bits(__float22half2_rn(unpack_bf16(*y)));
+        *reinterpret_cast<uint4*>(into) = x;
+      } else {
+        copy16_async(shared_address(into), at);
+      }
+    }
+    for (int i = threadIdx.x; i < kDim; i += kAttendWarps * 32) {
+      constexpr int kRowUnits = kDim / 8;
+      copy16_async(
+          shared_address(to.near_turns + i / kRowUnits * Shape::kTurnRow + i % kRowUnits * 16),
+          reinterpret_cast<const char*>(in.near_turns) + i * 16);
+    }
+    // The mean and the queries lie as lanes need them: two dimensions and the two that they rotate with.
+    if (threadIdx.x < kDim / 4) {
+      const int64_t at = slot * in.mean_slot + head * kDim + 2 * threadIdx.x;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2 x = make_float2(0, 0);
+        if (in.mean != nullptr && in.mean_is_float)
+          x = *reinterpret_cast<const float2*>(static_cast<const float*>(in.mean) + at + half * kDim / 2);
+        else if (in.mean != nullptr)
+          x = unpack_bf16(*reinterpret_cast<const uint32_t*>(
+              static_cast<const __nv_bfloat16*>(in.mean) + at + half * kDim / 2));
+        to.mean[2 * threadIdx.x + half] = __float22half2_rn(x);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = threadIdx.x; i < kPairs * 32; i += kAttendWarps * 32) {
+    const int query = i % 32 / 4, at = i / 32 * 8 + i % 4 * 2;
+    const __nv_bfloat16* from = in.q + ((int64_t(batch) * in.heads + head) * in.group + query) * kDim + at;
+    uint32_t x[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (query < in.group) x[half] = __ldg(reinterpret_cast<const uint32_t*>(from + half * kDim / 2));
+      if constexpr (Shape::kLow) x[half] = bits(__float22half2_rn(unpack_bf16(x[half])));
+    }
+    to.queries[i] = make_uint2(x[0], x[1]);
+  }
+}
+
+// Scores are s (tokens g, g + 8; queries 2t, 2t + 1) of each 16 tokens. Rows of a tile are scored by `load`, latents are
+// made fragments there, from which `score` rebuilds keys.
+template <class Shape, bool kRebuilt = Shape::kLow>
+struct WarpKeys {
+  __device__ __forceinline__ void load(
+      float (&s)[Shape::kTiles][4], const AttendInputs&, const AttendTables<Shape>& tables,
+      const AttendTile<Shape>& tile, int) {
+    constexpr int kPairs = Shape::kPairs;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const uint2 q = tables.queries[j * 32 + lane];
+#pragma unroll
+      for (int m = 0; m < Shape::kTiles; ++m) {
+        uint32_t k[4];
+        load_matrices(
+            k, shared_address(tile.keys + (16 * m + lane % 16) * Shape::kPlainRow + (j + lane / 16 * kPairs) * 16));
+        mma_bf16(s[m], k, {q.x, q.y});
+      }
+    }
+  }
+
+  __device__ __forceinline__ void score(float (&)[Shape::kTiles][4], const AttendTables<Shape>&, int) const {}
+};
+
+template <class Shape>
+struct WarpKeys<Shape, true> {
+  using Key = typename Shape::Key;
+  static constexpr int kTiles = Shape::kTiles, kPairs = Shape::kPairs;
+  static constexpr int kSteps = Shape::kRank / 32; // of the rank, two k16 products each
+  uint32_t a[kTiles][2 * kSteps][4];
+  const uint2* far[kTiles][2]; // cos and sin of the tokens' positions, in two factors
+  const char* near[kTiles][2];
+  uint2 far_turn[kTiles][2];
+
+  __device__ __forceinline__ void load(
+      float (&)[kTiles][4], const AttendInputs& in, const AttendTables<Shape>& tables, const AttendTile<Shape>& tile,
+      int rank) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = 16 * m + 8 * half + g;
+        const int at = tile.positions[token];
+        far[m][half] = in.far_turns + int64_t(at / 8) * (Shape::kDim / 4) + t;
+        far_turn[m][half] = __ldg(far[m][half]);
+        near[m][half] = tables.near_turns + at % 8 * Shape::kTurnRow + t * 8;
+        const char* from = tile.keys + token * tile.key_row + t * Key::kBits;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          if (!Shape::kExactRank && step * 32 >= rank) continue;
+          // The ranks of a product may come in any order: a quad's lanes take 8 of each 32, four per product.
+          uint32_t x[4];
+          Key::decode(from + step * 4 * Key::kBits, x);
+          a[m][2 * step][half] = x[0], a[m][2 * step][2 + half] = x[1];
+          a[m][2 * step + 1][half] = x[2], a[m][2 * step + 1][2 + half] = x[3];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void score(float (&s)[kTiles][4], const AttendTables<Shape>& tables, int rank) {
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const int row = lane % 8; // of a matrix: ranks 8 (row / 2) + row % 2, + 2 in odd matrices
+    const uint32_t my_basis =
+        shared_address(tables.basis) + (row / 2 * 8 + row % 2 + lane / 8 % 2 * 2) * Shape::kBasisRow;
+#pragma unroll 2
+    for (int j = 0; j < kPairs; ++j) {
+      const uint32_t column = my_basis + ((j + lane / 16 * kPairs) ^ row) * 16;
+      uint2 next_far_turn[kTiles][2];
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i)
+        next_far_turn[i / 2][i % 2] = __ldg(far[i / 2][i % 2] + 4 * min(j + 1, kPairs - 1));
+      float k[kTiles][2][4] = {}; // (tokens g, g + 8; dimensions 8 j + 2t, + 1 and those they rotate with)
+#pragma unroll
+      for (int step = 0; step < 2 * kSteps; ++step) {
+        if (!Shape::kExactRank && step * 16 >= rank) continue;
+        uint32_t b[4];
+        load_matrices_transposed(b, column + (step / 2 * 32 + step % 2 * 4) * Shape::kBasisRow);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          if constexpr (Key::kHalf) {
+            mma_f16(k[m][0], a[m][step], {b[0], b[1]});
+            mma_f16(k[m][1], a[m][step], {b[2], b[3]});
+          } else {
+            mma_bf16(k[m][0], a[m][step], {b[0], b[1]});
+            mma_bf16(k[m][1], a[m][step], {b[2], b[3]});
+          }
+        }
+      }
+      const uint2 middle = *reinterpret_cast<const uint2*>(tables.mean + (4 * j + t) * 2);
+      const uint2 q = tables.queries[j * 32 + lane];
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        uint32_t rows[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Half from here on: its 11 bits lose less in the rotation than rounding keys to bf16 does.
+          __half2 x = __floats2half2_rn(k[m][0][2 * half], k[m][0][2 * half + 1]);
+          __half2 y = __floats2half2_rn(k[m][1][2 * half], k[m][1][2 * half + 1]);
+          x = __hadd2(x, half2_of(middle.x)), y = __hadd2(y, half2_of(middle.y));
+          const uint2 near_turn = *reinterpret_cast<const uint2*>(near[m][half] + 32 * j);
+          __half2 cosine = half2_of(far_turn[m][half].x), sine = half2_of(far_turn[m][half].y);
+          turn(cosine, sine, half2_of(near_turn.x), half2_of(near_turn.y));
+          turn(x, y, cosine, sine);
+          rows[half] = bits(x), rows[2 + half] = bits(y);
+        }
+        mma_f16(s[m], rows, {q.x, q.y});
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) far_turn[i / 2][i % 2] = next_far_turn[i / 2][i % 2];
+    }
+  }
+};
+
+} // namespace shadowkv

@@ -1,0 +1,122 @@
+"""Caches and engines of benches, filled by the calls that models and engines make."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.eval.caches import prefill
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks, OutOfPages
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
+from shadowkv.ops.rotate.tables import RopeConfig
+
+EXTENSIONS = 5000
+"""Of all sequences together, in a round of ``scatter``, about."""
+
+ROUNDS = 2
+
+FEWEST_SEQUENCES = 4
+"""Sequences that a bench's cache has room for: pages are mixed by taking turns."""
+
+
+def open_cache(
+    spec: KVSpec,
+    shape: ModelShape,
+    rope: RopeConfig,
+    sequences: int,
+    tokens: int,
+    capacity: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    backends: Mapping[str, str] | None = None,
+    fetch_buffer: float = FETCH_BUFFER,
+) -> KVCache:
+    """A cache with scattered room for ``sequences`` with prompts of ``tokens`` that may grow to ``capacity`` each."""
+    spec, slots = spec.resolve(shape), max(sequences, FEWEST_SEQUENCES)
+    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity, fetch_buffer)
+    need = layout.demand(tokens, capacity)
+    cache = KVCache(
+        spec,
+        shape,
+        rope,
+        slots=slots,
+        max_model_len=capacity,
+        memory=Blocks({tier: slots * need[tier] for tier in ("device", "host")}),
+        dtype=dtype,
+        device=device,
+        backends=backends,
+        fetch_buffer=fetch_buffer,
+    )
+    scatter(cache)
+    return cache
+
+
+def scatter(cache: KVCache, seed: int = 0) -> None:
+    """Leaves the free blocks of an empty cache as mixed as a day of sequences would: in short runs, in random order.
+
+    As many sequences as there can be grow in turns, by a few pages at a time, until each is as long as it can be or
+    nothing is free, and leave in random order. One sequence alone has nobody to take turns with.
+    """
+    rng, count, longest = random.Random(seed), cache.free["sequences"], cache.max_model_len
+    most = max(1, 2 * count * longest // (PAGE * EXTENSIONS))
+    for _ in range(ROUNDS):
+        sequences = [cache.allocate(0, 0) for _ in range(count)]
+        growing = list(sequences)
+        while growing:
+            one = rng.choice(growing)
+            capacity = min(one.capacity + PAGE * rng.randint(1, most), longest)
+            with suppress(OutOfPages):
+                cache.extend(one, capacity, capacity)
+            if one.capacity != capacity or capacity == longest:
+                growing.remove(one)
+        rng.shuffle(sequences)
+        for one in sequences:
+            cache.release(one)
+
+
+@torch.inference_mode()
+def fill_random(cache: KVCache, sequence: Sequence, tokens: int) -> None:
+    """Gives ``sequence`` so many new tokens with random keys and values, the same in every layer."""
+    batch = cache.prefill_batch([(sequence, tokens)])
+    size = 2, tokens, cache.shape.num_kv_heads, cache.shape.head_dim
+    k, v = torch.randn(size, dtype=cache.dtype, device=cache.device)
+    for layer in range(cache.shape.num_layers):
+        cache.append(layer, k, v, batch.block(0, tokens))
+        cache.finish_prefill(layer, batch)
+    cache.end_prefill(batch)
+
+
+def endless(new: int) -> SamplingParams:
+    """Greedy, to the last of ``new`` tokens."""
+    return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+
+
+def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -> None:
+    """Has ``engine`` run a request of ``new`` tokens for every prompt; keys and values are random if ``synthetic``.
+
+    Raises MemoryError where some do not fit.
+    """
+    there, cache = engine.num_running, engine.cache
+    for number, prompt in enumerate(prompts, there):
+        request = engine.request(str(number), prompt, endless(new))
+        try:
+            sequence = cache.allocate(len(prompt), request.capacity)
+        except OutOfPages as error:
+            raise MemoryError(f"only {number} of {there + len(prompts)} sequences fit") from error
+        if synthetic:
+            fill_random(cache, sequence, len(prompt))
+            token = prompt[-1]
+        else:
+            token = int(prefill(engine.runner.model, cache, [(sequence, prompt)])[0].argmax())
+        engine.resume(request, sequence, token)

@@ -1,0 +1,51 @@
+"""What a cache's ops will be called with, for the choice of their backends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.spec import PAGE
+from shadowkv.ops.case import Case
+from shadowkv.ops.extension import block_memory
+from shadowkv.ops.rotate.tables import RopeConfig
+
+OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
+OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "rebuild_rows", "rotate")
+OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge_attention", "write_rows")
+"""Ops that every policy calls, the last where it seals; others are named by its parts."""
+
+
+def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
+    """The case of sequences up to the longest one of ``layout``."""
+    spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
+    ops, pages = {*OF_LAYERS, *OF_TOKENS}, 0
+    if spec.seals:
+        ops |= {*OF_SEALED_PAGES, *layout.parts.ops}
+        pages = spec.sealed_pages(layout.max_model_len)
+    fetched = next((field for field in layout.buffer_fields if field.name == "rows"), None)
+    if fetched is not None:
+        ops.add("fetch_chunks")
+    return Case(
+        ops=frozenset(ops),
+        dtype=layout.dtype,
+        head_dim=shape.head_dim,
+        num_query_heads=shape.num_query_heads,
+        num_kv_heads=shape.num_kv_heads,
+        rope_dim=rope.dim,
+        interleaved=rope.interleaved,
+        chunk=spec.chunk,
+        rank=spec.rank or 0,
+        key_codec=layout.parts.keys.codec_id,
+        value_codec=layout.parts.values.codec_id,
+        mass=spec.mass is not None,
+        max_pages=pages,
+        # Captured steps select for up to a page more than the longest sequence has.
+        max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),
+        fetched_bytes=0 if fetched is None else math.prod(fetched.shape[2:]) * fetched.dtype.itemsize,
+        capability=torch.cuda.get_device_capability(device) if gpu else None,
+        block_memory=block_memory(device) if gpu else 0,
+    )

@@ -1,0 +1,34 @@
+"""Formats of stored rows, one file a family. A new one is a codec and a call of ``register``; nothing else names it.
+
+Row codecs are names of the axes ``keys`` (coded after RoPE) and ``values`` of a policy, latent codecs of ``keys``.
+"""
+
+from __future__ import annotations
+
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.ops.codec import LatentCodec, RowCodec
+
+ROW_CODECS: dict[str, RowCodec] = {}
+LATENT_CODECS: dict[str, LatentCodec] = {}
+
+
+def register(codec: RowCodec | LatentCodec) -> None:
+    """Makes a codec a name of its axes.
+
+    Raises:
+        ValueError: another codec has its name or its id.
+    """
+    known: list[RowCodec | LatentCodec] = [*ROW_CODECS.values(), *LATENT_CODECS.values()]
+    for other in known:
+        if codec.name == other.name or codec.id == other.id:
+            raise ValueError(f"codec {codec.name!r} ({codec.id}) is taken by {other.name!r} ({other.id})")
+    if isinstance(codec, RowCodec):
+        ROW_CODECS[codec.name] = codec
+    else:
+        LATENT_CODECS[codec.name] = codec
+
+
+OURS: list[RowCodec | LatentCodec] = [*ROTATED_ROWS.values(), DenseLatents(), Int8Latents(), Int4Latents()]
+for codec in OURS:
+    register(codec)

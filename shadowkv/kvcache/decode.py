@@ -1,0 +1,263 @@
+"""Decode: one more token for each sequence of a batch, attended to over [sink | outliers | selected | tail].
+
+Every segment of a sequence is searched and attended to for itself, with the state that it is stored with and its share
+of the budget; what comes of them and of the exact tokens is merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.beside import Beside
+from shadowkv.kvcache.fetching import Fetching
+from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.pool import SequencePool
+from shadowkv.kvcache.prefill import Prefill
+from shadowkv.kvcache.sealing import Sealing
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.store import Store
+from shadowkv.ops.select_by_sketch.draws import Draws
+
+SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
+"""Sees layer, rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended to."""
+
+SEED_OF_SEGMENT = 0x632BE5AB
+"""Segments of a sequence draw by other random numbers: so many times their first page is added to the seed."""
+
+
+class Decode:
+    """The decode half of the cache.
+
+    Attributes:
+        hook: public hook for selections; to be set before steps are captured in graphs.
+    """
+
+    def __init__(self, store: Store, parts: Parts, pool: SequencePool, sealing: Sealing, prefill: Prefill) -> None:
+        self.store, self.parts, self.pool, self.sealing, self.prefill = store, parts, pool, sealing, prefill
+        self.tables, self.ops, self.spec = pool.tables, store.ops, store.layout.spec
+        self.beside = Beside(store.compute, captured=True)
+        self.fetching = Fetching(store, self.beside) if store.buffer is not None else None
+        self.hook: SelectionHook | None = None
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def plan(self, sequences: Items[Sequence]) -> DecodePlan:
+        """Makes segments of tails that have outgrown their state, and plans what is due and one more token for each."""
+        tables, spec = self.tables, self.spec
+        slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
+        capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
+        if (tables.length[slots] >= capacity).any():
+            raise ValueError(f"a sequence is at its capacity: lengths {tables.length[slots]}, capacities {capacity}")
+        sealing = None
+        if spec.seals:
+            tail = tables.length[slots] - tables.sealed[slots]
+            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (tail >= spec.dense_limit)
+            for row in map(int, outgrown.nonzero()[0]):
+                self.prefill.seal_tail(sequences[row])
+            due = self.sealing.due(slots)
+            if due.any():
+                sealing = self.sealing.numbers(slots[due])
+                for row in map(int, due.nonzero()[0]):
+                    self.pool.seal(sequences[row], sequences[row].sealed + PAGE)
+        names = "length", "sealed", "ring_pages", "static_pages"
+        numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
+        ring = np.where(tables.segments[slots] > 0, numbers.ring_pages, numbers.length // PAGE + 1)
+        segments, of_sequence = self._segments(numbers)
+        budget = segments.found + segments.drawn
+        return DecodePlan(
+            numbers,
+            segments,
+            of_sequence,
+            int((numbers.static_pages + ring).max()),
+            int((segments.end - segments.first).max()) // PAGE,
+            int(budget.max()),
+            1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
+            sealing,
+        )
+
+    def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
+        """The segments of a batch, and which of them each sequence has."""
+        tables, spec = self.tables, self.spec
+        count, slots = tables.segments[numbers.slot], numbers.slot
+        if count.max() <= 1:
+            sequence, last, of_sequence = np.arange(len(slots)), True, None
+            row = np.where(count > 0, tables.rows[slots, 0], tables.padding_row)
+        else:
+            there = np.arange(count.max()) < count[:, None]
+            of_sequence = np.where(there, there.ravel().cumsum().reshape(there.shape) - 1, count.sum())
+            sequence, place = there.nonzero()
+            row, last = tables.rows[slots[sequence], place], place == count[sequence] - 1
+        first, end = tables.first[row], tables.end[row]
+        budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
+        if isinstance(spec.budget, int):  # of the whole sequence
+            budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
+        budget = np.where(end > first, budget, 0)
+        drawn = spec.drawn_chunks(budget, end - first - tables.static_tokens[row])
+        return SegmentNumbers(row, tables.state[row], sequence, first, end, budget - drawn, drawn), of_sequence
+
+    def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
+        """What ``plan`` means to the device, from shapes that the plan fixes and numbers that the device has.
+
+        Args:
+            numbers: the plan's, packed, already on the device, and what is due sealed; with it nothing but the plan's
+                shapes is used, so that the result can be captured in a graph and used for other plans of the same
+                shapes.
+        """
+        if numbers is None:
+            if plan.sealing is not None:
+                self.sealing.seal_pages(torch.from_numpy(plan.sealing).to(self.store.compute))
+            numbers = torch.from_numpy(plan.packed()).to(self.store.compute)
+        sequences, segments, of_sequence = plan.unpacked(numbers)
+        slot, length, _, ring, static_pages = sequences
+        pages = self.tables.exact[slot, : plan.exact_pages].long()
+        counts = _exact_counts(sequences, self.tables.static_counts[slot, : plan.exact_pages])
+        sealed = sequence = None
+        if plan.sealed_pages:
+            # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
+            # which a GPU alone has use for, are cut by rows of the whole batch.
+            there = segments.end > segments.first
+            if of_sequence is not None:
+                sequence = segments.sequence
+            elif self.store.compute.type == "cpu" and plan.micro_batches == 1 and not there.all():
+                sequence = there.nonzero().squeeze(1)
+                segments = SegmentNumbers(*(x[sequence] for x in segments))
+            sealed = self._sealed_batch(plan, segments, length if sequence is None else length[sequence])
+        return DecodeBatch(
+            length,
+            pages,
+            counts,
+            pages.gather(1, (static_pages + length // PAGE % ring)[:, None]).squeeze(1),
+            length % PAGE,
+            sealed,
+            sequence,
+            of_sequence,
+        )
+
+    def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers, length: Tensor) -> SealedBatch:
+        pages = value_pages = self.tables.pages[segments.row, : plan.sealed_pages].long()
+        if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
+            value_pages = self.tables.value_pages[segments.row, : plan.sealed_pages].long()
+        tokens = segments.end - segments.first
+        seeds = length + SEED_OF_SEGMENT * (segments.first // PAGE)
+        return SealedBatch(
+            rows=segments.row,
+            states=segments.state,
+            first=segments.first,
+            pages=pages,
+            value_pages=value_pages,
+            num_pages=tokens // PAGE,
+            num_chunks=tokens // self.spec.chunk,
+            budget=segments.found,
+            max_budget=plan.max_budget,
+            draws=Draws(segments.drawn, seeds) if self.spec.drawn else None,
+        )
+
+    def end(self, plan: DecodePlan) -> None:
+        """Makes the new tokens part of their sequences, after the last layer."""
+        self.tables.length[plan.sequences.slot] += 1
+        if self.fetching is not None:
+            self.fetching.publish()
+
+    # -- a layer ---------------------------------------------------------------------------------------------------
+
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
+        """Takes keys (before the rotation) and values [B, H, d] of the new tokens."""
+        if batch.sealed is None or self.fetching is not None:
+            self._append(layer, k, v, batch)
+        else:  # where exact attention, which reads them, is as well
+            self.beside.start(lambda: self._append(layer, k, v, batch))
+
+    def rotated(self, q: Tensor, batch: DecodeBatch) -> Tensor:
+        """Queries [B, H_q, d] after the rotation."""
+        rotated: Tensor = self.ops.rotate(q, batch.positions, self.store.rotary)
+        return rotated
+
+    def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
+        """Begins attention of queries [B, H_q, d] before the rotation; what is returned finishes it."""
+        q = self.rotated(q, batch)
+        if batch.sealed is not None and self.fetching is not None:
+            return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
+        out = self._attend(layer, q, batch)
+        return lambda: out
+
+    def _select(self, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        selected = self.parts.index.select(self.store, layer, q, batch)
+        return selected if self.hook is None else self.hook(layer, q, batch, selected)
+
+    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
+        if batch.sealed is None:
+            return self._attend_exact(layer, q, batch)[0]
+        exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
+        found = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
+        return self._merge(exact(), found, batch)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
+        pages = self.store.k[layer], self.store.v[layer]
+        self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
+
+    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        out, lse = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], batch.pages, batch.counts)
+        return out, lse
+
+    def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+        selected = self._select(layer, q, batch)
+        keys = self.parts.keys.source(self.store, layer, batch)
+        values = self.parts.values.source(self.store, layer, batch)
+        out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
+        return out, lse
+
+    def _merge(self, exact: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
+        """Attention [B, H_q, d] over exact tokens and over what was found in each segment [R, H_q, d]."""
+        merge = self.ops.merge_attention
+        if batch.of_sequence is None:
+            merged: Tensor = merge([(batch.of_sealed(exact[0]), batch.of_sealed(exact[1])), found])
+            return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
+        out, lse = exact
+        # A row of nothing for sequences that have fewer segments than others.
+        outs = torch.cat((found[0], torch.zeros_like(found[0][:1])))
+        sums = torch.cat((found[1], torch.full_like(found[1][:1], float("-inf"))))
+        for rows in batch.of_sequence.unbind(1):
+            out, lse = merge([(out, lse), (outs[rows], sums[rows])]), torch.logaddexp(lse, sums[rows])
+        return out
+
+    def _begin_fetched(
+        self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
+    ) -> Callable[[], Tensor]:
+        """In portions of the rows: values of one cross the bus while others are scored or attended."""
+        queries, started = batch.of_sealed(q), []
+        for rows in fetching.portions(sealed):
+            portion = sealed.part(rows)
+            selected = self._select(layer, queries[rows], portion).chunks
+            fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
+            started.append((rows, portion, selected, fetch))
+        exact = self._attend_exact(layer, q, batch)  # while the bus is busy
+
+        def finish() -> Tensor:
+            found = []
+            for rows, portion, selected, fetch in started:
+                keys = self.parts.keys.source(self.store, layer, portion)
+                found.append(self.ops.attend_selected(queries[rows], keys, fetch.wait(), selected))
+            outs, sums = zip(*found, strict=True)
+            return self._merge(exact, (torch.cat(outs), torch.cat(sums)) if len(outs) > 1 else found[0], batch)
+
+        return finish
+
+
+def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
+    """Valid tokens int64 [B, E] of each exact page: first ``static`` [B, E], then the ring that holds the tail."""
+    _, length, sealed, ring_pages, static_pages = numbers
+    column = torch.arange(static.shape[1], device=static.device)
+    ring, first = ring_pages[:, None], static_pages[:, None]
+    turn = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
+    in_ring = (column >= first) & (column < first + ring)
+    tail = (length + 1 - sealed)[:, None]
+    counts = torch.where(in_ring, tail - PAGE * turn, torch.where(column < first, static, 0))
+    return counts.clamp(0, PAGE)

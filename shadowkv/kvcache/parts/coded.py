@@ -1,0 +1,129 @@
+"""Rows of each head in the bytes of a codec (``shadowkv.kvcache.codecs``): keys after RoPE, or values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import KeyPart, Part, SealedTokens, ValuePart
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.attend_selected.sources import CodedRows
+from shadowkv.ops.codec import RowCodec
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+
+PAGES_AT_ONCE = 512
+"""Pages of codes on the device at a time that go to the host: written there as they are made, they would cross the bus
+a byte at a time (27 ms a layer of 60K tokens on an H200, where dense values of five times the size take 2.8)."""
+
+
+class CodedPart(Part):
+    """What both axes share: a field of codes of the axis' name, one of scales, and what the codec learns.
+
+    Attributes:
+        axis: ``keys`` or ``values``; the fixed rotation has its name.
+    """
+
+    axis: ClassVar[str]
+    ops = ("quantise_rows",)
+
+    @classmethod
+    def named(cls, spec: KVSpec) -> RowCodec:
+        """The codec that ``spec`` names."""
+        return ROW_CODECS[getattr(spec, cls.axis)]
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        codec, dim = cls.named(spec), shape.head_dim
+        if dim % codec.row_multiple:
+            return [f"{cls.axis}={codec.name!r} needs a head dim that is a multiple of {codec.row_multiple}, not {dim}"]
+        return []
+
+    @property
+    def codec(self) -> RowCodec:
+        return self.named(self.spec)
+
+    @property
+    def codec_id(self) -> int:
+        return self.codec.id
+
+    def page_fields(self) -> tuple[Field, ...]:
+        heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec
+        return (
+            Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8),
+            Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype),
+        )
+
+    def state_fields(self) -> tuple[Field, ...]:
+        heads, shapes = self.shape.num_kv_heads, self.codec.state_shapes(self.shape.head_dim)
+        return tuple(
+            Field(f"{self.axis[:-1]}_{name}", (heads, *shape), torch.float32) for name, shape in shapes.items()
+        )
+
+    def fit_rows(self, store: Store, layer: int, state: int, rows: Tensor) -> None:
+        """Learns from rows [S, H, d]."""
+        for field, learned in zip(self.state_fields(), self.codec.fit(rows), strict=True):
+            store.state[field.name][layer, state] = learned
+
+    def seal_rows(self, store: Store, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool) -> None:
+        """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
+        codes, scale = (store.page[field.name][tokens.layers] for field in self.page_fields())
+        state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.state_fields())
+        coded = rows, self.codec, self._rotation(store), state
+        if not across_bus:
+            store.ops.quantise_rows(*coded, codes, pages, scale, tokens.pages)
+            return
+        here = torch.arange(len(pages), device=pages.device)
+        near = torch.empty(len(codes), len(here), *codes.shape[2:], dtype=codes.dtype, device=here.device)
+        store.ops.quantise_rows(*coded, near, here, scale, tokens.pages)
+        store.write_heads(self.axis, tokens.layers, pages, near.flatten(3, 4).transpose(2, 3))
+
+    def coded_rows(self, store: Store, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
+        """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
+        codes, scale = (store.page[field.name][layer] for field in self.page_fields())
+        state = tuple(store.state[field.name][layer] for field in self.state_fields())
+        dim, rotation = self.shape.head_dim, self._rotation(store)
+        return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
+
+    def _rotation(self, store: Store) -> Tensor | None:
+        return store.rotation(self.axis) if self.codec.rotated else None
+
+
+class CodedKeys(CodedPart, KeyPart):
+    axis = "keys"
+
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        self.fit_rows(store, layer, state, rotated)
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        self.seal_rows(store, tokens, tokens.rotated, tokens.pages, False)
+
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
+        return self.coded_rows(store, layer, batch, batch.pages)
+
+
+class CodedValues(CodedPart, ValuePart):
+    axis = "values"
+
+    def fit(
+        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        self.fit_rows(store, layer, state, values)
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        host = self.spec.place == "host"
+        for some in tokens.split(PAGES_AT_ONCE if host else max(1, len(tokens.pages))):
+            self.seal_rows(store, some, some.values, some.value_pages, host)
+
+    def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
+        return self.coded_rows(store, layer, batch, batch.value_pages)

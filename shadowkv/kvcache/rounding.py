@@ -1,0 +1,60 @@
+"""Plans of rounded shapes: few graphs serve many steps. What fills them up belongs to a slot and a row of nobody's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shadowkv.kvcache.batch import DecodePlan, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.sequence import Tables
+from shadowkv.kvcache.spec import PAGE, KVSpec
+
+FEWEST_PAGES = 8
+"""Width of a page table at the least."""
+
+
+def round_up(count: int) -> int:
+    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …: at most a quarter more than ``count``."""
+    step = max(1, 2 ** (count.bit_length() - 3))
+    return -(-count // step) * step
+
+
+def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> DecodePlan:
+    """``plan`` for a batch of up to ``max_batch`` sequences, more where it has more."""
+    count, rows, most = plan.shape[:3]
+    batch = max(min(round_up(count), max_batch), count)
+    exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), tables.exact.shape[1])
+    sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
+    budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
+    sequences = _padded(plan.sequences, SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), batch)  # a ring has a page
+    row, of_sequence = tables.padding_row, plan.of_sequence
+    if of_sequence is None:
+        wanted, owner = batch, np.arange(count, batch)
+    else:
+        # Every sequence may have gained a segment before the shape changes again: rounded as batches are.
+        wanted, owner, columns = round_up(max(rows, batch + 1)), np.array(0), round_up(most)
+        none = np.full((batch, columns), wanted)
+        none[:count, :most] = np.where(of_sequence < rows, of_sequence, wanted)
+        of_sequence = none
+    nobody = SegmentNumbers(row, tables.state[row], owner, 0, 0, 0, 0)
+    return replace(
+        plan,
+        sequences=SequenceNumbers(*sequences),
+        segments=SegmentNumbers(*_padded(plan.segments, nobody, wanted)),
+        of_sequence=of_sequence,
+        exact_pages=exact,
+        sealed_pages=sealed,
+        max_budget=budget,
+    )
+
+
+def padded(numbers: np.ndarray, nobody: np.ndarray) -> np.ndarray:
+    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a page that is nobody's, int64 [6]."""
+    more = round_up(numbers.shape[1]) - numbers.shape[1]
+    return np.concatenate((numbers, np.repeat(nobody[:, None], more, axis=1)), axis=1)
+
+
+def _padded(numbers: tuple[np.ndarray, ...], more: tuple[object, ...], count: int) -> list[np.ndarray]:
+    width = count - len(numbers[0])
+    return [np.concatenate((x, np.broadcast_to(np.asarray(y), (width,)))) for x, y in zip(numbers, more, strict=True)]

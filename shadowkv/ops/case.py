@@ -1,0 +1,57 @@
+"""What backends are chosen for: all that a model, a policy and the longest context say of the ops' arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def unless(good: bool, reason: str) -> list[str]:
+    """A reason why not, or none."""
+    return [] if good else [reason]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Plain numbers that a backend's ``supports`` reads.
+
+    Attributes:
+        ops: those that the model and the policy call; of the others nobody asks what they support.
+        dtype: of queries, and of exact keys and values.
+        head_dim, num_query_heads, num_kv_heads: sizes of the model's attention.
+        rope_dim: leading dimensions of a head that rotate.
+        interleaved: whether neighbours rotate as a pair, instead of dimensions half of ``rope_dim`` apart.
+        chunk: tokens of a chunk; divides 64.
+        rank: numbers of a latent, 0 where keys are none.
+        key_codec, value_codec: ids of the formats of sealed keys and values, 0 for dense rows.
+        mass: whether selection ends at a share of the softmax.
+        max_pages: sealed pages of the longest context.
+        max_selected: chunks per kv head that a step may select of it.
+        fetched_bytes: of a chunk of one kv head in the buffer of what is fetched, 0 where there is none.
+        capability: compute capability of the GPU, None on a CPU.
+        block_memory: bytes of shared memory that one thread block can have there.
+    """
+
+    ops: frozenset[str]
+    dtype: torch.dtype
+    head_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    rope_dim: int
+    interleaved: bool = False
+    chunk: int = 8
+    rank: int = 0
+    key_codec: int = 0
+    value_codec: int = 0
+    mass: bool = False
+    max_pages: int = 0
+    max_selected: int = 0
+    fetched_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    block_memory: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.num_query_heads // self.num_kv_heads

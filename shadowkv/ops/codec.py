@@ -1,0 +1,136 @@
+"""What a format of stored rows is: the protocol of codecs, and the ids by which kernels know them.
+
+A format is defined once, by its codec (``shadowkv.kvcache.codecs``): references call it, kernels are told its id and
+refuse one that they do not know. Ids of ``csrc/codecs.h`` are the same; those from 1000 on are for tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class CodecId(IntEnum):
+    """Formats that kernels know: of rows, and from 16 on of latents."""
+
+    DENSE = 0
+    ROTATED_4BIT = 1
+    ROTATED_3BIT = 2
+    ROTATED_2BIT = 3
+    LATENT_DENSE = 16
+    LATENT_INT8 = 17
+    LATENT_INT4 = 18
+
+
+UNIFORM = (CodecId.ROTATED_4BIT, CodecId.ROTATED_3BIT, CodecId.ROTATED_2BIT)
+"""Those of ``UniformRows``."""
+LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
+
+
+def unknown_codecs(keys: int, values: int = CodecId.DENSE) -> list[str]:
+    """Why a backend that knows all of these ids cannot serve the codecs of keys and values: they are none of them."""
+    rows = (CodecId.DENSE, *UNIFORM)
+    reasons = [] if keys in (*rows, *LATENTS) else [f"codec {keys} of keys is unknown"]
+    return reasons if values in rows else [*reasons, f"codec {values} of values is unknown"]
+
+
+class RowCodec(ABC):
+    """Rows of one head, values or rotated keys, as bytes and scales.
+
+    Attributes:
+        id, name: unique among codecs; the name is that of the policy's axes ``keys`` and ``values``.
+        scale_dtype: of scales.
+        row_multiple: what the dimensions of a row must be a multiple of.
+        rotated: whether rows are multiplied by an orthogonal matrix before they are coded. Instead of rotating them
+            back, a kernel may multiply queries by it (keys), or the output by its transpose (values).
+    """
+
+    id: int
+    name: str
+    scale_dtype: ClassVar[torch.dtype] = torch.float16
+    row_multiple: int = 1
+    rotated: ClassVar[bool] = False
+
+    @abstractmethod
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of the codes of a row of ``dim`` dimensions."""
+
+    def scales(self, dim: int) -> int:
+        """Scales of a row: one, or one for each block of its dimensions."""
+        return 1
+
+    def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
+        """What is learned of each kv head, float32, by name; none where the format is the same for all rows."""
+        return {}
+
+    def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """State [H, ...], in the order of ``state_shapes``, from rows [S, H, d]."""
+        return ()
+
+    @abstractmethod
+    def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [..., row_bytes] and scales [..., scales] of rows [..., d].
+
+        Args:
+            rotation: float32 [d, d], by which rows are multiplied first; None for none.
+            state: each [..., *shape], its leading axes those of the rows or 1.
+
+        Raises:
+            ValueError: d is not a multiple of ``row_multiple``.
+        """
+
+    @abstractmethod
+    def decode(
+        self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """Rows float32 [..., dim] of what ``encode`` returns; without a rotation they stay rotated."""
+
+    def check(self, dim: int) -> None:
+        """Raises ValueError where rows of ``dim`` dimensions cannot be coded."""
+        if dim % self.row_multiple:
+            raise ValueError(f"{self.name} rows need a multiple of {self.row_multiple} dimensions, not {dim}")
+
+
+class UniformRows(RowCodec):
+    """Rotated rows in equal steps, of which kernels that code or decode them take the constants.
+
+    Attributes:
+        bits: of a code.
+        step: of the quantiser of a unit Gaussian.
+    """
+
+    rotated = True
+    bits: int
+    step: float
+
+
+class LatentCodec(ABC):
+    """Latents of keys on a basis (``sources.LatentKeys``), the rank dimensions of a token together.
+
+    Attributes:
+        id, name: unique among codecs; the name is that of the policy's axis ``keys``, and begins with ``low-rank``.
+        largest: the largest code, which is symmetric about 0; None for latents that are not quantised. Codes are in
+            units of a step per rank dimension, which is folded into the basis.
+        rank_multiple: what the rank must be a multiple of.
+    """
+
+    id: int
+    name: str
+    largest: int | None = None
+    rank_multiple: int = 1
+
+    @abstractmethod
+    def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Elements of a token and their dtype, where the cache's own is ``dtype``."""
+
+    @abstractmethod
+    def encode(self, latents: Tensor) -> Tensor:
+        """Stored elements [..., w] of float latents [..., r]; whole numbers are clipped at ``largest``."""
+
+    @abstractmethod
+    def decode(self, stored: Tensor, rank: int) -> Tensor:
+        """Latents [..., rank] as numbers that a float dtype of 16 bits holds."""

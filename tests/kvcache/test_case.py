@@ -1,0 +1,63 @@
+"""What is said of a cache's ops before it is built: which are called, and with what."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
+
+from shadowkv.kvcache.case import OF_LAYERS, case_of
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.registry import NAMES
+from shadowkv.ops.rotate.tables import RopeConfig
+
+MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,drawn=0.0", "shadowkv:index=chunk-mean-fp8"]
+
+
+@pytest.mark.parametrize("kv", [*PRESETS, *MORE])
+def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(preset(kv, budget=None if kv == "full" else 64))
+    assert cache.ops.called == case_of(cache.layout, ROPE, torch.device(DEVICE)).ops
+    called = set()
+
+    def noting(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            called.add(name)
+            return op(*args, **options)
+
+        return call
+
+    for name in NAMES:
+        monkeypatch.setattr(cache.ops, name, noting(name, getattr(cache.ops, name)))
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    for _ in range(70):  # over a page: one is sealed on the way
+        decode(cache, [stream])
+    cache.extend(stream.sequence, stream.length + 100, stream.length + 110)
+    prefill(cache, [(stream, 100)])
+    called |= {*OF_LAYERS, "write_rows"}  # which parts call that write rows as they come, and for the host
+    assert called == cache.ops.called | (set() if cache.spec.seals else {"write_rows"})
+
+
+def test_the_numbers_of_a_case() -> None:
+    shape, rope = ModelShape(2, 32, 8, 128), RopeConfig(128, rotary_dim=64, interleaved=True)
+    spec = preset("turbo-host").resolve(shape)
+    parts = build_parts(spec, shape, torch.bfloat16)
+    case = case_of(Layout(spec, shape, torch.bfloat16, parts, 65536 + 32), rope, torch.device("cpu"))
+    assert (case.dtype, case.head_dim, case.group) == (torch.bfloat16, 128, 4)
+    assert (case.rope_dim, case.interleaved) == (64, True)
+    assert (case.chunk, case.rank, case.key_codec, case.value_codec) == (8, 160, 17, 2)
+    assert (case.max_pages, case.max_selected) == (1024, 65536 // 64 // 8 + 1)
+    assert case.fetched_bytes == 8 * 48
+    assert (case.capability, case.block_memory) == (None, 0)
+
+
+def test_nothing_is_said_of_sealed_pages_where_there_are_none() -> None:
+    case = case_of(make_cache(preset("full")).layout, ROPE, torch.device("cpu"))
+    assert (case.max_pages, case.fetched_bytes) == (0, 0)
+    assert "attend_selected" not in case.ops
+    assert case.group == SHAPE.group

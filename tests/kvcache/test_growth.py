@@ -1,0 +1,224 @@
+"""When tokens get a state of their own, and that a sequence holds from the start what it comes to need on its way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, Growth, Standing
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.spec import PAGE, KVSpec
+
+specs = st.builds(
+    KVSpec,
+    index=st.just("chunk-mean"),
+    keys=st.sampled_from(["dense", "low-rank"]),
+    budget=st.sampled_from([None, 64]),
+    chunk=st.sampled_from([1, 8, 64]),
+    outliers=st.sampled_from([0, 3, 20]),
+    local=st.integers(1, 200),
+)
+tokens = st.integers(0, 2000)
+
+
+def learns(spec: KVSpec) -> bool:
+    return spec.keys == "low-rank"
+
+
+@st.composite
+def standings(draw: st.DrawFn, growth: Growth) -> Standing:
+    """Dense, or sealed up to some page with a state that reaches some way."""
+    segments = draw(st.integers(0, MOST_SEGMENTS if growth.learns else 1))
+    if not segments:
+        return Standing()
+    sealed = PAGE * draw(st.integers(1, 30))
+    if segments == MOST_SEGMENTS or not growth.learns:
+        return Standing(sealed, segments, FOR_EVER)
+    return Standing(sealed, segments, sealed + draw(st.integers(0, 1000)))
+
+
+def walk(growth: Growth, at: Standing, start: int, capacity: int) -> tuple[int, int]:
+    """Segments that a sequence gains and its longest tail while it is compressed, one token after the other."""
+    spec, before, longest = growth.spec, at.segments, 0
+
+    def fit(length: int, tokens: int) -> Standing:
+        number = at.segments + 1
+        return Standing(tokens, number, growth.reach(number, at.sealed, length))
+
+    after = growth.sealed(at, start, start == capacity)
+    at = fit(start, after.tokens) if after.fits else replace(at, sealed=after.tokens)
+    for length in range(start, capacity + 1):
+        if at.segments:
+            longest = max(longest, length - at.sealed)
+        if length == capacity:
+            break
+        tail = length - at.sealed  # what is sealed before the step that adds a token
+        if at.sealed + PAGE > at.reach and tail >= spec.dense_limit:
+            after = growth.sealed(at, length, False)
+            assert after.fits
+            at = fit(length, after.tokens)
+        if at.segments and at.sealed + PAGE <= at.reach and length - at.sealed >= spec.local + PAGE:
+            at = replace(at, sealed=at.sealed + PAGE)
+    return at.segments - before, longest
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), specs, tokens, tokens)
+def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, new, more):
+    growth = Growth(spec.resolve(SHAPE), learns(spec))
+    at = data.draw(standings(growth))
+    start = at.sealed + max(1, new)
+    forecast = growth.forecast(at, start, start + more)
+    segments, tail = walk(growth, at, start, start + more)
+    assert segments <= forecast.segments
+    assert tail <= max(forecast.tail, spec.ring_pages * PAGE)
+    # And no loose one: nobody waits for what hardly anybody takes.
+    assert forecast.segments <= segments + 1
+    assert forecast.tail <= growth.spec.dense_limit + 1
+
+
+@settings(deadline=None)
+@given(st.data(), specs, tokens)
+def test_what_is_sealed_grows_with_the_sequence_and_leaves_the_newest_exact(data, spec, new):
+    growth = Growth(spec.resolve(SHAPE), learns(spec))
+    at = data.draw(standings(growth))
+    length = at.sealed + new
+    after = growth.sealed(at, length, final=False)
+    assert after.tokens % PAGE == 0
+    assert at.sealed <= after.tokens <= max(at.sealed, length - spec.local)
+    assert after.fits == (after.tokens > max(at.sealed, at.reach))
+    if after.fits:
+        assert length - at.sealed >= spec.dense_limit
+
+
+def feed(cache: KVCache, sequence: Sequence, count: int) -> None:
+    """Stores random keys and values of new tokens, without attention."""
+    batch = cache.prefill_batch([(sequence, count)])
+    for layer in range(SHAPE.num_layers):
+        k, v = torch.randn(2, count, SHAPE.num_kv_heads, SHAPE.head_dim, device=DEVICE)
+        cache.append(layer, k, v, batch.block(0, count))
+        cache.finish_prefill(layer, batch)
+    cache.end_prefill(batch)
+    check(cache, sequence)
+
+
+def step(cache: KVCache, sequence: Sequence) -> None:
+    """A decode step as the host sees it."""
+    cache.end_decode(cache.plan_decode([sequence]))
+    check(cache, sequence)
+
+
+def check(cache: KVCache, sequence: Sequence) -> None:
+    pages, tables = -(-sequence.length // PAGE) - sequence.sealed // PAGE, cache.pool.tables
+    assert pages <= len(sequence.ring if sequence.path else sequence.dense), "two pages of the tail in one place"
+    if sequence.path:
+        names = sequence.static + sequence.ring
+        assert tables.exact[sequence.slot, : len(names)].tolist() == names
+
+
+turns = st.lists(
+    st.tuples(st.integers(1, 700), st.integers(0, 250), st.sampled_from(["trim", "go on", "fork", "cut"])), max_size=12
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(specs, turns, st.sampled_from([1000, 2000, 4096]), st.randoms(use_true_random=False))
+def test_a_sequence_that_is_extended_many_times_never_lacks_anything(spec, turns, max_model_len, draw):
+    cache = make_cache(spec, slots=20, max_model_len=max_model_len)  # rows for the segments of a fork, too
+    sequence = cache.allocate(1, 1)
+    feed(cache, sequence, 1)
+    for new, room, end in turns:
+        start = min(sequence.length + new, max_model_len)
+        capacity = min(start + room, max_model_len)
+        if start == sequence.length:
+            break
+        cache.extend(sequence, start, capacity)
+        feed(cache, sequence, start - sequence.length)
+        for _ in range(draw.randint(0, capacity - start)):
+            step(cache, sequence)
+        if end == "trim":
+            cache.trim(sequence)
+        elif end == "cut":
+            cache.truncate(sequence, draw.randint(max(1, sequence.sealed), sequence.length))
+        elif end == "fork":
+            at = cache.fork_point(sequence, draw.randint(1, sequence.length))
+            if at:
+                child = cache.fork(sequence, at, at, at)
+                cache.release(sequence)
+                sequence = child
+                check(cache, sequence)
+    cache.release(sequence)
+    assert cache.free == cache.total
+
+
+@pytest.mark.parametrize("outliers", [0, 20])
+def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> None:
+    spec = preset("shadowkv", rank=16, budget=64, outliers=outliers)
+    cache = make_cache(spec, blocks=900, max_model_len=16384)
+    sequence = cache.allocate(1, 1)
+    for number in range(1, MOST_SEGMENTS + 3):
+        reach = sequence.path[-1].reach if sequence.path else 0
+        if number > MOST_SEGMENTS:
+            assert reach == FOR_EVER
+            reach = sequence.length
+        start = max(sequence.length + spec.dense_limit, reach + PAGE + spec.local) + 1
+        cache.extend(sequence, start, start)
+        feed(cache, sequence, start - sequence.length)
+        assert len(sequence.path) == min(number, MOST_SEGMENTS)
+    assert len({segment.state for segment in sequence.path}) == MOST_SEGMENTS
+    assert len(sequence.static) == spec.static_pages + (MOST_SEGMENTS - 1) * spec.outlier_pages
+    assert sequence.length - sequence.sealed < spec.local + PAGE
+    cache.release(sequence)
+
+
+def test_where_no_state_is_free_the_last_one_goes_on() -> None:
+    spec = preset("shadowkv", rank=16, budget=64, outliers=3)
+    cache = make_cache(spec, slots=1, blocks=900, max_model_len=16384)
+    states = cache.total["states"]
+    assert states < MOST_SEGMENTS, "there are enough for all: the test would show nothing"
+    sequence = cache.allocate(1, 1)
+    for number in range(1, states + 4):
+        start = sequence.length + 3 * spec.dense_limit
+        cache.extend(sequence, start, start + 80)
+        feed(cache, sequence, start - sequence.length)
+        for _ in range(80):
+            step(cache, sequence)
+        assert len(sequence.path) <= states
+        assert sequence.length - sequence.sealed <= spec.local + PAGE, number
+    assert len(sequence.path) == states
+    cache.release(sequence)
+    assert cache.free == cache.total
+
+
+LEARNED = {
+    "shadowkv": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, outliers=3),
+    "low-rank-attend-all": KVSpec(keys="low-rank", rank=SHAPE.kv_dim),
+    "snapkv-on-host": preset("snapkv:chunk=8,outliers=3,place=host", budget=1.0),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_segments_that_keep_everything_equal_plain_attention(name: str) -> None:
+    """Some begin by decoding and some by a turn, in a batch with sequences that have one or none."""
+    cache = make_cache(LEARNED[name])
+    lengths = (110, 10, 700, 1)
+    streams = [Stream(seed, cache.allocate(n, n + 330)) for seed, n in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths)))
+    for _ in range(330):
+        decode(cache, streams[:3])
+    assert len(streams[0].sequence.path) > 1  # by decoding
+    for stream, new in zip(streams, (700, 900, 10)):
+        cache.extend(stream.sequence, stream.length + new, stream.length + new + 80)
+        prefill(cache, [(stream, new)])
+    for _ in range(80):
+        decode(cache, streams)
+    counts = [len(stream.sequence.path) for stream in streams]
+    assert counts[0] > 2 and counts[1] > 1 and counts[3] == 0
+    assert len(set(counts)) > 2
+    for stream in streams:
+        torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)

@@ -1,0 +1,230 @@
+"""What every op makes of nothing: no rows, pages or selection. On the CPU, in Triton's interpreter, on a GPU."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
+from shadowkv.ops.attend_selected.sources import DenseRows
+from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.registry import NAMES, Ops
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.select_by_sketch.draws import Draws
+from shadowkv.ops.sketch_queries.reference import sketch_queries
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+B, H, G, D, N = 2, 2, 3, 64, 4
+"""Rows, kv heads, query heads of each, head dim, pages."""
+
+
+def floats(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def bytes_of(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+
+
+def returns(found: object, *expected: tuple[tuple[int, ...], float | None]) -> None:
+    """Checks shapes, and values where there are any."""
+    results = found if isinstance(found, tuple) else (found,)
+    for result, (shape, value) in zip(results, expected, strict=True):
+        assert result.shape == shape
+        assert value is None or (result == value).all()
+
+
+def unchanged(op: Callable[..., None], *fields: Tensor) -> Callable[..., None]:
+    def call(*args: object) -> None:
+        before = [field.clone() for field in fields]
+        assert op(*args) is None
+        assert all(torch.equal(*pair) for pair in zip(before, fields))
+
+    return call
+
+
+def rope() -> RotaryTables:
+    return RotaryTables(RopeConfig(D), 64, DEVICE)
+
+
+def nothing_to_append(ops: Ops) -> None:
+    k, v = floats(N, H, 64, D), floats(N, H, 64, D)
+    none = floats(0, H, D)
+    unchanged(ops.append_tokens, k, v)(none, none, whole(0), rope(), k, v, whole(0), whole(0))
+
+
+def nothing_selected(ops: Ops) -> None:
+    source = DenseRows(floats(N, H, 8, 8, D), whole(B, N))
+    for rows in (B, 0):
+        some = DenseRows(source.rows, source.pages[:rows])
+        found = ops.attend_selected(floats(rows, H * G, D), some, some, whole(rows, H, 0))
+        returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
+
+
+def no_landmarks(ops: Ops) -> None:
+    found = ops.chunk_mean_scores(
+        floats(B, H * G, D), floats(N, H, 8, D), bytes_of(N, H, 8).bool(), whole(B, 0), whole(B)
+    )
+    assert found[0].shape == (B, H, G, 0)
+    assert (found[1] == -math.inf).all()
+
+
+def no_bounds(ops: Ops) -> None:
+    found = ops.min_max_scores(
+        floats(B, H * G, D), floats(N, H, 2, 8, D), bytes_of(N, H, 8).bool(), whole(B, 0), whole(B)
+    )
+    assert found[0].shape == (B, H, G, 0)
+    assert (found[1] == -math.inf).all()
+
+
+def nothing_to_fetch(ops: Ops) -> None:
+    host = floats(N, H, 8, 8, D)
+    buffer = ChunkBuffer.empty(3, 5, 16, host)
+    for rows, k in ((B, 0), (0, 4)):
+        found = ops.fetch_chunks(host, whole(rows, 2), whole(rows), whole(rows, H, k) - 1, buffer)
+        returns(found, ((rows, H, k), None))
+    assert (buffer.owner == -1).all()
+    assert (buffer.counters == 0).all()
+
+
+def no_exact_tokens(ops: Ops) -> None:
+    pages = floats(N, H, 64, D)
+    for rows, columns in ((0, 2), (B, 0), (B, 2)):
+        found = ops.paged_attention(floats(rows, H * G, D), pages, pages, whole(rows, columns), whole(rows, columns))
+        returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
+
+
+def no_latents_to_write(ops: Ops) -> None:
+    codec, field = LATENT_CODECS["low-rank-int8"], torch.zeros(1, N, 8, 8, 32, dtype=torch.int8, device=DEVICE)
+    means = floats(1, 3, 32, dtype=torch.float32)
+    args = floats(1, 0, 64, H, D), codec, floats(1, 3, 32, H, D), means, means, whole(0), field, whole(0)
+    unchanged(ops.project_latents, field)(*args)
+
+
+def no_codes_to_write(ops: Ops) -> None:
+    codes, scale = bytes_of(1, N, H, 8, 8, D // 2), floats(1, N, H, 64, 1, dtype=torch.float16)
+    rotation = torch.eye(D, device=DEVICE)
+    args = floats(1, 0, 64, H, D), ROTATED_ROWS[4], rotation, (), codes, whole(0), scale, whole(0)
+    unchanged(ops.quantise_rows, codes, scale)(*args)
+
+
+def no_sketches_to_write(ops: Ops) -> None:
+    planes, scale = bytes_of(2, 1, N, H, 64, 8), floats(1, N, H, 64, dtype=torch.float16)
+    state = floats(1, 3, H, D, dtype=torch.float32), floats(1, 3, H, D, D, dtype=torch.bfloat16)
+    unchanged(ops.sketch_keys, planes, scale)(floats(1, 0, 64, H, D), *state, whole(0), *planes, scale, whole(0))
+
+
+def no_rows_to_write(ops: Ops) -> None:
+    field = floats(1, N, H, 8, 8, D)
+    unchanged(ops.write_rows, field)(floats(1, 0, 64, H, D), field, whole(0), False)
+
+
+def no_pages_to_rebuild(ops: Ops) -> None:
+    ops.rebuild_rows(DenseRows(floats(N, H, 8, 8, D), whole(1, N)), 0, floats(H, 0, D), False)
+
+
+def sketch(rows: int, columns: int) -> tuple:
+    maps = torch.eye(D, device=DEVICE, dtype=torch.bfloat16).expand(1, H, D, D).contiguous()
+    queries = sketch_queries(floats(rows, H * G, D), maps, whole(rows))
+    return queries, *bytes_of(2, N, H, 64, 8), floats(N, H, 64, dtype=torch.float16), whole(rows, columns), whole(rows)
+
+
+def nothing_to_score(ops: Ops) -> None:
+    for rows, columns in ((0, 2), (B, 0), (B, 2)):
+        queries, signs, _, *rest = sketch(rows, columns)
+        returns(ops.sign_scores(queries, signs, *rest), ((rows, H, 8 * columns), -math.inf))
+
+
+def nothing_to_find(ops: Ops) -> None:
+    for rows, columns in ((0, 2), (B, 0), (B, 2)):
+        for draws in (None, Draws(whole(rows), whole(rows))):
+            queries, *fields = sketch(rows, columns)
+            coarse = torch.full((rows, H, 8 * columns), -math.inf, dtype=torch.float16, device=DEVICE)
+            chunks, log_weight = ops.select_by_sketch(queries, coarse, *fields, whole(rows), 1, 5, draws)
+            returns(chunks, ((rows, H, 5), -1))
+            assert (log_weight is None) == (draws is None)
+            assert log_weight is None or log_weight.shape == chunks.shape
+
+
+def no_chunks_to_choose_from(ops: Ops) -> None:
+    for rows, chunks, k in ((0, 9, 5), (B, 0, 5), (B, 9, 0)):
+        logits = floats(rows, H, G, chunks, dtype=torch.float32)
+        lse = logits.logsumexp(-1, keepdim=True)
+        returns(ops.select_top_chunks(logits, lse, whole(rows) + k, k), ((rows, H, k), None if chunks else -1))
+
+
+def no_queries_to_sketch(ops: Ops) -> None:
+    made = ops.sketch_queries(floats(0, H * G, D), floats(1, H, D, D, dtype=torch.bfloat16), whole(0))
+    assert made.whole.shape == (0, H * G, 8, 8)
+    assert made.length.shape == (0, H * G)
+
+
+CHECKS: dict[str, Callable[[Ops], None]] = {
+    "add_rms_norm": lambda ops: returns(
+        ops.add_rms_norm(floats(0, D), floats(0, D), floats(D), 1e-5), ((0, D), None), ((0, D), None)
+    ),
+    "append_tokens": nothing_to_append,
+    "attend_selected": nothing_selected,
+    "chunk_mean_scores": no_landmarks,
+    "fetch_chunks": nothing_to_fetch,
+    "find_outliers": lambda ops: returns(ops.find_outliers(floats(64, H, D), 8, 0), ((H, 0), None)),
+    "merge_attention": lambda ops: returns(
+        ops.merge_attention([(floats(0, H, D), floats(0, H, dtype=torch.float32))] * 2), ((0, H, D), None)
+    ),
+    "min_max_scores": no_bounds,
+    "paged_attention": no_exact_tokens,
+    "project_latents": no_latents_to_write,
+    "quantise_rows": no_codes_to_write,
+    "rebuild_rows": no_pages_to_rebuild,
+    "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
+    "rotate": lambda ops: returns(ops.rotate(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),
+    "select_by_sketch": nothing_to_find,
+    "select_top_chunks": no_chunks_to_choose_from,
+    "sign_scores": nothing_to_score,
+    "silu_mul": lambda ops: returns(ops.silu_mul(floats(0, 2 * D)), ((0, D), None)),
+    "sketch_keys": no_sketches_to_write,
+    "sketch_queries": no_queries_to_sketch,
+    "write_rows": no_rows_to_write,
+}
+
+AT_LEAST_ONE = {"block_attention", "causal_attention", "low_rank_basis"}
+"""Their docstrings ask for a query, or a row."""
+
+
+def test_every_op_is_here() -> None:
+    assert set(NAMES) == CHECKS.keys() | AT_LEAST_ONE
+
+
+if ON_GPU or INTERPRETED:
+    CHOSEN = Ops("cuda")
+
+    @pytest.mark.parametrize("name", CHECKS)
+    def test_nothing_on_a_gpu(seed: str, name: str) -> None:
+        if INTERPRETED and CHOSEN.backends[name] != "triton":
+            pytest.skip("no Triton kernel")
+        CHECKS[name](CHOSEN)
+
+else:
+
+    @pytest.mark.parametrize("name", CHECKS)
+    def test_nothing(seed: str, ops: Ops, name: str) -> None:
+        CHECKS[name](ops)
+
+    def test_everything_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
