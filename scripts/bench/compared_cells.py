@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import random
@@ -110,16 +111,15 @@ def open_sweep(kv: str, context: int, share: float) -> Timing:
     return lambda: timed(STEPS)
 
 
-def load_llama(kept: list[Any] = []) -> Any:  # noqa: B006
-    """The model of the sweeps, loaded once."""
-    if not kept:
-        from shadowkv.engine.config import EngineConfig
-        from shadowkv.engine.loading import load_from_config
+@functools.cache
+def load_llama() -> Any:
+    """The model of the sweeps."""
+    from shadowkv.engine.config import EngineConfig
+    from shadowkv.engine.loading import load_from_config
 
-        with TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
-            kept.append(load_from_config(EngineConfig(model=folder, load_format="dummy", rope_theta=1e7)))
-    return kept[0]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
+        return load_from_config(EngineConfig(model=folder, load_format="dummy", rope_theta=1e7))
 
 
 def open_cpu(dtype: str, kv: str, share: float) -> Timing:
@@ -164,6 +164,6 @@ def serve(tree: Path, share: float, pipe: Connection) -> None:
                     *cell[1:], share
                 )
             pipe.send({})
-        except Exception:
+        except (MemoryError, RuntimeError, ValueError):  # what does not fit; others end the process, which is seen
             traceback.print_exc()
             pipe.send(None)

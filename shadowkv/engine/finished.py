@@ -37,7 +37,7 @@ class FinishedSequences:
             length = min(len(tokens), len(wanted) - 1)
             differs = np.flatnonzero(tokens[:length] != wanted[:length])
             common = int(differs[0]) if len(differs) else length
-            usable = common >= max(1, len(tokens) // 2, sequence.sealed)
+            usable = common >= max(1, len(tokens) // 2, sequence.fixed)
             if usable and (best is None or common > best[1]):
                 best = (sequence, common)
         return best

@@ -133,7 +133,7 @@ class KVCache:
         return self.pool.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forgets the newest tokens; sealed ones cannot be forgotten (ValueError)."""
+        """Forgets the newest tokens; sealed and shared ones cannot be forgotten (ValueError)."""
         self.pool.truncate(sequence, length)
 
     def trim(self, sequence: Sequence) -> None:

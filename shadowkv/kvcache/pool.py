@@ -198,25 +198,26 @@ class SequencePool:
         self._write(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forgets the newest tokens; only exact ones can be forgotten, so ``length`` must reach the sealed ones."""
-        if not sequence.sealed <= length <= sequence.length:
-            raise ValueError(f"cannot cut the sequence to {length} tokens")
+        """Forgets the newest tokens; those that are ``fixed`` cannot be forgotten (ValueError)."""
+        if not sequence.fixed <= length <= sequence.length:
+            raise ValueError(
+                f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
+                "sealed or shared"
+            )
         self.tables.length[sequence.slot] = length
 
     def trim(self, sequence: Sequence) -> None:
         """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
         sequence.capacity = length = sequence.length
-        device, pages = self.pools["device"], -(-length // PAGE)
-        if sequence.path:
-            sequence.sealed_reserve, sequence.static_reserve = self._drop(
-                sequence, sequence.sealed_reserve, sequence.static_reserve
-            )
-        else:
-            kept = device.blocks_of(sequence.dense[:pages])
-            dropped = [block for block in device.blocks_of(sequence.device_pages()) if block not in set(kept)]
-            sequence.dense = [name for name in sequence.dense if device.block_of(name) in set(kept)]
-            sequence.ring, sequence.sealed_reserve, sequence.static_reserve = [], [], []
-            device.release(dropped)
+        unused = slice(-(-length // PAGE), None)
+        spare, sequence.dense[unused] = sequence.dense[unused], []
+        exact = sequence.static_reserve
+        if not sequence.path:
+            exact, sequence.ring = exact + sequence.ring, []
+        more, sequence.sealed_reserve, sequence.static_reserve = self._drop(
+            sequence, spare, sequence.sealed_reserve, exact
+        )
+        sequence.dense += more
         for kind, reserve in (
             ("rows", sequence.row_reserve), ("states", sequence.state_reserve), ("host", sequence.host_reserve)
         ):  # fmt: skip
@@ -270,6 +271,7 @@ class SequencePool:
         rows = self.pools["rows"].allocate(len(segments))
         child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
         child.dense = parent.dense[: length // PAGE] if not segments else []
+        parent.shared, child.shared = max(parent.shared, length), length
         self.tables.length[child.slot] = length
         self.pools["device"].retain(self.pools["device"].blocks_of(child.device_pages()))
         for kind, shared in self._counted(child):
@@ -311,7 +313,8 @@ class SequencePool:
         ring: list[int | None] = [None] * (len(old) + len(more))
         for number in range(sequence.sealed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():
             ring[number % len(ring)] = old[number % len(old)]
-        free = iter([name for name in (*old, *more) if name not in set(ring)])
+        placed = set(ring)
+        free = iter([name for name in (*old, *more) if name not in placed])
         sequence.ring = [next(free) if name is None else name for name in ring]
 
     def _write(self, sequence: Sequence) -> None:

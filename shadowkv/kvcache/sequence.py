@@ -71,6 +71,7 @@ class Sequence:
         tables: of all sequences.
         slot: its row there.
         capacity: tokens it may grow to.
+        shared: tokens that it has, or had, in common with sequences forked from it or it from them.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
         ring: names of the exact pages that a compressed one's tail goes round.
@@ -82,6 +83,7 @@ class Sequence:
     tables: Tables
     slot: int
     capacity: int = 0
+    shared: int = 0
     path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
@@ -100,6 +102,11 @@ class Sequence:
     def sealed(self) -> int:
         """Tokens that are sealed."""
         return self.path[-1].sealed if self.path else 0
+
+    @property
+    def fixed(self) -> int:
+        """Tokens that never change: the sealed ones, and those that another sequence may read in the same pages."""
+        return max(self.sealed, self.shared)
 
     @property
     def standing(self) -> Standing:

@@ -71,18 +71,6 @@ class Exported:
     segments: tuple[ExportedSegment, ...]
     tail: Tensor
 
-    def to(self, device: torch.device | str) -> Exported:
-        """The same on another device."""
-
-        def moved(fields: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.to(device) for name, tensor in fields.items()}
-
-        segments = (
-            replace(one, pages=moved(one.pages), state=moved(one.state), static=one.static.to(device))
-            for one in self.segments
-        )
-        return replace(self, segments=tuple(segments), tail=self.tail.to(device))
-
 
 class Transfer:
     """Export and import of a cache's sequences."""

@@ -372,3 +372,26 @@ def test_a_waiting_turn_keeps_its_conversation(make: Any) -> None:
     engine.add_request("turn 2", prompt(1, 500) + first + prompt(3, 300), GREEDY)
     assert drain(engine)["turn 2"][-1].cached_tokens == 507
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv"])
+def test_a_request_goes_on_from_a_prompt_computed_elsewhere(make: Any, kv: str) -> None:
+    engine, ids = make(kv=kv), prompt(3, 700)
+    engine.add_request("whole", ids, GREEDY)
+    wanted = tokens(drain(engine)["whole"])
+    engine.scheduler.finished.evict()
+    request = engine.request("resumed", ids, GREEDY)
+    too_small = engine.cache.allocate(700, 701)
+    with pytest.raises(ValueError, match="a sequence of 0 tokens with room for 701 is none of a prompt of 700"):
+        engine.resume(request, too_small, wanted[0])
+    engine.cache.release(too_small)
+    sequence = engine.cache.allocate(700, request.capacity)
+    with torch.inference_mode():
+        for _ in engine.runner.prefill([(sequence, ids)]):
+            pass
+    first = engine.resume(request, sequence, wanted[0])
+    assert (first.token_ids, first.cached_tokens) == (wanted[:1], 700)
+    with pytest.raises(RequestError, match="in use"):
+        engine.resume(request, sequence, wanted[0])
+    assert wanted[:1] + tokens(drain(engine)["resumed"]) == wanted
+    assert_empty(engine)

@@ -115,6 +115,24 @@ def test_truncated_sequence_continues_differently(kept: int) -> None:
     torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
 
 
+def test_tokens_that_a_fork_shares_are_not_forgotten() -> None:
+    """Both would write what comes instead into pages that the other reads."""
+    cache = make_cache(preset("full"))
+    stream = Stream(9, cache.allocate(200, 200))
+    prefill(cache, [(stream, 200)])
+    child = stream.going_on(cache.fork(stream.sequence, 128, 140, 140), 128, Stream(10))
+    for sequence in (stream.sequence, child.sequence):
+        with pytest.raises(ValueError, match="128 are sealed or shared"):
+            cache.truncate(sequence, 127)
+    cache.truncate(stream.sequence, 130)
+    stream.length, stream.outputs = 130, [stream.output()[:130]]
+    stream.k[:, 130:] += 1
+    cache.extend(stream.sequence, 200, 200)
+    prefill(cache, [(child, 12), (stream, 70)])
+    for one in (stream, child):
+        torch.testing.assert_close(one.output(), plain_attention(one), atol=5e-5, rtol=1e-4)
+
+
 def test_stale_nans_in_recycled_pages_do_not_leak() -> None:
     spec = preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0)
     cache = make_cache(spec, blocks=40)

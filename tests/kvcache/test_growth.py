@@ -144,7 +144,7 @@ def test_a_sequence_that_is_extended_many_times_never_lacks_anything(spec, turns
         if end == "trim":
             cache.trim(sequence)
         elif end == "cut":
-            cache.truncate(sequence, draw.randint(max(1, sequence.sealed), sequence.length))
+            cache.truncate(sequence, draw.randint(max(1, sequence.fixed), sequence.length))
         elif end == "fork":
             at = cache.fork_point(sequence, draw.randint(1, sequence.length))
             if at:
