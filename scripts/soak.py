@@ -2,9 +2,9 @@
 
 Good requests (whole and streamed, 1 token to the limit, chats of several turns), clients that hang up, and bad bodies,
 in random order; the load comes and goes, so that queues fill up and cached sequences live on. Greedy answers must be
-those that the same prompts got alone before, and a chat's last turn, on its cached sequence, the one that the same
-tokens get afresh: log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may choose the
-other one, and that is counted as a near-tie.
+those that the same requests get alone with as many of their tokens cached (prompts before the load, a chat's turns after
+it): log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may choose the other one, and
+that is counted as a near-tie.
 
     python scripts/soak.py                # starts a server of its own, with a tiny model
     python scripts/soak.py --base-url http://127.0.0.1:8000 --tolerance 0.1 --requests 300
@@ -46,6 +46,15 @@ WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", 
 RETRY_SECONDS = 2
 
 
+@dataclass
+class Turn:
+    """What a chat said so far, how many tokens of it the server had cached, and what it answered."""
+
+    messages: list[dict[str, str]]
+    cached: int
+    answer: Answer
+
+
 class Lost(Exception):
     """A good request without a good answer, or a bad one that got one."""
 
@@ -64,6 +73,7 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
+    chats: list[list[Turn]] = field(default_factory=list)
     largest_difference: float = 0.0
     begun: int = 0
     stopped: bool = False
@@ -78,12 +88,15 @@ class Soak:
         text = " ".join(self.random.choice(WORDS) for _ in range(self.limit))
         self.tokens: list[int] = (await self.post("/tokenize", {"prompt": text}))["tokens"]
         self.asked = [self.greedy(share / (self.args.prompts - 1)) for share in range(self.args.prompts)]
-        self.alone = [await self.whole(body) for body in self.asked]
+        # The second time, the first one's tokens are cached; what is compressed answers from its codes then.
+        self.alone = [dict([await self.whole(body), await self.whole(body)]) for body in self.asked]
         self.start = time.monotonic()
         await self.sample()
         await asyncio.gather(*(self.work(number) for number in range(self.args.concurrency)))
         seconds = time.monotonic() - self.start
         left = await self.left_over()
+        for chat in self.chats:
+            await self.replay(chat)
         pools = {} if self.args.base_url else await self.fill_and_empty()
         await self.sample()
         return self.summary(seconds, left, pools)
@@ -116,14 +129,14 @@ class Soak:
 
     async def do_whole(self) -> None:
         which = self.random.randrange(len(self.asked))
-        self.compare(self.alone[which], await self.whole(self.asked[which]))
+        self.compare_as_cached(self.alone[which], *await self.whole(self.asked[which]))
 
     async def do_stream(self) -> None:
         which = self.random.randrange(len(self.asked))
         while (answer := await self.streamed(self.asked[which])) is None:
             self.counts["queue full in a stream"] += 1
             await asyncio.sleep(RETRY_SECONDS)
-        self.compare(self.alone[which], answer)
+        self.compare_as_cached(self.alone[which], *answer)
 
     async def do_hang_up(self) -> None:
         body = self.body(self.prompt(self.random.random(), 1), ignore_eos=True, stream=self.random.random() < 0.5)
@@ -152,21 +165,26 @@ class Soak:
             raise Lost(f"{response.status_code} for {content[:80]!r}: {error}")
 
     async def do_chat(self) -> None:
+        turns: list[Turn] = []
         messages: list[dict[str, str]] = []
-        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 2}
-        for turn in range(TURNS):
+        for number in range(TURNS):
             said = " ".join(self.random.choices(WORDS, k=self.random.randrange(1, 40)))
-            messages.append({"role": "user", "content": f"Turn {turn} {self.random.random()}: {said}"})
-            reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
-            self.counts["cached tokens"] += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-            if turn + 1 < TURNS:
-                messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
-        prompt = (await self.post("/tokenize", {"messages": messages}))["tokens"]
-        # With echo, the prompt's own tokens are scored: that takes all of it to be computed, nothing cached.
-        body = self.body(prompt, echo=True, max_tokens=TURN_TOKENS)
-        fresh = Answer()
-        fresh.add((await self.post("/v1/completions", body))["choices"][0], skip=len(prompt))
-        self.compare(fresh, Answer.of_chat(reply["choices"][0]))
+            messages = [*messages, {"role": "user", "content": f"Turn {number} {self.random.random()}: {said}"}]
+            turns.append(await self.turn(messages))
+            self.counts["cached tokens"] += turns[-1].cached
+            messages = [*messages, {"role": "assistant", "content": "".join(turns[-1].answer.tokens)}]
+        self.chats.append(turns)
+
+    async def replay(self, chat: list[Turn]) -> None:
+        """A chat once more, alone; what was computed afresh then is now, and the rest is on its earlier turn."""
+        for turn in chat:
+            try:
+                if turn.cached and self.args.fresh_turns_only:
+                    continue
+                again = await (self.turn if turn.cached else self.fresh_turn)(turn.messages)
+                self.compare_as_cached({again.cached: again.answer}, turn.cached, turn.answer)
+            except (Lost, httpx.HTTPError, ValueError, KeyError) as error:
+                self.faults.append(f"replayed chat: {type(error).__name__}: {error}"[:300])
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -186,22 +204,38 @@ class Soak:
         """A greedy request."""
         return {"prompt": prompt, "temperature": 0, "logprobs": 2, **more}
 
-    async def whole(self, body: dict[str, Any]) -> Answer:
-        """The answer to one request, in one piece."""
-        answer = Answer()
-        answer.add((await self.post("/v1/completions", body))["choices"][0])
-        return answer
+    async def whole(self, body: dict[str, Any]) -> tuple[int, Answer]:
+        """How many of its tokens were cached, and the answer to one request, in one piece."""
+        answer, reply = Answer(), await self.post("/v1/completions", body)
+        answer.add(reply["choices"][0])
+        return cached_tokens(reply), answer
 
-    async def streamed(self, body: dict[str, Any]) -> Answer | None:
-        """The answer to one request, piece by piece; None if the queue was full, which a stream may notice late."""
-        answer = Answer()
-        async with self.open("/v1/completions", {**body, "stream": True}) as response:
+    async def turn(self, messages: list[dict[str, str]]) -> Turn:
+        """A chat's next turn."""
+        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+        reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
+        return Turn(messages, cached_tokens(reply), Answer.of_chat(reply["choices"][0]))
+
+    async def fresh_turn(self, messages: list[dict[str, str]]) -> Turn:
+        """The same with nothing cached: with echo, the prompt's own tokens are scored, so all of it is computed."""
+        prompt = (await self.post("/tokenize", {"messages": messages}))["tokens"]
+        body, answer = self.body(prompt, echo=True, max_tokens=TURN_TOKENS), Answer()
+        answer.add((await self.post("/v1/completions", body))["choices"][0], skip=len(prompt))
+        return Turn(messages, 0, answer)
+
+    async def streamed(self, body: dict[str, Any]) -> tuple[int, Answer] | None:
+        """The same, piece by piece; None if the queue was full, which a stream may notice late."""
+        cached, answer = 0, Answer()
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self.open("/v1/completions", body) as response:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
-                    return answer
+                    return cached, answer
                 if line.startswith("data: "):
                     event = json.loads(line.removeprefix("data: "))
-                    if "error" not in event:
+                    if "error" not in event and event["usage"]:
+                        cached = cached_tokens(event)
+                    elif "error" not in event:
                         answer.add(event["choices"][0])
                     elif event["error"]["code"] == "queue_full" and not answer.tokens:
                         return None
@@ -231,6 +265,13 @@ class Soak:
 
     # -- judgement -------------------------------------------------------------------------------------------------
 
+    def compare_as_cached(self, alone: dict[int, Answer], cached: int, answer: Answer) -> None:
+        """Compares an answer with the one that had as many of its tokens cached."""
+        if cached in alone:
+            self.compare(alone[cached], answer)
+        else:
+            self.counts["cached otherwise"] += 1
+
     def compare(self, expected: Answer, answer: Answer) -> None:
         """Counts an answer as the same as expected, as a near-tie, or as wrong."""
         if answer.finish_reason is None or len(answer.tokens) != len(answer.logprobs):
@@ -251,7 +292,7 @@ class Soak:
         self.counts[verdict] += 1
         if verdict == "wrong":
             texts = "".join(answer.tokens), "".join(expected.tokens)
-            self.faults.append("wrong: {!r} for {!r}, by {:.4f}".format(*texts, difference)[:300])
+            self.faults.append("wrong by {:.4f}: {!r} for {!r}".format(difference, *texts)[:300])
 
     async def gauge(self, name: str) -> float:
         """A number from /metrics, summed over its labels."""
@@ -321,12 +362,18 @@ class Soak:
             "queue full": self.counts["queue full"],
             "queue full in a stream": self.counts["queue full in a stream"],
             "chat tokens cached": self.counts["cached tokens"],
+            "cached otherwise, not compared": self.counts["cached otherwise"],
             "requests left over": left,
             "KV cache": pools,
             "memory": {"first MiB": mib[0], "half-way MiB": early, "last MiB": late, "flat": flat},
             "memory over time, s and MiB": self.memory,
             "server": self.args.base_url or {**SERVER, "kv": self.args.kv},
         }
+
+
+def cached_tokens(reply: dict[str, Any]) -> int:
+    """How many of a prompt's tokens were cached."""
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
@@ -353,6 +400,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64, help="different greedy requests (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3600, help="stop after (default: %(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities (default: %(default)s)")
+    parser.add_argument(
+        "--fresh-turns-only",
+        action="store_true",
+        help="compare a chat's turns where nothing was cached alone: for policies whose later tokens get a fitted state "
+        "if one is free, which depends on the load",
+    )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the summary there, as JSON")

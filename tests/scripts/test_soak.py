@@ -14,22 +14,27 @@ EXPECTED = Answer(["a", "b"], [-0.1, -0.2], [{"a": -0.1, "x": -0.1015}, {"b": -0
 
 
 @pytest.mark.parametrize(
-    ("kv", "tolerance"),
-    # The default's codes make a chat's last turn on its cached sequence another than a fresh one, by up to 0.1.
-    [(soak.SERVER["kv"], 0.001), ("turbo:keys=low-rank,values=dense", 0.001), ("turbo", 0.3)],
+    "flags",
+    [
+        ["--kv", soak.SERVER["kv"]],
+        ["--kv", "turbo:keys=low-rank,values=dense"],
+        # Rounding differs between batches, and a code of four bits may then be the next one.
+        ["--kv", "turbo", "--tolerance", "0.05", "--fresh-turns-only"],
+    ],
+    ids=lambda flags: flags[1],
 )
-def test_a_live_server(tmp_path, kv, tolerance):
+def test_a_live_server(tmp_path, flags):
     out = tmp_path / "soak.json"
-    flags = ["--kv", kv, "--tolerance", str(tolerance), "--requests", "150", "--prompts", "12", "--out", str(out)]
+    flags = [*flags, "--requests", "150", "--prompts", "12", "--out", str(out)]
     subprocess.run([sys.executable, soak.__file__, *flags])
     found = json.loads(out.read_text(encoding="utf-8"))
     # So short a run is over before the server's memory has reached its level.
     assert found["ok"] or not found["memory"]["flat"], found
     assert found["lost"] == found["wrong"] == found["requests left over"] == 0
     assert found["requests"] == sum(found["kinds"].values()) == 150
-    # Every whole, streamed and chat answer was compared.
-    compared = sum(found["kinds"][kind] for kind in ("whole", "stream", "chat"))
-    assert found["same"] + found["near-ties"] == compared > 80
+    # Every whole and streamed answer was compared, but those that found another prompt's tokens cached, and chats'.
+    one, asked = found["cached otherwise, not compared"], found["kinds"]["whole"] + found["kinds"]["stream"]
+    assert found["same"] + found["near-ties"] >= asked - one > 50
     assert found["KV cache"] == {"sequences at once": soak.SLOTS, "bytes left": 0}
     assert found["hung up before the answer"]
 
