@@ -2,9 +2,9 @@
 
 Good requests (whole and streamed, 1 token to the limit, chats of several turns), clients that hang up, and bad bodies,
 in random order; the load comes and goes, so that queues fill up and cached sequences live on. Greedy answers must be
-those that the same requests get alone with as many of their tokens cached (prompts before the load, a chat's turns after
-it): log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may choose the other one, and
-that is counted as a near-tie.
+those that the same requests get alone with as many of their tokens cached (prompts before the load, turns of chats
+after it): log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may choose the other
+one, and that is counted as a near-tie.
 
     python scripts/soak.py                # starts a server of its own, with a tiny model
     python scripts/soak.py --base-url http://127.0.0.1:8000 --tolerance 0.1 --requests 300
@@ -403,8 +403,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--fresh-turns-only",
         action="store_true",
-        help="compare a chat's turns where nothing was cached alone: for policies whose later tokens get a fitted state "
-        "if one is free, which depends on the load",
+        help="of a chat's turns compare those with nothing cached: for policies whose later tokens get a fitted state if "
+        "one is free, which depends on the load",
     )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--seed", type=int, default=0)
