@@ -1,6 +1,7 @@
 PYTHON ?= python3
 ARGS ?=
 TOOL ?= memcheck
+JOBS ?= 2
 
 PY := .venv/bin/python
 PIP_INSTALL := $(PY) -m pip install -c constraints.txt
@@ -16,8 +17,9 @@ help: ## Show this list
 serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
 
-test: .venv/.installed-test ## Run all tests (some of them: make test ARGS="tests/test_x.py -k name")
-	$(PY) -m pytest $(ARGS)
+# One thread each: tensors of tests are small. A worker takes up to 5 GB of memory.
+test: .venv/.installed-test ## Run all tests, JOBS at a time (some of them: make test ARGS="tests/test_x.py -k name")
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
 	$(PYTHON) csrc/build_cuda.py

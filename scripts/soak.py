@@ -36,6 +36,8 @@ from shadowkv.eval.provenance import provenance
 
 WEIGHTS = {"whole": 35, "stream": 30, "hang up": 13, "bad": 12, "chat": 10}
 LONGEST_ANSWER = 128
+FILLING_ANSWER = 200
+"""Of as many requests as there are slots: longer ones would have to hold more fitted states than there are."""
 TURNS, TURN_TOKENS = 3, 16
 TIDE = 250
 """Requests between high water, when every client works, and low water, when every fourth one does."""
@@ -179,8 +181,6 @@ class Soak:
         """A chat once more, alone; what was computed afresh then is now, and the rest is on its earlier turn."""
         for turn in chat:
             try:
-                if turn.cached and self.args.fresh_turns_only:
-                    continue
                 again = await (self.turn if turn.cached else self.fresh_turn)(turn.messages)
                 self.compare_as_cached({again.cached: again.answer}, turn.cached, turn.answer)
             except (Lost, httpx.HTTPError, ValueError, KeyError) as error:
@@ -321,7 +321,7 @@ class Soak:
 
         They leave no room for finished sequences, so whatever is left then was lost on the way.
         """
-        body = self.body([1], max_tokens=self.limit - 1, ignore_eos=True, stream=True)
+        body = self.body([1], max_tokens=FILLING_ANSWER, ignore_eos=True, stream=True)
         lines: list[AsyncIterator[str]] = []
         async with AsyncExitStack() as stack:
             for _ in range(SLOTS):
@@ -400,12 +400,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64, help="different greedy requests (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3600, help="stop after (default: %(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities (default: %(default)s)")
-    parser.add_argument(
-        "--fresh-turns-only",
-        action="store_true",
-        help="of a chat's turns compare those with nothing cached: for policies whose later tokens get a fitted state if "
-        "one is free, which depends on the load",
-    )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the summary there, as JSON")

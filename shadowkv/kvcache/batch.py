@@ -19,6 +19,10 @@ from shadowkv.ops.select_by_sketch.draws import Draws
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""
 
+TOKENS_AT_ONCE, LAYERS_AT_ONCE = 65536, 16
+"""Layers of a short prompt are stored together, as every launch of what stores them takes as long as one of a layer's:
+so many, and so many tokens of a layer times layers, at the most."""
+
 
 class SequenceNumbers(NamedTuple):
     """Of each of B sequences, int64 [B]: its slot, tokens cached, tokens sealed, pages of the ring, static pages."""
@@ -210,6 +214,9 @@ class Places:
         segment: the last segment, which they are sealed in; None where nothing is sealed.
         fits: whether it is new: its state is to be fitted.
         state: int64 [1].
+        observed: int64 [1], the state that learns from their last queries: that one, or the one that is held for when a
+            dense sequence is compressed; None where there is none.
+        first: position of the first token of the segment that it is of.
         pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
         static: where the sink and the outliers of a new segment go.
         tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
@@ -223,6 +230,8 @@ class Places:
     segment: Segment | None
     fits: bool
     state: Tensor
+    observed: Tensor | None
+    first: int
     pages: Tensor
     value_pages: Tensor
     static: ExactRows
@@ -232,14 +241,15 @@ class Places:
 
 
 class PrefillBatch:
-    """New tokens of one or a few sequences, packed, and one layer's keys and values of them.
+    """New tokens of one or a few sequences, packed, and keys and values of them in the layers that are stored together.
 
     Attributes:
         new: tokens of each sequence, in order.
         positions: int64 [T].
-        keys, rotated, values: [T, H, d], scratch of the layer at work, reused by the next.
-        queries: the same of the last tokens of each segment, by its start: [w, H_q, d], rotated.
-        storing: the layer whose new sequences are being stored, or were last, while it attends.
+        layers_at_once: g, how many are stored together.
+        keys, rotated, values: [g, T, H, d], scratch of the layers at work, reused by the next.
+        queries: the same of the last tokens of each segment, by its start: [g, w, H_q, d], rotated.
+        storing: the layer at whose end new sequences are being stored, or were last, while it attends.
     """
 
     def __init__(self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype) -> None:
@@ -247,14 +257,23 @@ class PrefillBatch:
         self.num_tokens = new[-1].stop
         ranges = [torch.arange(s.cached, s.cached + s.stop - s.start) for s in new]
         self.positions = torch.cat(ranges).to(device)
+        self.num_layers = shape.num_layers
+        self.layers_at_once = max(1, min(LAYERS_AT_ONCE, shape.num_layers, TOKENS_AT_ONCE // self.num_tokens))
         self.keys, self.rotated, self.values = (
-            torch.empty(self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+            torch.empty(
+                self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device
+            )
             for _ in range(3)
         )
         # Zeros: random keys may be stored without having been attended to.
         self.queries = {
             s.start: torch.zeros(
-                min(OBSERVED, s.stop - s.start), shape.num_query_heads, shape.head_dim, dtype=dtype, device=device
+                self.layers_at_once,
+                min(OBSERVED, s.stop - s.start),
+                shape.num_query_heads,
+                shape.head_dim,
+                dtype=dtype,
+                device=device,
             )
             for s in new
         }
@@ -274,9 +293,20 @@ class PrefillBatch:
             self._places[segment.start] = find(segment.sequence, segment.stop - segment.start)
         return self._places[segment.start]
 
-    def keep_queries(self, segment: NewTokens, q: Tensor, start: int) -> None:
+    def stored_after(self, layer: int) -> slice | None:
+        """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""
+        place = layer % self.layers_at_once
+        if place + 1 < self.layers_at_once and layer + 1 < self.num_layers:
+            return None
+        return slice(layer - place, layer + 1)
+
+    def place(self, layer: int) -> int:
+        """Which of the layers in scratch ``layer`` is."""
+        return layer % self.layers_at_once
+
+    def keep_queries(self, layer: int, segment: NewTokens, q: Tensor, start: int) -> None:
         """Keeps those of a segment's rotated queries [n, H_q, d], of rows ``start`` on, that are among its last."""
-        kept = self.queries[segment.start]
+        kept = self.queries[segment.start][self.place(layer)]
         first = segment.stop - len(kept)
         skipped = max(0, first - start)
         if skipped < len(q):

@@ -39,7 +39,7 @@ class CachedTokens:
         # A row more than a block has, for the exact tokens that are none of the block's.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
-        exact = torch.stack(self.store.read_exact(layer, static)).transpose(1, 2)
+        exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
         head, places = (
             torch.arange(size[1], device=exact.device)[:, None],
             self._places(layer, row, exact.shape[2], step, len(spans)),

@@ -59,9 +59,11 @@ class Decode:
         sealing = None
         if spec.seals:
             tail = tables.length[slots] - tables.sealed[slots]
-            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (tail >= spec.dense_limit)
-            for row in map(int, outgrown.nonzero()[0]):
-                self.prefill.seal_tail(sequences[row])
+            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (
+                tail >= np.where(tables.segments[slots] > 0, spec.exact_limit, spec.dense_limit)
+            )
+            if outgrown.any():
+                self.prefill.seal_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
             due = self.sealing.due(slots)
             if due.any():
                 sealing = self.sealing.numbers(slots[due])

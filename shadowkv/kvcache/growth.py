@@ -8,7 +8,7 @@ comes then stays exact, like a short prompt, until there is enough of it to be a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.spec import PAGE, KVSpec
 
@@ -16,6 +16,11 @@ REACH = 0.25
 """Later tokens that a state serves, in those that it was fitted on. With SmolLM2 and ``turbo``, 400 tokens first, KL to
 full attention is 0.0047 where 400 others and a question follow and all come in one prefill, 0.0101 where their state
 has to serve the others, and 0.0049 where these have a state of their own; with 200 others 0.0065 and 0.0147."""
+
+SETTLED = 2048
+"""Tokens on which a fitted state serves all that is generated behind them. Where 1,536 tokens follow 2,048, KL to full
+attention is 0.0106, 0.0078 and 0.0074 on their state and 0.0093, 0.0059 and 0.0061 with one of their own (three texts);
+but states for all that a long answer may come to would have to be held from its start."""
 
 MOST_SEGMENTS = 8
 """Segments of one sequence with states of their own: the last one's serves whatever comes."""
@@ -31,12 +36,14 @@ class Standing:
     Attributes:
         sealed: tokens.
         segments: with fitted states, or one where nothing is fitted; 0 while it is dense.
-        reach: position up to which pages may be sealed on the last one's state.
+        reach: position up to which tokens of prompts may be sealed on the last one's state.
+        generated_reach: the same of generated tokens.
     """
 
     sealed: int = 0
     segments: int = 0
     reach: int = 0
+    generated_reach: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,12 @@ def fitted_with_earlier(first: int, end: int) -> bool:
     return end - first < first
 
 
+def generated_reach(first: int, end: int, reach: int) -> int:
+    """How far a state reaches for generated tokens that was fitted for ``first`` to ``end`` and has that ``reach``."""
+    fitted = end if fitted_with_earlier(first, end) else end - first
+    return FOR_EVER if fitted >= SETTLED else reach
+
+
 @dataclass(frozen=True)
 class Growth:
     """The rules of one policy.
@@ -84,12 +97,21 @@ class Growth:
             return FOR_EVER
         return end + int(REACH * (end if fitted_with_earlier(first, end) else end - first))
 
+    def fitted(self, at: Standing, sealed: int, end: int) -> Standing:
+        """What comes of ``at`` when tokens behind it, up to ``end``, get a state and are sealed up to ``sealed``."""
+        reach = self.reach(at.segments + 1, at.sealed, end)
+        return Standing(sealed, at.segments + 1, reach, generated_reach(at.sealed, end, reach))
+
+    def limit(self, segments: int) -> int:
+        """The longest tail behind so many segments that stays exact if there is more to come."""
+        return self.spec.exact_limit if segments else self.spec.dense_limit
+
     def sealed(self, at: Standing, length: int, final: bool) -> Sealed:
         """What is sealed once a sequence has ``length`` tokens; ``final`` where it will not grow."""
         target = max(at.sealed, self.spec.sealed_pages(length) * PAGE)
         if not self.spec.seals or target <= at.reach:
             return Sealed(target if self.spec.seals and at.segments else 0, False)
-        tail, limit = length - at.sealed, self.spec.dense_limit
+        tail, limit = length - at.sealed, self.limit(at.segments)
         # At the limit itself tokens stay exact only if there will be no more.
         if tail < limit or (tail == limit and final):
             return Sealed(at.sealed, False)
@@ -100,16 +122,16 @@ class Growth:
         spec, before, longest = self.spec, at.segments, 0
         soon = self.sealed(at, start, start == capacity)
         if soon.fits:
-            at = Standing(soon.tokens, at.segments + 1, self.reach(at.segments + 1, at.sealed, start))
+            at = self.fitted(at, soon.tokens, start)
         elif at.segments:
-            at = Standing(soon.tokens, at.segments, at.reach)
+            at = replace(at, sealed=soon.tokens)
             longest = start - soon.tokens
         while at.segments < MOST_SEGMENTS:
-            stuck = max(at.sealed, at.reach // PAGE * PAGE)  # what can be sealed on the last state is
+            stuck = max(at.sealed, at.generated_reach // PAGE * PAGE)  # what can be sealed on the last state is
             if at.segments and capacity > stuck + spec.local + PAGE:
-                longest = max(longest, min(capacity - stuck, spec.dense_limit + 1))
-            fitted = stuck + spec.dense_limit
+                longest = max(longest, min(capacity - stuck, spec.exact_limit + 1))
+            fitted = stuck + self.limit(at.segments)
             if capacity <= fitted:
                 break
-            at = Standing(spec.sealed_pages(fitted) * PAGE, at.segments + 1, self.reach(at.segments + 1, stuck, fitted))
+            at = self.fitted(replace(at, sealed=stuck), spec.sealed_pages(fitted) * PAGE, fitted)
         return Forecast(at.segments - before, longest)

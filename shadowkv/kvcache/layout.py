@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from shadowkv.kvcache.growth import Growth, Standing
+from shadowkv.kvcache.growth import MOST_SEGMENTS, Growth, Standing
 from shadowkv.kvcache.memory import Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.shape import ModelShape
@@ -33,7 +33,7 @@ class TierLayout:
 
 @dataclass(frozen=True)
 class PageCount:
-    """What a sequence needs to reach its full length: pages of each kind, and a row and a state of a first segment."""
+    """What a sequence needs to reach its full length: pages of each kind, and rows and states of segments to come."""
 
     dense: int = 0
     static: int = 0
@@ -56,9 +56,6 @@ LEAST_WASTE = 0.02
 
 SPARE_SEGMENTS = 16
 """One of so many sequences may have a second segment while as many sequences are there as can be."""
-
-FEWEST_SPARE = 3
-"""Second segments that there may be then at the least."""
 
 
 def pack(exact: int, sealed: int) -> tuple[int, int, int]:
@@ -145,7 +142,7 @@ class Layout:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(FEWEST_SPARE, sequences // SPARE_SEGMENTS)
+            segments += max(MOST_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as can be
         return Blocks(sequences=sequences, rows=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
@@ -176,7 +173,7 @@ class Layout:
             static = later * spec.outlier_pages + (spec.static_pages if not at.segments else 0)
         ring = max(spec.ring_pages, math.ceil(to_come.tail / PAGE))
         sealed = spec.sealed_pages(capacity)
-        return PageCount(dense, static, ring, sealed, sealed if self.host_fields else 0, int(not at.segments))
+        return PageCount(dense, static, ring, sealed, sealed if self.host_fields else 0, to_come.segments)
 
     def blocks(self, pages: PageCount) -> Blocks:
         """Blocks that hold ``pages``, kind by kind: a block holds pages of one kind."""

@@ -141,38 +141,23 @@ class SequencePool:
         self.tables.length[sequence.slot] = length
         return sequence
 
-    def begin_segment(self, sequence: Sequence, end: int) -> bool:
+    def begin_segment(self, sequence: Sequence, end: int) -> None:
         """Makes a new last segment behind what is sealed, with a state that is to be fitted on tokens up to ``end``.
 
-        False, with nothing changed, where a later one finds no row or state that is free: the first is held from the
-        start, others are taken as they are needed.
+        All that it takes is held from the start, whatever else is held: what a sequence answers depends on itself.
         """
-        if not sequence.row_reserve:
-            spec, pools = self.layout.spec, self.pools
-            if not pools["rows"].free_blocks or (self.layout.growth.learns and not pools["states"].free_blocks):
-                return False
-            if len(sequence.static_reserve) < spec.outlier_pages:
-                return False
-            sequence.row_reserve += self.pools["rows"].allocate(1)
-            sequence.state_reserve += self.pools["states"].allocate(int(self.layout.growth.learns))
         spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
         pages, tokens = spec.outlier_pages, spec.outliers * spec.chunk
         if number == 1:
             pages, tokens = spec.static_pages, spec.static_tokens
         self._begin(sequence, pages, first, end, self.layout.growth.reach(number, first, end), tokens)
-        return True
-
-    def go_on(self, sequence: Sequence, length: int) -> None:
-        """Lets the last segment's state serve a sequence of ``length`` tokens, and as many more as may stay exact."""
-        sequence.path[-1].reach = length + self.layout.spec.dense_limit
-        self.tables.write(sequence)
 
     def _begin(
         self, sequence: Sequence, static: int, first: int, end: int, reach: int, static_tokens: int, num_pages: int = 0
     ) -> None:
         segment = Segment(
-            row=sequence.row_reserve.pop(),
-            state=sequence.state_reserve.pop() if self.layout.growth.learns else None,
+            row=sequence.row_reserve.pop(0),
+            state=sequence.state_reserve.pop(0) if self.layout.growth.learns else None,
             first=first,
             end=end,
             reach=reach,
@@ -208,7 +193,7 @@ class SequencePool:
 
     def trim(self, sequence: Sequence) -> None:
         """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
-        sequence.capacity = length = sequence.length
+        sequence.capacity, sequence.observed = (length := sequence.length), False
         unused = slice(-(-length // PAGE), None)
         spare, sequence.dense[unused] = sequence.dense[unused], []
         exact = sequence.static_reserve

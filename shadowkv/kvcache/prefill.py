@@ -1,16 +1,21 @@
 """Prefill of new tokens into empty or cached sequences: exact attention, and storing, layer by layer.
 
-A new sequence's tokens are stored while the last of them attend in the same layer, where a device can do both at once.
+A new sequence's tokens are stored while the last of them attend in the same layer, where a device can do both at once;
+those of short prompts several layers at a time.
 New tokens of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values, block
 by block with merged softmax, so that nothing is lost to selection outside decode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import (
+    LAYERS_AT_ONCE,
+    TOKENS_AT_ONCE,
     CachedSegment,
     ExactRows,
     NewTokens,
@@ -22,7 +27,7 @@ from shadowkv.kvcache.batch import (
 from shadowkv.kvcache.cached import CachedTokens
 from shadowkv.kvcache.growth import fitted_with_earlier
 from shadowkv.kvcache.parts import Parts
-from shadowkv.kvcache.parts.base import SealedTokens
+from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Segment, Sequence
@@ -53,8 +58,9 @@ class Prefill:
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
         batch, rows = block.batch, slice(block.start, block.stop)
-        batch.keys[rows], batch.values[rows] = k, v
-        batch.rotated[rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
+        place = batch.place(layer)
+        batch.keys[place, rows], batch.values[place, rows] = k, v
+        batch.rotated[place, rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
         """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the
@@ -71,7 +77,7 @@ class Prefill:
             start, stop = max(block.start, segment.start), min(block.stop, segment.stop)
             if start < stop:
                 rows = slice(start - block.start, stop - block.start)
-                batch.keep_queries(segment, q[rows], start)
+                batch.keep_queries(layer, segment, q[rows], start)
                 here.append((segment, start, stop, rows))
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
@@ -80,10 +86,14 @@ class Prefill:
         return out
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
-        """Stores what is not stored yet of one layer's new tokens; their memory can be used again."""
+        """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
+        been computed; their memory can be used again."""
+        layers = batch.stored_after(layer)
+        if layers is None:
+            return
         for segment in batch.new:
             if segment.cached or batch.storing != layer:
-                self._store(layer, batch, segment)
+                self._store(layers, batch, segment)
         self.join()
 
     def join(self) -> None:
@@ -96,35 +106,68 @@ class Prefill:
         for segment in batch.new:
             self._commit(segment.sequence, batch.places_of(segment, self._places))
 
-    def seal_tail(self, sequence: Sequence) -> None:
-        """Makes the tail of a sequence that has outgrown its last state, if it has one, a segment with its own."""
-        heads = (0, self.shape.num_kv_heads, self.shape.head_dim)
-        places, none = self._places(sequence, 0), self.store.k[0].new_empty(heads)
-        queries = none.new_empty(0, self.shape.num_query_heads, self.shape.head_dim)
-        for layer in range(self.shape.num_layers):
-            self._write(layer, places, none, none, none, queries)
-        self._commit(sequence, places)
+    def seal_tails(self, sequences: list[Sequence]) -> None:
+        """Makes the tails of sequences that have outgrown their last states, if they have one, segments with their own:
+        those that are alike together."""
+        alike: dict[tuple[int, ...], list[tuple[Sequence, Places]]] = {}
+        for sequence in sequences:
+            places = self._places(sequence, 0)
+            key = len(places.tail.pages), places.sealed, places.fits, places.before
+            alike.setdefault(key, []).append((sequence, places))
+        for (tail, *_), found in alike.items():
+            most = max(1, TOKENS_AT_ONCE // tail)
+            for start in range(0, len(found), most):
+                self._seal_tails(found[start : start + most], tail)
+
+    def _seal_tails(self, tails: list[tuple[Sequence, Places]], length: int) -> None:
+        shape = self.shape
+        step = max(1, min(LAYERS_AT_ONCE, TOKENS_AT_ONCE // (length * len(tails))))
+        for first in range(0, shape.num_layers, step):
+            layers = slice(first, min(first + step, shape.num_layers))
+            none = self.store.k[layers].new_empty(layers.stop - first, 0, shape.num_kv_heads, shape.head_dim)
+            gone = none.new_empty(len(none), 0, shape.num_query_heads, shape.head_dim)
+            for sequence, places in tails:
+                if places.observed is not None and not sequence.observed:
+                    self._observe(layers, places, gone)
+            self._write(layers, [places for _, places in tails], [(none, none, none)] * len(tails))
+        for sequence, places in tails:
+            sequence.observed = False
+            self._commit(sequence, places)
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
     def _start_storing(self, layer: int, batch: PrefillBatch, side: torch.cuda.Stream) -> None:
-        """Stores the tokens of new sequences on another stream: attention reads them from the batch.
+        """Stores the tokens of new sequences on another stream, if it is time: attention reads them from the batch.
 
-        What is cached of others would be overwritten under the eyes of their new tokens.
+        What is cached of others would be overwritten while their new tokens still read it.
         """
+        layers = batch.stored_after(layer)
+        if layers is None:
+            return
         new = [segment for segment in batch.new if not segment.cached]
         for segment in new:
             batch.places_of(segment, self._places)  # on this stream: the host waits for it
         side.wait_stream(torch.cuda.current_stream(self.store.compute))
         with torch.cuda.stream(side):
             for segment in new:
-                self._store(layer, batch, segment)
+                self._store(layers, batch, segment)
         batch.storing = layer
 
-    def _store(self, layer: int, batch: PrefillBatch, segment: NewTokens) -> None:
-        rows, places = slice(segment.start, segment.stop), batch.places_of(segment, self._places)
-        tokens = batch.keys[rows], batch.rotated[rows], batch.values[rows], batch.queries[segment.start]
-        self._write(layer, places, *tokens)
+    def _store(self, layers: slice, batch: PrefillBatch, segment: NewTokens) -> None:
+        count, rows = layers.stop - layers.start, slice(segment.start, segment.stop)
+        places = batch.places_of(segment, self._places)
+        if places.observed is not None:
+            self._observe(layers, places, batch.queries[segment.start][:count])
+            segment.sequence.observed = not places.sealed
+        keys, rotated, values = (x[:count, rows] for x in (batch.keys, batch.rotated, batch.values))
+        self._write(layers, [places], [(keys, rotated, values)])
+
+    def _observe(self, layers: slice, places: Places, queries: Tensor) -> None:
+        """Lets the parts learn from the last queries [L, w, H_q, d] of new tokens."""
+        assert places.observed is not None
+        first = places.length - queries.shape[1] - places.first
+        for part in self.parts:
+            part.observe(self.store, layers, places.observed, queries.unsqueeze(1), first)
 
     def _places(self, sequence: Sequence, count: int) -> Places:
         """Where ``count`` new tokens of a sequence go; it has a new segment if their state is to be fitted."""
@@ -132,15 +175,19 @@ class Prefill:
         length = start + count
         after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
         tail, cached = self._tail_rows(sequence), tuple(map(self._cached, sequence.path))
-        if after.fits and not self.pool.begin_segment(sequence, length):
-            self.pool.go_on(sequence, length)
-            after = self.layout.growth.sealed(sequence.standing, length, False)
+        if after.fits:
+            self.pool.begin_segment(sequence, length)
         sealed, reserve = after.tokens - before, sequence.sealed_reserve
         values = sequence.host_reserve if self.layout.host_fields else reserve
         pages, value_pages = (
             torch.tensor(names[: sealed // PAGE], dtype=torch.int64, device=device) for names in (reserve, values)
         )
-        segment = sequence.path[-1] if sequence.path else None
+        segment, reserved = sequence.path[-1] if sequence.path else None, sequence.state_reserve
+        observed = None
+        if after.fits and segment is not None and segment.state is not None:
+            observed = segment.state
+        elif segment is None and reserved:
+            observed = reserved[0]
         static = segment.static_tokens if segment is not None and after.fits else 0
         state = None if segment is None else segment.state
         ring = sequence.dense if segment is None else sequence.ring
@@ -151,6 +198,8 @@ class Prefill:
             segment=segment,
             fits=after.fits,
             state=torch.tensor([state or 0], device=device),
+            observed=None if observed is None else torch.tensor([observed], device=device),
+            first=before,
             pages=pages,
             value_pages=value_pages,
             static=self._exact_rows(segment.static if segment is not None else [], 0, static),
@@ -159,56 +208,83 @@ class Prefill:
             cached=cached,
         )
 
-    def _write(
-        self, layer: int, places: Places, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
+    def _write(self, layers: slice, all_places: list[Places], new: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Stores tokens of layers of sequences that are sealed alike, as many of each: those that were exact and
+        the new ones, keys, rotated keys and values [L, n, H, d]."""
+        places = all_places[0]
         if not places.sealed:
-            self._write_exact(layer, places.exact, rotated, values)
+            for one, (_, rotated, values) in zip(all_places, new, strict=True):
+                self._write_exact(layers, one.exact, rotated, values)
             return
-        if len(places.tail.pages):
-            tail, tail_values = self.store.read_exact(layer, places.tail)
-            positions = torch.arange(places.before, places.before + len(tail), device=tail.device)
-            keys = torch.cat((self.ops.rotate(tail, positions, self.store.rotary, inverse=True), keys))
-            rotated, values = torch.cat((tail, rotated)), torch.cat((tail_values, values))
-        count, excluded = places.sealed, None
+        joined = [self._behind_exact(layers, one, *tokens) for one, tokens in zip(all_places, new, strict=True)]
+        keys, rotated, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
+        states, count, excluded = torch.cat([one.state for one in all_places]), places.sealed, None
         if places.fits:
-            assert places.segment is not None
-            state, all_keys = places.segment.state or 0, self._with_earlier(layer, places, keys)
-            for part, seen in zip(self.parts, (all_keys, keys, keys), strict=True):
-                part.fit(self.store, layer, state, seen, rotated, values, queries)
-            excluded = self._write_static(layer, places, rotated[:count], values[:count])
-        tokens = (x[:count].unflatten(0, (-1, PAGE)).unsqueeze(0) for x in (keys, rotated, values))
-        layers = slice(layer, layer + 1)
-        self.sealing.write(SealedTokens(layers, places.state, places.pages, places.value_pages, *tokens), excluded)
-        self._write_exact(layer, places.exact, rotated[count:], values[count:])
+            seen = keys
+            if fitted_with_earlier(places.before, places.before + keys.shape[2]) and self.parts.keys.state_fields():
+                earlier = [self._earlier(layers, one) for one in all_places]
+                seen = torch.cat((_stacked(earlier), keys), dim=2)
+            for part in self.parts:
+                part.fit(self.store, layers, states, FittedTokens(seen, rotated, values))
+            excluded = torch.cat(
+                [
+                    self._write_static(layers, one, rotated[:, i, :count], values[:, i, :count])
+                    for i, one in enumerate(all_places)
+                ],
+                dim=1,
+            )
+        if len(all_places) > 1:
+            states = states.repeat_interleave(count // PAGE)
+        tokens = (x[:, :, :count].unflatten(2, (-1, PAGE)).flatten(1, 2) for x in (keys, rotated, values))
+        pages, value_pages = (
+            torch.cat([getattr(one, name) for one in all_places]) for name in ("pages", "value_pages")
+        )
+        self.sealing.write(SealedTokens(layers, states, pages, value_pages, *tokens), excluded)
+        for i, one in enumerate(all_places):
+            self._write_exact(layers, one.exact, rotated[:, i, count:], values[:, i, count:])
 
-    def _with_earlier(self, layer: int, places: Places, keys: Tensor) -> Tensor:
-        """Keys before the rotation that a subspace is found by: where they are few, those before them too, rebuilt."""
-        if not fitted_with_earlier(places.before, places.before + len(keys)) or not self.parts.keys.state_fields():
-            return keys
-        earlier = []
-        for one in places.cached:
-            start = int(one.row.first)
-            for block, _ in self.cached.blocks(layer, one):
-                positions = torch.arange(start, start + block.shape[1], device=block.device)
-                rows = block.transpose(0, 1).contiguous()
-                earlier.append(self.ops.rotate(rows, positions, self.store.rotary, inverse=True))
-                start += block.shape[1]
-        return torch.cat((*earlier, keys))
+    def _behind_exact(
+        self, layers: slice, places: Places, keys: Tensor, rotated: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """New tokens [L, n, H, d] behind the exact tail that their sequence has."""
+        count = len(places.tail.pages)
+        if not count:
+            return keys, rotated, values
+        tail, tail_values = self.store.read_exact(layers, places.tail)
+        positions = torch.arange(places.before, places.before + count, device=tail.device).expand(len(tail), -1)
+        before = self.ops.rotate(tail, positions, self.store.rotary, inverse=True)
+        pairs = ((before, keys), (tail, rotated), (tail_values, values))
+        first, second, third = (torch.cat(pair, dim=1) for pair in pairs)
+        return first, second, third
 
-    def _write_static(self, layer: int, places: Places, rotated: Tensor, values: Tensor) -> Tensor:
-        """Makes the sink, if it is here, and the outliers exact; returns their bits, bool [1, pages, H, C]."""
-        chunk, heads = self.spec.chunk, self.shape.num_kv_heads
-        sink = torch.arange(0 if places.before else self.spec.sink_chunks, device=rotated.device).expand(heads, -1)
-        outliers = self.ops.find_outliers(rotated, chunk, self.spec.outliers, sink.shape[1])
-        chosen = torch.cat((sink, outliers), dim=1)
-        tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=chosen.device)).flatten(1)  # [H, n]
-        head = torch.arange(heads, device=chosen.device)
-        exact = [x[tokens, head[:, None]].transpose(0, 1) for x in (rotated, values)]
-        self._write_exact(layer, places.static, *exact)
-        bits = torch.zeros(heads, len(rotated) // chunk, dtype=torch.bool, device=chosen.device)
-        bits.scatter_(1, chosen, True)
-        return bits.unflatten(1, (-1, PAGE // chunk)).transpose(0, 1).unsqueeze(0)
+    def _earlier(self, layers: slice, places: Places) -> Tensor:
+        """Keys before the rotation [L, n, H, d] of all that a sequence has sealed, rebuilt: new tokens that are too few
+        for a subspace of their own are in one with those."""
+        rebuilt = []
+        for layer in range(layers.start, layers.stop):
+            for one in places.cached:
+                start = int(one.row.first)
+                for block, _ in self.cached.blocks(layer, one):
+                    positions = torch.arange(start, start + block.shape[1], device=block.device)
+                    rows = block.transpose(0, 1).contiguous()
+                    rebuilt.append(self.ops.rotate(rows, positions, self.store.rotary, inverse=True))
+                    start += block.shape[1]
+        return torch.cat(rebuilt).unflatten(0, (layers.stop - layers.start, -1))
+
+    def _write_static(self, layers: slice, places: Places, rotated: Tensor, values: Tensor) -> Tensor:
+        """Makes the sink, if it is here, and the outliers of tokens [L, n, H, d] exact; returns their bits, bool
+        [L, pages, H, C]."""
+        chunk, heads, spec = self.spec.chunk, self.shape.num_kv_heads, self.spec
+        count, device = 0 if places.before else spec.sink_chunks, rotated.device
+        sink = torch.arange(count, device=device).expand(len(rotated), heads, -1)
+        outliers = torch.stack([self.ops.find_outliers(one, chunk, spec.outliers, count) for one in rotated])
+        chosen = torch.cat((sink, outliers), dim=2)  # [L, H, chunks]
+        tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=device)).flatten(2)
+        rows = tokens.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, rotated.shape[-1])
+        self._write_exact(layers, places.static, rotated.gather(1, rows), values.gather(1, rows))
+        bits = torch.zeros(len(rotated), heads, rotated.shape[1] // chunk, dtype=torch.bool, device=device)
+        bits.scatter_(2, chosen, True)
+        return bits.unflatten(2, (-1, PAGE // chunk)).transpose(1, 2)
 
     def _exact_rows(self, pages: list[int], start: int, stop: int) -> ExactRows:
         """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact pages."""
@@ -220,10 +296,10 @@ class Prefill:
         """Where the exact tail is, oldest first."""
         return self._exact_rows(sequence.ring if sequence.path else sequence.dense, sequence.sealed, sequence.length)
 
-    def _write_exact(self, layer: int, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
-        """Writes tokens [n, H, d] to exact pages."""
-        self.store.k[layer][rows.pages, :, rows.offsets] = rotated
-        self.store.v[layer][rows.pages, :, rows.offsets] = values
+    def _write_exact(self, layers: slice, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
+        """Writes tokens [L, n, H, d] to exact pages."""
+        for exact, tokens in ((self.store.k, rotated), (self.store.v, values)):
+            exact[layers][:, rows.pages, :, rows.offsets] = tokens.transpose(0, 1)
 
     def _commit(self, sequence: Sequence, places: Places) -> None:
         self.tables.length[sequence.slot] = places.length
@@ -235,12 +311,12 @@ class Prefill:
     def _attend_segment(
         self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
     ) -> Tensor:
-        rows = slice(segment.start, stop)
+        keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
         if not segment.cached:
-            return self.ops.causal_attention(q, batch.rotated[rows], batch.values[rows])
+            return self.ops.causal_attention(q, keys, values)
         places = batch.places_of(segment, self._places)
-        k = self._behind_tail(self.store.k[layer], places.tail, batch.rotated[rows])
-        v = self._behind_tail(self.store.v[layer], places.tail, batch.values[rows])
+        k = self._behind_tail(self.store.k[layer], places.tail, keys)
+        v = self._behind_tail(self.store.v[layer], places.tail, values)
         if not places.cached:
             return self.ops.causal_attention(q, k, v)
         merged = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
@@ -276,3 +352,8 @@ class Prefill:
             max_budget=count * PAGE // self.spec.chunk,
         )
         return CachedSegment(sealed, self._exact_rows(segment.static, 0, segment.static_tokens))
+
+
+def _stacked(tokens: Items[Tensor]) -> Tensor:
+    """[L, n, S, H, d] of n times [L, S, H, d], which are not copied where there is one."""
+    return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)

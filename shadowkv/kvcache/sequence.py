@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing
+from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing, generated_reach
 from shadowkv.kvcache.layout import PageCount
 from shadowkv.kvcache.spec import PAGE
 
@@ -28,7 +28,7 @@ class Segment:
         state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
-        reach: position up to which pages may be sealed on the state.
+        reach: position up to which pages of prompts may be sealed on the state.
         pages, value_pages: names of its sealed pages and of those that hold their values.
         static: names of exact pages with its sink and outliers.
         static_tokens: tokens in those, per kv head.
@@ -71,19 +71,21 @@ class Sequence:
         tables: of all sequences.
         slot: its row there.
         capacity: tokens it may grow to.
+        observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
         shared: tokens that it has, or had, in common with sequences forked from it or it from them.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
         ring: names of the exact pages that a compressed one's tail goes round.
         sealed_reserve, host_reserve: names of pages to be sealed.
         static_reserve: names of exact pages for sinks and outliers of segments to come.
-        row_reserve, state_reserve: the row and the state of its first segment, until that is there.
+        row_reserve, state_reserve: rows and states of segments to come.
     """
 
     tables: Tables
     slot: int
     capacity: int = 0
     shared: int = 0
+    observed: bool = False
     path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
@@ -111,7 +113,10 @@ class Sequence:
     @property
     def standing(self) -> Standing:
         """How far it is sealed, as the rules of growth see it."""
-        return Standing(self.sealed, len(self.path), self.path[-1].reach if self.path else 0)
+        if not self.path:
+            return Standing()
+        last = self.path[-1]
+        return Standing(self.sealed, len(self.path), last.reach, generated_reach(last.first, last.end, last.reach))
 
     @property
     def pages(self) -> list[int]:
@@ -154,8 +159,8 @@ class Tables:
 
     Attributes:
         padding_slot, padding_row: those after the last.
-        length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages may be
-            sealed on the last segment's state.
+        length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages of
+            generated tokens may be sealed on the last segment's state.
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
@@ -182,7 +187,7 @@ class Tables:
         """Numbers of a sequence's segments."""
         slot, path = sequence.slot, sequence.path
         at = sequence.standing
-        self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.reach, len(path)
+        self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.generated_reach, len(path)
         for number, segment in enumerate(path):
             self.rows[slot, number] = segment.row
             self.first[segment.row], self.end[segment.row] = segment.first, segment.sealed

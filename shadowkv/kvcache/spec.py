@@ -53,6 +53,8 @@ class KVSpec:
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
         rank: dimensions of the low-rank keys; None picks by model (see ``resolve``).
+        dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
+            is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
     """
 
     keys: str = "dense"
@@ -66,6 +68,7 @@ class KVSpec:
     outliers: int = 0
     local: int = 32
     rank: int | None = None
+    dense_below: int | None = None
 
     def resolve(self, shape: ModelShape) -> KVSpec:
         """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
@@ -101,6 +104,8 @@ class KVSpec:
             reasons.append(f"outliers={self.outliers} is negative")
         if self.local < 1:
             reasons.append(f"local={self.local} is less than 1: the newest token is always exact")
+        if self.dense_below is not None and self.dense_below < 0:
+            reasons.append(f"dense_below={self.dense_below} tokens is negative")
         if self.low_rank and not 1 <= (self.rank or 0) <= shape.kv_dim:
             reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
         if not self.low_rank and self.rank is not None:
@@ -142,10 +147,15 @@ class KVSpec:
         return (self.sink_chunks + self.outliers) * self.chunk
 
     @property
-    def dense_limit(self) -> int:
-        """Longest sequence, in tokens, that is kept dense because that much would be attended exactly anyway."""
+    def exact_limit(self) -> int:
+        """Tokens of a tail that would be attended exactly anyway: there is nothing to gain by a segment of fewer."""
         floor = DEFAULT_BUDGET_FLOOR if self.index != "none" and self.budget is None else 0
         return self.static_tokens + self.local + PAGE + floor
+
+    @property
+    def dense_limit(self) -> int:
+        """Longest sequence, in tokens, that is kept dense."""
+        return max(self.exact_limit, (self.dense_below or 0) - 1)
 
     @property
     def ring_pages(self) -> int:

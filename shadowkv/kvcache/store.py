@@ -67,9 +67,10 @@ class Store:
         step = self.layout.exact_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
-    def read_exact(self, layer: int, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [n, H, d] of exact pages."""
-        return self.k[layer][rows.pages, :, rows.offsets], self.v[layer][rows.pages, :, rows.offsets]
+    def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [L, n, H, d] of exact pages."""
+        keys, values = (x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in (self.k, self.v))
+        return keys, values
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
         """Which chunks bool [R, H, P * C] of the sealed pages [R, P] of segments are exact elsewhere.

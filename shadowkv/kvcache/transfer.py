@@ -64,12 +64,14 @@ class Exported:
         length: tokens.
         segments: what is sealed, in order.
         tail: rotated keys and values of the other tokens, [2, num_layers, n, H, d].
+        observed: of a dense sequence that may be compressed, what is known of its state, by field; else empty.
     """
 
     form: Form
     length: int
     segments: tuple[ExportedSegment, ...]
     tail: Tensor
+    observed: dict[str, Tensor]
 
 
 class Transfer:
@@ -87,7 +89,8 @@ class Transfer:
         segments = tuple(map(self._export_segment, sequence.path))
         ring = sequence.ring if sequence.path else sequence.dense
         tail = self._read(ring, sequence.sealed, sequence.length)
-        return Exported(self.form, sequence.length, segments, tail)
+        observed = self._state(sequence.state_reserve[0]) if sequence.observed else {}
+        return Exported(self.form, sequence.length, segments, tail, observed)
 
     def load(self, exported: Exported, capacity: int) -> Sequence:
         """A new sequence with copies of what ``exported`` has; see ``KVCache.load``."""
@@ -102,6 +105,9 @@ class Transfer:
             self._load_segment(segment, one)
         ring = sequence.ring if compressed else sequence.dense
         self._write(ring, sequence.sealed, exported.tail)
+        if exported.observed and sequence.state_reserve:
+            self._load_state(sequence.state_reserve[0], exported.observed)
+            sequence.observed = True
         return sequence
 
     def _export_segment(self, segment: Segment) -> ExportedSegment:
@@ -111,16 +117,23 @@ class Transfer:
             segment.reach,
             segment.static_tokens,
             {name: self.store.page[name][:, self._names(pages)] for name, pages in self._pages(segment)},
-            {name: state[:, segment.state].clone() for name, state in self.store.state.items()},
+            {} if segment.state is None else self._state(segment.state),
             self._read(segment.static, 0, segment.static_tokens),
         )
 
     def _load_segment(self, segment: Segment, one: ExportedSegment) -> None:
         for name, pages in self._pages(segment):
             self.store.page[name][:, self._names(pages)] = one.pages[name]
-        for name, state in self.store.state.items():
-            state[:, segment.state] = one.state[name]
+        if segment.state is not None:
+            self._load_state(segment.state, one.state)
         self._write(segment.static, 0, one.static)
+
+    def _state(self, name: int) -> dict[str, Tensor]:
+        return {field: state[:, name].clone() for field, state in self.store.state.items()}
+
+    def _load_state(self, name: int, found: dict[str, Tensor]) -> None:
+        for field, state in self.store.state.items():
+            state[:, name] = found[field]
 
     def _pages(self, segment: Segment) -> list[tuple[str, list[int]]]:
         """Fields of sealed pages, and the names of those that have them."""

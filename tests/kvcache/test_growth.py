@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, Growth, Standing
+from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, SETTLED, Growth, Standing
+from shadowkv.kvcache.memory import OutOfPages
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE, KVSpec
@@ -22,6 +23,7 @@ specs = st.builds(
     chunk=st.sampled_from([1, 8, 64]),
     outliers=st.sampled_from([0, 3, 20]),
     local=st.integers(1, 200),
+    dense_below=st.sampled_from([None, 700]),
 )
 tokens = st.integers(0, 2000)
 
@@ -38,31 +40,28 @@ def standings(draw: st.DrawFn, growth: Growth) -> Standing:
         return Standing()
     sealed = PAGE * draw(st.integers(1, 30))
     if segments == MOST_SEGMENTS or not growth.learns:
-        return Standing(sealed, segments, FOR_EVER)
-    return Standing(sealed, segments, sealed + draw(st.integers(0, 1000)))
+        return Standing(sealed, segments, FOR_EVER, FOR_EVER)
+    reach = sealed + draw(st.integers(-200, 1000))
+    return Standing(sealed, segments, reach, max(sealed, reach) + draw(st.integers(0, 3000)))
 
 
 def walk(growth: Growth, at: Standing, start: int, capacity: int) -> tuple[int, int]:
     """Segments that a sequence gains and its longest tail while it is compressed, one token after the other."""
     spec, before, longest = growth.spec, at.segments, 0
 
-    def fit(length: int, tokens: int) -> Standing:
-        number = at.segments + 1
-        return Standing(tokens, number, growth.reach(number, at.sealed, length))
-
     after = growth.sealed(at, start, start == capacity)
-    at = fit(start, after.tokens) if after.fits else replace(at, sealed=after.tokens)
+    at = growth.fitted(at, after.tokens, start) if after.fits else replace(at, sealed=after.tokens)
     for length in range(start, capacity + 1):
         if at.segments:
             longest = max(longest, length - at.sealed)
         if length == capacity:
             break
         tail = length - at.sealed  # what is sealed before the step that adds a token
-        if at.sealed + PAGE > at.reach and tail >= spec.dense_limit:
+        if at.sealed + PAGE > at.generated_reach and tail >= growth.limit(at.segments):
             after = growth.sealed(at, length, False)
             assert after.fits
-            at = fit(length, after.tokens)
-        if at.segments and at.sealed + PAGE <= at.reach and length - at.sealed >= spec.local + PAGE:
+            at = growth.fitted(at, after.tokens, length)
+        if at.segments and at.sealed + PAGE <= at.generated_reach and length - at.sealed >= spec.local + PAGE:
             at = replace(at, sealed=at.sealed + PAGE)
     return at.segments - before, longest
 
@@ -79,7 +78,7 @@ def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, n
     assert tail <= max(forecast.tail, spec.ring_pages * PAGE)
     # And no loose one: nobody waits for what hardly anybody takes.
     assert forecast.segments <= segments + 1
-    assert forecast.tail <= growth.spec.dense_limit + 1
+    assert forecast.tail <= growth.spec.exact_limit + 1
 
 
 @settings(deadline=None)
@@ -93,7 +92,7 @@ def test_what_is_sealed_grows_with_the_sequence_and_leaves_the_newest_exact(data
     assert at.sealed <= after.tokens <= max(at.sealed, length - spec.local)
     assert after.fits == (after.tokens > max(at.sealed, at.reach))
     if after.fits:
-        assert length - at.sealed >= spec.dense_limit
+        assert length - at.sealed >= growth.limit(at.segments)
 
 
 def feed(cache: KVCache, sequence: Sequence, count: int) -> None:
@@ -166,7 +165,7 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
         if number > MOST_SEGMENTS:
             assert reach == FOR_EVER
             reach = sequence.length
-        start = max(sequence.length + spec.dense_limit, reach + PAGE + spec.local) + 1
+        start = max(sequence.length + spec.exact_limit, reach + PAGE + spec.local) + 1
         cache.extend(sequence, start, start)
         feed(cache, sequence, start - sequence.length)
         assert len(sequence.path) == min(number, MOST_SEGMENTS)
@@ -176,23 +175,35 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
     cache.release(sequence)
 
 
-def test_where_no_state_is_free_the_last_one_goes_on() -> None:
-    spec = preset("shadowkv", rank=16, budget=64, outliers=3)
-    cache = make_cache(spec, slots=1, blocks=900, max_model_len=16384)
-    states = cache.total["states"]
-    assert states < MOST_SEGMENTS, "there are enough for all: the test would show nothing"
-    sequence = cache.allocate(1, 1)
-    for number in range(1, states + 4):
-        start = sequence.length + 3 * spec.dense_limit
-        cache.extend(sequence, start, start + 80)
-        feed(cache, sequence, start - sequence.length)
-        for _ in range(80):
-            step(cache, sequence)
-        assert len(sequence.path) <= states
-        assert sequence.length - sequence.sealed <= spec.local + PAGE, number
-    assert len(sequence.path) == states
-    cache.release(sequence)
+def test_states_of_all_segments_to_come_are_held_from_the_start() -> None:
+    """So that what a sequence answers does not depend on what else is there."""
+    cache = make_cache(preset("turbo", rank=16, budget=64, values="rotated-4bit"), slots=2, blocks=900)
+    one = cache.allocate(300, 1200)
+    held = cache.total["states"] - cache.free["states"]
+    feed(cache, one, 300)
+    assert len(one.path) + len(one.state_reserve) == held > 2
+    with pytest.raises(OutOfPages):
+        cache.allocate(300, 3000)
+    for _ in range(900):
+        step(cache, one)
+    assert 2 < len(one.path) <= held <= len(one.path) + 1
+    cache.release(one)
     assert cache.free == cache.total
+
+
+def test_a_settled_state_serves_whatever_is_generated() -> None:
+    cache = make_cache(preset("turbo", rank=16, budget=64, values="rotated-4bit"), slots=1, blocks=900)
+    sequence = cache.allocate(SETTLED, 4000)
+    assert cache.total["states"] - cache.free["states"] == 1
+    feed(cache, sequence, SETTLED)
+    for _ in range(700):
+        step(cache, sequence)
+    assert len(sequence.path) == 1 and sequence.length - sequence.sealed <= cache.spec.local + PAGE
+    # But not a prompt as long, which may be of anything.
+    start = sequence.length + 900
+    cache.extend(sequence, start, start)
+    feed(cache, sequence, 900)
+    assert len(sequence.path) == 2
 
 
 LEARNED = {

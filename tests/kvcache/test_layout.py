@@ -103,9 +103,9 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     assert shape.num_layers * buffer <= unit["rows"] <= shape.num_layers * (buffer + 80)
     assert shape.num_layers * state <= unit["states"] < shape.num_layers * (state + 48 + GRANULE)
     count = layout.fixed_blocks(12)
-    assert count == Blocks(sequences=12, rows=12 + 3, states=12 + 3)  # a few for later segments
-    assert layout.fixed_blocks(48) == Blocks(sequences=48, rows=51, states=51)
-    assert layout.fixed_bytes(12) == 16 * (unit["rows"] + unit["states"])
+    assert count == Blocks(sequences=12, rows=12 + 7, states=12 + 7)  # some for later segments
+    assert layout.fixed_blocks(160) == Blocks(sequences=160, rows=170, states=170)
+    assert layout.fixed_bytes(12) == 20 * (unit["rows"] + unit["states"])
 
 
 def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():

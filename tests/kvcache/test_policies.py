@@ -250,15 +250,17 @@ def test_tokens_are_found_by_the_largest_of_their_skewed_columns() -> None:
             assert chosen == {SINK + token for token in shares.topk(64).indices.tolist()}
 
 
-def test_prompts_that_were_kept_dense_are_found_by_the_largest_columns_of_their_keys() -> None:
+def test_generated_tokens_have_no_queries_and_are_found_by_the_largest_columns_of_their_keys() -> None:
     cache = make_cache(preset("infinigen", budget=16))
     stream = Stream(3, cache.allocate(20, 400))
     prefill(cache, [(stream, 20)])
     for _ in range(300):
         decode(cache, [stream])
-    assert len(stream.sequence.path) > 1
-    for segment in stream.sequence.path:
-        skew = cache.store.state["skew"][:, segment.state]
+    states = [segment.state for segment in stream.sequence.path]
+    assert len(states) > 1
+    first, *later = (cache.store.state["skew"][:, state] for state in states)
+    assert not ((first == 0) | (first.abs() == 1)).all()  # of the prompt, whose queries are known
+    for skew in later:
         assert ((skew == 0) | (skew.abs() == 1)).all()  # columns as they are
         assert (skew.abs().sum(2) == 1).all()
     assert all(len(chosen) == 16 for chosen in selected(cache, stream, 0))
@@ -325,17 +327,23 @@ def test_votes_are_shares_of_attention() -> None:
     torch.testing.assert_close(mass[by_vote].sort(descending=True).values, mass.topk(len(by_vote)).values)
 
 
-def test_prompts_that_were_kept_dense_have_no_votes_and_newer_tokens_come_first() -> None:
-    cache = make_cache(preset("snapkv", budget=16))
-    stream = Stream(3, cache.allocate(20, 400))
-    prefill(cache, [(stream, 20)])
-    for _ in range(300):
+@pytest.mark.parametrize("prompt", [20, 90])
+def test_a_prompt_that_was_kept_dense_has_its_votes_and_newer_tokens_come_first(prompt: int) -> None:
+    cache = make_cache(preset("snapkv:dense_below=100", budget=16))
+    stream = Stream(3, cache.allocate(prompt, 400))
+    prefill(cache, [(stream, prompt)])
+    assert not stream.sequence.path
+    for _ in range(320 - prompt):
         decode(cache, [stream])
     path, newest = stream.sequence.path, set()
     assert (len(path), path[-1].sealed) == (2, 256)
     for segment in path:  # of each its share
         newest |= set(range(segment.sealed - 16 * 64 * len(segment.pages) // 256, segment.sealed))
     assert all(chosen == newest for chosen in selected(cache, stream, 0))
+    state = [cache.store.state[name][:, path[0].state].flatten().unique().tolist() for name in ("voters", "voted")]
+    assert state == [[min(prompt, 64)], [max(0, prompt - 64)]]
+    later = [cache.store.state[name][:, path[1].state].flatten().unique().tolist() for name in ("voters", "voted")]
+    assert later == [[0], [0]]
 
 
 @pytest.mark.parametrize("mass", [0.3, 0.9])

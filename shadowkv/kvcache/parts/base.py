@@ -63,6 +63,22 @@ class SealedTokens:
 
 
 @dataclass(frozen=True)
+class FittedTokens:
+    """Tokens that states are fitted on, of L layers and n segments at once, as long as one another.
+
+    Attributes:
+        keys: [L, n, S, H, d] before the rotation. For a key part of few tokens behind others they are all of the
+            sequence, those before as they are rebuilt.
+        rotated: [L, n, S, H, d] after the rotation.
+        values: [L, n, S, H, d].
+    """
+
+    keys: Tensor
+    rotated: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class Selection:
     """Chunks that queries attend to, of every row and kv head.
 
@@ -117,18 +133,18 @@ class Part(ABC):
         """Bytes of them that a decode step reads."""
         return sum(field.nbytes for field in self.state_fields())
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        """Learns the state of a segment from all its tokens, those too that stay exact.
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+        """Learns what it can from a prompt's last queries; before ``fit``, while a prompt is kept dense long before.
 
         Args:
-            keys, rotated: [S, H, d], before and after the rotation. For a key part of few tokens behind others ``keys``
-                are all of the sequence, those before as they are rebuilt.
-            values: [S, H, d].
-            queries: [w, H_q, d], those of the last tokens, rotated: at most ``OBSERVED``; none where they are gone, as
-                the prompt was kept dense.
+            states: int64 [n].
+            queries: [L, n, w, H_q, d], rotated: w is at most ``OBSERVED``, and 0 where they are gone.
+            first: token of the segment that the first one is of.
         """
+        return
+
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        """Learns states int64 [n] of segments of L layers from all their tokens, those too that stay exact."""
         return
 
     @abstractmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import KeyPart, Part, SealedTokens, ValuePart
+from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows
@@ -68,10 +68,11 @@ class CodedPart(Part):
             Field(f"{self.axis[:-1]}_{name}", (heads, *shape), torch.float32) for name, shape in shapes.items()
         )
 
-    def fit_rows(self, store: Store, layer: int, state: int, rows: Tensor) -> None:
-        """Learns from rows [S, H, d]."""
-        for field, learned in zip(self.state_fields(), self.codec.fit(rows), strict=True):
-            store.state[field.name][layer, state] = learned
+    def fit_rows(self, store: Store, layers: slice, states: Tensor, rows: Tensor) -> None:
+        """Learns from rows [L, n, S, H, d]."""
+        found = [self.codec.fit(one) for one in rows.flatten(0, 1)]
+        for field, learned in zip(self.state_fields(), zip(*found, strict=True), strict=True):
+            store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
 
     def seal_rows(self, store: Store, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool) -> None:
         """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
@@ -100,10 +101,8 @@ class CodedPart(Part):
 class CodedKeys(CodedPart, KeyPart):
     axis = "keys"
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        self.fit_rows(store, layer, state, rotated)
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        self.fit_rows(store, layers, states, tokens.rotated)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         self.seal_rows(store, tokens, tokens.rotated, tokens.pages, False)
@@ -115,10 +114,8 @@ class CodedKeys(CodedPart, KeyPart):
 class CodedValues(CodedPart, ValuePart):
     axis = "values"
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        self.fit_rows(store, layer, state, values)
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        self.fit_rows(store, layers, states, tokens.values)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         host = self.spec.place == "host"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
 
 if TYPE_CHECKING:
@@ -40,17 +40,15 @@ class PCA(ScoredIndex):
             Field("pca_basis", (heads, dim, self.width), torch.float32),
         )
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        mean = rotated.mean(0, dtype=torch.float32)
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        mean = tokens.rotated.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
-            centred = rotated[:, head].float() - mean[head]
+            centred = tokens.rotated[:, :, :, head].float() - mean[:, :, None, head]
             # Keys that overflowed must not stop everybody: their sequence's logits say so soon enough.
-            covariance = (centred.T @ centred).nan_to_num_(0.0, 0.0, 0.0)
+            covariance = (centred.transpose(2, 3) @ centred).nan_to_num_(0.0, 0.0, 0.0)
             components = torch.linalg.eigh(covariance).eigenvectors  # of ascending variance
-            store.state["pca_basis"][layer, state, head] = components[:, -self.width :]
-        store.state["pca_mean"][layer, state] = mean
+            store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]
+        store.state["pca_mean"][layers][:, states] = mean
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import IndexPart, SealedTokens, Selection
+from shadowkv.kvcache.parts.base import FittedTokens, IndexPart, SealedTokens, Selection
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
@@ -74,13 +74,13 @@ class Sketch(IndexPart):
         """The map of queries: the others are for keys that are sealed."""
         return self.state_fields()[-1].nbytes
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        store.state["sketch_mean"][layer, state] = rotated.mean(0, dtype=torch.float32)
-        key_map, query_map = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
-        store.state["sketch_key_map"][layer, state] = key_map
-        store.state["sketch_query_map"][layer, state] = query_map
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+        maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
+        for name, found in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
+            store.state[name][layers][:, states] = found.to(torch.bfloat16)
+
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        store.state["sketch_mean"][layers][:, states] = tokens.rotated.mean(2, dtype=torch.float32)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
@@ -141,23 +141,19 @@ def sketch_maps(queries: Tensor, heads: int, rotation: Tensor) -> tuple[Tensor, 
     L L^T = d C, where C is the second moment of queries of length 1, mixed with that of all directions alike.
 
     Args:
-        queries: [w, H_q, d], w may be 0.
+        queries: [..., w, H_q, d], w may be 0.
         heads: H.
         rotation: float32 [d, d], orthogonal.
 
     Returns:
-        Two float32 [H, d, d], whose rows' products are those of the unit vectors.
+        Two float32 [..., H, d, d], whose rows' products are those of the unit vectors.
     """
     dim = rotation.shape[0]
     one = torch.eye(dim, device=rotation.device)
-    moments = one.expand(heads, dim, dim)
-    if len(queries):
-        units = (
-            torch.nn.functional.normalize(queries.float(), dim=-1)
-            .unflatten(1, (heads, -1))
-            .transpose(0, 1)
-            .flatten(1, 2)
-        )
-        moments = ISOTROPIC * one + (1 - ISOTROPIC) * dim / units.shape[1] * (units.transpose(1, 2) @ units)
+    moments = one.expand(*queries.shape[:-3], heads, dim, dim)
+    if queries.shape[-3]:
+        grouped = torch.nn.functional.normalize(queries.float(), dim=-1).unflatten(-2, (heads, -1))
+        units = grouped.transpose(-4, -3).flatten(-3, -2)  # [..., H, w G, d]
+        moments = ISOTROPIC * one + (1 - ISOTROPIC) * dim / units.shape[-2] * (units.mT @ units)
     root = torch.linalg.cholesky_ex(moments).L  # its smallest eigenvalue is ISOTROPIC at least: it exists
-    return root @ rotation, torch.linalg.solve_triangular(root.transpose(1, 2), rotation.expand_as(root), upper=True)
+    return root @ rotation, torch.linalg.solve_triangular(root.mT, rotation.expand_as(root), upper=True)

@@ -3,8 +3,8 @@
 Queries and keys are multiplied by the right singular vectors of the queries, which changes no score and leaves most of
 them in few columns; those with the largest sum of both's absolute values score tokens. The paper finds the vectors
 offline and the columns by the whole prompt; here both are of each sequence's own prompt, per layer and kv head, after
-the rotation: of the last 64 queries of all its query heads and of all keys, each counting by its mean. Where the prompt
-was kept dense its queries are gone: columns are then those of the keys as they are.
+the rotation: of the last 64 queries of all its query heads and of all keys, each counting by its mean. Where a prompt's
+queries are gone, as of a segment of generated tokens, columns are those of the keys as they are.
 
 The paper scores one layer ahead, by the input of the layer before, so that keys and values cross the bus meanwhile.
 That is for the bus alone: here a layer's own queries score, without that speculation's error.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
 
 if TYPE_CHECKING:
@@ -39,20 +39,31 @@ class Skewed(ScoredIndex):
         return (Field("skewed_keys", shape, self.dtype),)
 
     def state_fields(self) -> tuple[Field, ...]:
-        return (Field("skew", (self.shape.num_kv_heads, self.shape.head_dim, self.width), torch.float32),)
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        return (
+            Field("skew", (heads, dim, self.width), torch.float32),
+            Field("skew_directions", (heads, dim, dim), torch.float32),
+            Field("skew_asked", (heads, dim), torch.float32),
+        )
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        grouped = queries.float().unflatten(1, (self.shape.num_kv_heads, -1))  # [w, H, G, d]
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+        grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
+        asked = grouped.transpose(2, 3).flatten(3, 4)
+        # Queries that overflowed must not stop everybody: their sequence's logits say so soon enough.
+        gram = (asked.transpose(3, 4) @ asked).nan_to_num_(0.0, 0.0, 0.0)
+        directions = torch.linalg.eigh(gram).eigenvectors
+        store.state["skew_directions"][layers][:, states] = directions
+        store.state["skew_asked"][layers][:, states] = (asked @ directions).abs().sum(3) / max(1, asked.shape[3])
+
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         for head in range(self.shape.num_kv_heads):
-            asked, known = grouped[:, head].flatten(0, 1), rotated[:, head].float()
-            # Queries that overflowed must not stop everybody: their sequence's logits say so soon enough.
-            gram = (asked.T @ asked).nan_to_num_(0.0, 0.0, 0.0)
-            skew = torch.linalg.eigh(gram).eigenvectors
-            size = (asked @ skew).abs().sum(0) / max(1, len(asked)) + (known @ skew).abs().mean(0)
+            directions, asked = (
+                store.state[name][layers, :, head][:, states] for name in ("skew_directions", "skew_asked")
+            )
+            size = asked + (tokens.rotated[:, :, :, head].float() @ directions).abs().mean(2)
             columns = size.topk(self.width).indices
-            store.state["skew"][layer, state, head] = skew[:, columns]
+            kept = directions.gather(3, columns.unsqueeze(2).expand(-1, -1, len(directions[0, 0]), -1))
+            store.state["skew"][layers, :, head][:, states] = kept
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         skew = store.state["skew"][tokens.layers][:, tokens.states]

@@ -3,7 +3,7 @@
 Of the prompt, the tokens with the most attention of its last 64 queries (the published code's default), the largest
 of 7 neighbours counting for each (its LongBench runs); the query heads of a kv head vote together. What follows the
 voters, generated or of a later turn, the paper never drops: it ranks before all of them, the newest first, and takes
-from the same budget. So does everything where the prompt was kept dense, for it has no votes.
+from the same budget. So does everything where queries are gone, as of a segment of generated tokens.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import OBSERVED
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
+from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.spec import PAGE
 
 if TYPE_CHECKING:
@@ -39,24 +40,32 @@ class Votes(RankedIndex):
         return (
             Field("vote_queries", (heads, voters, self.shape.head_dim), self.dtype),
             Field("vote_lse", (heads, voters), torch.float32),
+            Field("voters", (1,), torch.int64),
             Field("voted", (1,), torch.int64),  # tokens before the voters
         )
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        held = {name: store.state[name][layer, state] for name in ("vote_queries", "vote_lse", "voted")}
-        voters = queries.transpose(0, 1).unflatten(0, (self.shape.num_kv_heads, -1)).flatten(1, 2)  # [H, G * w, d]
-        count, first = len(queries), len(rotated) - len(queries)
-        held["vote_queries"].zero_()
-        held["vote_queries"][:, : voters.shape[1]] = voters
-        held["vote_lse"].fill_(math.inf)  # a voter that is not there gives no share to any key
-        held["voted"].fill_(first if count else 0)
-        own = torch.arange(first, len(rotated), device=rotated.device).repeat(self.shape.group)
-        later = torch.arange(len(rotated), device=rotated.device) > own[:, None]
-        for head, lse in enumerate(held["vote_lse"]):
-            scores = self._scores(voters[head], rotated[:, head])
-            lse[: voters.shape[1]] = scores.masked_fill(later, -math.inf).logsumexp(-1)
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+        count = queries.shape[2]
+        padded = queries.new_zeros(*queries.shape[:2], OBSERVED, *queries.shape[3:])
+        padded[:, :, :count] = queries
+        grouped = padded.transpose(2, 3).unflatten(2, (self.shape.num_kv_heads, -1))  # [L, n, H, G, 64, d]
+        store.state["vote_queries"][layers][:, states] = grouped.flatten(3, 4)
+        store.state["voters"][layers][:, states] = count
+        store.state["voted"][layers][:, states] = first if count else 0
+
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        names = ("vote_queries", "vote_lse", "voted", "voters")
+        queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)
+        number = torch.arange(OBSERVED, device=states.device).repeat(self.shape.group)
+        token = torch.arange(tokens.rotated.shape[2], device=states.device)
+        for one in np.ndindex(*tokens.rotated.shape[:2]):
+            later = token > (voted[one] + number)[:, None]
+            for head in range(self.shape.num_kv_heads):
+                scores = self._scores(queries[one][head], tokens.rotated[one][:, head])
+                lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
+                # A voter that is not there gives no share to any key.
+                sums[one][head] = torch.where(number < voters[one], lse, math.inf)
+        store.state["vote_lse"][layers][:, states] = sums
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         voters, lse = (store.state[name][tokens.layers][:, tokens.states] for name in ("vote_queries", "vote_lse"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import KeyPart, SealedTokens
+from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, SealedTokens
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
@@ -68,21 +68,21 @@ class LowRankKeys(KeyPart):
         of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
-    def fit(
-        self, store: Store, layer: int, state: int, keys: Tensor, rotated: Tensor, values: Tensor, queries: Tensor
-    ) -> None:
-        learned = {name: x[layer, state] for name, x in store.state.items()}
-        mean = None if self.codec.largest is None else keys.mean(0, dtype=torch.float32).to(self.dtype).flatten()
-        basis, kept, largest = store.ops.low_rank_basis(keys.flatten(1), self.rank, mean)
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
+        mean = None if self.codec.largest is None else keys.mean(1, dtype=torch.float32).to(self.dtype)
+        basis, kept, largest = store.ops.low_rank_basis(keys, self.rank, mean)
+        learned = {"kept_energy": kept}
         if mean is not None and self.codec.largest is not None:
             # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
             step = HEADROOM * largest.clamp(min=1e-12) / self.codec.largest
-            basis = (basis * step[:, None]).to(self.dtype)
-            learned["key_mean"].copy_(mean.view_as(learned["key_mean"]))
-            learned["latent_step"].copy_(step)
-            learned["latent_mean"].copy_(basis.float() @ mean.float())
-        learned["basis"].copy_(basis.view_as(learned["basis"]))
-        learned["kept_energy"].copy_(kept)
+            basis = (basis * step.unsqueeze(2)).to(self.dtype)
+            of_latents = (basis.float() @ mean.float().unsqueeze(2)).squeeze(2)
+            learned |= {"key_mean": mean, "latent_step": step, "latent_mean": of_latents}
+        learned["basis"] = basis.to(self.dtype)
+        for name, found in learned.items():
+            state = store.state[name][layers]
+            state[:, states] = found.reshape(len(state), len(states), *state.shape[2:])
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         names = ("basis", "latent_mean", "latent_step")

@@ -1,4 +1,4 @@
-"""Truncated SVD through the Gram matrix in PyTorch: its cost does not grow with the rank, and barely with S."""
+"""Truncated SVDs through Gram matrices in PyTorch: its cost does not grow with the rank, and barely with S."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ ROWS_AT_ONCE = 65536
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Top right singular vectors of ``keys``, less ``mean`` if that is given.
+    """Top right singular vectors of M matrices ``keys``, less ``mean`` if that is given.
 
     Args:
-        keys: [S, n], before the rotation, the kv heads joined.
+        keys: [M, S, n], before the rotation, the kv heads joined.
         rank: how many.
-        mean: [n].
+        mean: [M, n].
 
     Returns:
-        basis float32 [rank, n] with orthonormal rows, strongest first; the share of the squared norm that it keeps, a
-        float32 scalar tensor; and the largest absolute latent (keys x transposed basis) of each row, float32 [rank].
+        basis float32 [M, rank, n] with orthonormal rows, strongest first; the share of the squared norm that it keeps,
+        float32 [M]; and the largest absolute latent (keys x transposed basis) of each row, float32 [M, rank].
     """
-    gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float32)
-    for block in keys.split(ROWS_AT_ONCE):
+    gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
+    for block in keys.split(ROWS_AT_ONCE, dim=1):
         wide = _centred(block, mean)
-        gram.addmm_(wide.T, wide)
+        gram.baddbmm_(wide.transpose(1, 2), wide)
     # Keys that overflowed (NaN, infinity) must not stop everybody: their sequence's logits say so soon enough.
     values, vectors = torch.linalg.eigh(gram.nan_to_num_(0.0, 0.0, 0.0))
-    kept = values[-rank:].clamp(min=0).sum() / values.clamp(min=0).sum().clamp(min=1e-30)
-    basis = vectors[:, -rank:].flip(1).T.contiguous()
-    largest = basis.new_zeros(rank)
-    for block in keys.split(ROWS_AT_ONCE):
-        largest = torch.maximum(largest, (_centred(block, mean) @ basis.T).abs().amax(0))
+    values = values.clamp(min=0)
+    kept = values[:, -rank:].sum(1) / values.sum(1).clamp(min=1e-30)
+    basis = vectors[:, :, -rank:].flip(2).transpose(1, 2).contiguous()
+    largest = basis.new_zeros(len(keys), rank)
+    for block in keys.split(ROWS_AT_ONCE, dim=1):
+        largest = torch.maximum(largest, (_centred(block, mean) @ basis.transpose(1, 2)).abs().amax(1))
     return basis, kept, largest
 
 
 def _centred(block: Tensor, mean: Tensor | None) -> Tensor:
-    return block.float() if mean is None else block.float() - mean.float()
+    return block.float() if mean is None else block.float() - mean.float().unsqueeze(1)
