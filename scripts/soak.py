@@ -202,7 +202,7 @@ class Soak:
 
     def body(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """A greedy request."""
-        return {"prompt": prompt, "temperature": 0, "logprobs": 2, **more}
+        return {"prompt": prompt, "temperature": 0, "logprobs": 5, **more}
 
     async def whole(self, body: dict[str, Any]) -> tuple[int, Answer]:
         """How many of its tokens were cached, and the answer to one request, in one piece."""
@@ -212,7 +212,7 @@ class Soak:
 
     async def turn(self, messages: list[dict[str, str]]) -> Turn:
         """A chat's next turn."""
-        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 5}
         reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
         return Turn(messages, cached_tokens(reply), Answer.of_chat(reply["choices"][0]))
 

@@ -19,7 +19,7 @@ EXPECTED = Answer(["a", "b"], [-0.1, -0.2], [{"a": -0.1, "x": -0.1015}, {"b": -0
         ["--kv", soak.SERVER["kv"]],
         ["--kv", "turbo:keys=low-rank,values=dense"],
         # Rounding differs between batches; a basis may then turn, and errors of 8 and 4 bits fall otherwise.
-        ["--kv", "turbo", "--tolerance", "0.3"],
+        ["--kv", "turbo", "--tolerance", "0.5"],
     ],
     ids=lambda flags: flags[1],
 )
