@@ -45,7 +45,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     batch = parser.add_argument_group("batch mode, instead of a server")
     batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
     batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
-    batch.add_argument("--resume", action="store_true", help="skip requests that --output or its .partial answers")
+    batch.add_argument("--resume", action="store_true", help="skip requests that an --output or .partial answers")
     args = parser.parse_args(argv)
     if (args.input is None) != (args.output is None):
         parser.error("--input and --output go together")
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
             # Whatever is cheap to find wrong is found before the model is loaded.
             if args.input is not None:
                 files = BatchFiles(args.input, args.output, args.resume)
-                files.check()
+                stack.enter_context(files.held())
             else:
                 listener = stack.enter_context(_bind(args.host, args.port))
             engine = _load(config)
