@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.log import set_up_log
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ CONCURRENCY = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
     args = _parse(argv)
+    set_up_log()
     signal.signal(signal.SIGTERM, _on_terminate)
+    # A terminal that closes stops it like SIGTERM, unless it was started to outlive that one (nohup).
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _on_terminate)
     try:
         return _run(args)
     except KeyboardInterrupt:

@@ -41,6 +41,15 @@ def test_key(engine):
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         assert "s3cret" not in answer.text
     assert not engine.prompts
+    no_keys = ["s3cret", "Basic s3cret", "Bearer", "Bearer S3CRET", "Bearers3cret", "Bearer s3cret s3cret", ""]
+    requests = [("POST", ask, {"headers": {"Authorization": given}, **body}) for given in no_keys]
+    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [401] * len(no_keys)
+    # The scheme's case does not matter, the key's does.
+    requests = [
+        ("POST", ask, {"headers": {"Authorization": f"{scheme} s3cret"}, **body})
+        for scheme in ("bearer", "BEARER", "Bearer ")
+    ]
+    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 3
     requests = [("POST", ask, right), *(("GET", path, {}) for path in ("/health", "/version", "/metrics"))]
     assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 4
     with http_server(build_app(engine, "fake", settings)) as url:
