@@ -79,7 +79,7 @@ def test_body_limit_by_its_length_and_while_it_comes_in(engine):
     assert len(engine.prompts) == 1
 
 
-def raw(url, header, body, timeout=5.0):
+def raw(url, header, body, timeout=60):
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=timeout) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -103,9 +103,12 @@ def test_request_timeout(engine, stream):
 
 def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
     body = {"json": {"prompt": "SLEEP", "stream": True}}
-    for interval, comments in ((0.1, range(2, 6)), (0, (0,)), (5, (0,))):
+    for interval in (0.1, 0, 60):
+        start = time.monotonic()
         (answer,) = asgi(engine, ServerSettings(keep_alive_interval=interval), ("POST", "/v1/completions", body))
-        assert answer.text.count(": keep-alive\n\n") in comments
+        took = time.monotonic() - start
+        most = took / interval if interval else 0
+        assert (interval == 0.1) <= answer.text.count(": keep-alive\n\n") <= most
         assert answer.text.startswith(": keep-alive" if interval == 0.1 else "data: ")
     with http_server(build_app(engine, "fake", ServerSettings(keep_alive_interval=0.05))) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
