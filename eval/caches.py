@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from shadowkv.engine.prefill import prefill as steps_of_prefill
 from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
+from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
@@ -63,7 +63,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
         host += need["host"] * unit["host"]
     most = free // device
     if host:
-        most = min(most, int(psutil.virtual_memory().available * HOST_SHARE) // host)
+        most = min(most, int(free_host_bytes() * HOST_SHARE) // host)
     return max(1, most)
 
 

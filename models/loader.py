@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.free_memory import free_bytes
 from shadowkv.models.adapter import Adapter
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.models.config import ModelConfig
@@ -80,6 +81,7 @@ def load_model(
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, or tensors are missing or left over.
         RuntimeError: a download failed.
+        MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
@@ -90,7 +92,7 @@ def load_model(
         if adapter is not None:
             raise ValueError("an adapter has no meaning with load_format='dummy'")
         config = load_config(source, max_model_len, rope_theta)
-        model = Decoder(config, weights_dtype, device)
+        model = _decoder(config, weights_dtype, device)
         fill_dummy(model)
         return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
     path = resolve(source, weights=True)
@@ -106,9 +108,25 @@ def load_model(
         tensors = stream_safetensors(path)
     if adapter is not None:
         tensors = Adapter(Path(adapter)).merged(tensors)
-    model = Decoder(config, weights_dtype, device)
+    model = _decoder(config, weights_dtype, device)
     fill(model, family(config.architecture).targets(config), tensors)
     return LoadedModel(config, model, tokenizer, name)
+
+
+def _decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model without its weights; raises MemoryError where they, whatever they come from, are more than is free.
+
+    Host memory that is not there would be given, and the process killed while it is filled.
+    """
+    need, free = Decoder(config, dtype, "meta").num_bytes, free_bytes(device)
+    if need > free:
+        halved = dtype == torch.float32 and need // 2 <= free
+        raise MemoryError(
+            f"the weights need {need / 2**30:.2f} GiB as {str(dtype).removeprefix('torch.')} on {device}, "
+            f"{free / 2**30:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
+            "free memory"
+        )
+    return Decoder(config, dtype, device)
 
 
 def _name(source: str | Path) -> str:

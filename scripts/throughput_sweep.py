@@ -26,7 +26,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from scripted_selection import ScriptedSelection
 from throughput_plots import plot
@@ -36,6 +35,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.sizing import GIB, largest_batch
 from shadowkv.eval.provenance import provenance
+from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import POLICY_HELP, preset
@@ -122,7 +122,7 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
         max_cached_seqs=0,
         max_model_len=context + new_tokens(args),
         gpu_memory_utilization=UTILIZATION,
-        host_memory_gib=args.host_memory_gib or 0.85 * psutil.virtual_memory().available / GIB,
+        host_memory_gib=args.host_memory_gib or 0.85 * free_host_bytes() / GIB,
         enforce_eager=args.enforce_eager,
         # Random weights have no context that they were made for: any base rotates as fast.
         rope_theta=1e7 if args.load_format == "dummy" else None,

@@ -33,6 +33,7 @@ LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: 
 """Time, source file and condition before what the compiler says."""
 
 MAX_REASON_CHARS = 300
+MAX_QUOTED_CHARS = 80
 
 
 class Constraint:
@@ -118,6 +119,9 @@ def _check(schema: str) -> bool:
             raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
         references |= {one["$ref"]: None for one in level if isinstance(one, dict) and isinstance(one.get("$ref"), str)}
         level = [child for one in level for child in _children(one)]
+    for reference in references:
+        if reference != "#" and not reference.startswith("#/"):  # the compiler would let anything through
+            raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
     if not _has_answer(rules, _answerable(rules, list(references))):
         raise ValueError("no finite JSON follows it: it requires itself again and again, or one of no alternatives")
     return bool(rules == ANY_JSON)
@@ -161,8 +165,6 @@ def _has_answer(rules: Any, answerable: set[str]) -> bool:
 
 def _resolve(rules: Any, reference: str) -> Any:
     """What ``#/path`` points at; True, any JSON, for what is not found: that is for the compiler to refuse."""
-    if not reference.startswith("#"):
-        return True
     for name in reference[1:].split("/")[1:]:
         if not isinstance(rules, dict) or name not in rules:
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -88,3 +89,14 @@ class SamplingParams:
             or self.logit_bias
             or self.json_schema is not None
         )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of a request's ``n`` choices: the first has the request's own, so that it repeats the answer of n=1.
+
+    The others' are hashes of both numbers, in [0, 2^63): sums would be the seeds of other requests.
+    """
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

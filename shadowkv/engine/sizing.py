@@ -7,11 +7,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.spec import PAGE
@@ -110,13 +110,13 @@ def size_cache(
     not one sequence fits, or where more host memory was asked for than is free.
     """
     max_model_len = layout.max_model_len
+    host_free = free_host_bytes()
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         device_bytes = int(total * share) - (total - free) - working_bytes(model, layout, config.max_num_seqs)
     else:
-        device_bytes = int(psutil.virtual_memory().available * share)
-    host_free = psutil.virtual_memory().available
+        device_bytes = int(host_free * share)
     host_bytes = int(host_free * HOST_SHARE)
     if config.host_memory_gib is not None:
         host_bytes = int(config.host_memory_gib * GIB)

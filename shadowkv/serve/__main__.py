@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.log import set_up_log
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ CONCURRENCY = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
     args = _parse(argv)
+    set_up_log()
     signal.signal(signal.SIGTERM, _on_terminate)
+    # A terminal that closes stops it like SIGTERM, unless it was started to outlive that one (nohup).
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _on_terminate)
     try:
         return _run(args)
     except KeyboardInterrupt:
@@ -45,7 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     batch = parser.add_argument_group("batch mode, instead of a server")
     batch.add_argument("--input", type=Path, metavar="FILE", help="requests in the OpenAI batch format (.jsonl)")
     batch.add_argument("--output", type=Path, metavar="FILE", help="where their answers go")
-    batch.add_argument("--resume", action="store_true", help="skip requests that --output or its .partial answers")
+    batch.add_argument("--resume", action="store_true", help="skip requests that an --output or .partial answers")
     args = parser.parse_args(argv)
     if (args.input is None) != (args.output is None):
         parser.error("--input and --output go together")
@@ -63,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
             # Whatever is cheap to find wrong is found before the model is loaded.
             if args.input is not None:
                 files = BatchFiles(args.input, args.output, args.resume)
-                files.check()
+                stack.enter_context(files.held())
             else:
                 listener = stack.enter_context(_bind(args.host, args.port))
             engine = _load(config)

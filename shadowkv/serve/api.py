@@ -18,6 +18,7 @@ from shadowkv.serve.endpoints import ChatCompletions, Completions, Endpoint
 from shadowkv.serve.errors import ApiError, as_api_error, error_response, from_validation
 from shadowkv.serve.event_stream import EventStream
 from shadowkv.serve.guard import BodyTooLarge, Guard, too_large
+from shadowkv.serve.head import HeadAsGet
 from shadowkv.serve.jobs import answer, chunks, prepare
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -37,6 +38,7 @@ def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | 
     app = FastAPI(title="shadowkv", docs_url="/docs", redoc_url=None)
     app.router.route_class = StrictJsonRoute
     app.add_middleware(Guard, settings=settings)
+    app.add_middleware(HeadAsGet)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)

@@ -2,12 +2,14 @@
 
 A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
 the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end; a run
-that was cut short can be resumed.
+that was cut short can be resumed. ``custom_id`` says which requests have been answered, and ``id``, a digest of the
+request, that they are still the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sys
 import uuid
@@ -41,6 +43,12 @@ class BadLine(Exception):
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.custom_id = code, message, custom_id
+
+
+def digest(request: Any) -> str:
+    """Id of a request's record: the same whatever the order of the keys and the spaces of its line."""
+    text = json.dumps(request, sort_keys=True)
+    return f"batch_req_{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 @dataclass
@@ -80,15 +88,16 @@ class BatchRun:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-        self.files.partial.replace(self.files.output)
+        self.files.finish()
 
     def kept(self) -> str:
         """After a run that was cut short: how many answers there are, and where."""
-        kept = self.done + self.skipped
+        kept = len(self.answered) + self.done
         if not kept:
             self.files.partial.unlink(missing_ok=True)
             return "no answers yet"
-        return f"{kept} answers are in {self.files.partial}; --resume goes on from there"
+        where = self.files.partial if self.files.partial.exists() else self.files.target
+        return f"{kept} answers are in {where}; --resume goes on from there"
 
     async def _work(self, lines: Iterator[tuple[int, bytes]], sink: Sink, bar: tqdm[None]) -> None:
         for number, line in lines:
@@ -111,7 +120,7 @@ class BatchRun:
         """A line's record; None if it has one already."""
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
         try:
-            request = self._parse(line)
+            request, record["id"] = self._parse(line)
         except BadLine as bad:
             error = {"code": bad.code, "message": f"line {number}: {bad.message}"}
             if (bad.custom_id, error["message"]) in self.answered:
@@ -130,9 +139,11 @@ class BatchRun:
         response = {"status_code": status, "request_id": body.get("id", record["id"]), "body": body}
         return {**record, "custom_id": request["custom_id"], "response": response, "error": None}
 
-    def _parse(self, line: bytes) -> dict[str, Any]:
+    def _parse(self, line: bytes) -> tuple[dict[str, Any], str]:
+        """The request and its digest; raises BadLine."""
         try:
             request = strict_json.parse(line)
+            name = digest(request)
         except json.JSONDecodeError as error:
             raise BadLine("invalid_json", f"not valid JSON: {error}") from error
         if not isinstance(request, dict):
@@ -149,7 +160,10 @@ class BatchRun:
             raise BadLine("invalid_url", f"url must be one of {', '.join(self.endpoints)}", custom_id)
         if not isinstance(request.get("body"), dict):
             raise BadLine("invalid_request", "body must be a JSON object", custom_id)
-        return request
+        if self.answered.get((custom_id, None), name) != name:
+            message = f"custom_id {custom_id!r} was answered before, as another request; give it another custom_id"
+            raise BadLine("changed_request", message, custom_id)
+        return request, name
 
     async def _patiently(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer, waiting for the others while the queue is full."""

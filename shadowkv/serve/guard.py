@@ -34,7 +34,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._limit = app, settings.max_body_bytes
-        self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
+        self._key = None if settings.api_key is None else settings.api_key.encode()
         self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +42,7 @@ class Guard:
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
-        if self._key and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(given, self._key):
+        if self._key and scope["path"] not in OPEN_PATHS and not _has_key(given, self._key):
             text = "the API key is wrong" if given else "this server needs the header Authorization: Bearer <API key>"
             error = ApiError(text, status=401, code="invalid_api_key")
             refusal = JSONResponse(error.body(), 401, {"WWW-Authenticate": "Bearer"})
@@ -66,6 +66,13 @@ class Guard:
             return message
 
         return limited
+
+
+def _has_key(credentials: bytes, key: bytes) -> bool:
+    """Whether an Authorization header has the key; its scheme may be in any case (RFC 9110, 11.1)."""
+    scheme, _, given = credentials.partition(b" ")
+    # The key's comparison takes as long for any key of its length.
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.lstrip(b" "), key.lstrip(b" "))
 
 
 def too_large(message: str) -> JSONResponse:

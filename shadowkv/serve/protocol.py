@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.sampling_params import SamplingParams, choice_seed
 from shadowkv.serve.response_format import json_schema
 
 IGNORED = frozenset(
@@ -143,7 +143,7 @@ class GenerationRequest(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> list[SamplingParams]:
-        """One per choice; choices of a seeded request differ by their seeds."""
+        """One per choice; those of a seeded request have the seeds of ``choice_seed``."""
         own: dict[str, Any] = {
             "max_tokens": self.limit,
             "logprobs": self.alternatives,
@@ -152,7 +152,7 @@ class GenerationRequest(Body):
         own["json_schema"] = self.response_format
         values = own | {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys() - own.keys()}
         values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
-        seeds = [None if self.seed is None else self.seed + choice for choice in range(self.n)]
+        seeds = [None if self.seed is None else choice_seed(self.seed, choice) for choice in range(self.n)]
         try:
             return [SamplingParams(**{**values, "seed": seed}) for seed in seeds]
         except ValueError as error:

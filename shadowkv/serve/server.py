@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,12 +27,15 @@ CONNECTION_SECONDS = 5
 
 POLL_SECONDS = 0.05
 
+HANGUP = getattr(signal, "SIGHUP", None)
+"""What a terminal sends as it closes; Windows has none."""
+
 
 class _Server(uvicorn.Server):
     """uvicorn's server, with the engine's end as part of its own.
 
     The first signal stops it: no more connections, and requests at work have ``drain`` seconds to end. The second one
-    ends the process there and then.
+    ends the process there and then, but for SIGHUP, which shell and terminal may both send.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, url: str, drain: float) -> None:
@@ -40,10 +46,19 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         print(f"ready: {self._url}/v1", flush=True)
 
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals(), ExitStack() as stack:
+            if HANGUP is not None and (before := signal.getsignal(HANGUP)) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(HANGUP, self.handle_exit)
+                stack.callback(signal.signal, HANGUP, before)
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig != HANGUP:
             os._exit(128 + sig)  # no clean-up: the step at work may take minutes
-        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -54,7 +69,8 @@ class _Server(uvicorn.Server):
             connection.shutdown()  # idle ones at once, the others after their answer
         tasks, end = self.server_state.tasks, monotonic() + self._drain
         if tasks and self._drain:
-            print(f"stopping: {len(tasks)} requests have {self._drain:g} s to end", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the terminal is closed
+                print(f"stopping: {len(tasks)} requests have {self._drain:g} s to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
         # Before the connections' end: what is still at work ends with an error instead of keeping the server up.
@@ -68,6 +84,7 @@ def serve(engine: AsyncEngine, served_name: str, listener: socket.socket, settin
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
         build_app(engine, served_name, settings),
+        log_config=None,  # the process's own
         log_level="warning",
         timeout_graceful_shutdown=CONNECTION_SECONDS,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,10 +142,9 @@ def test_too_little_memory_for_one_sequence_names_both_amounts(make: Any) -> Non
 def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
     taken = make(**settings).stats().tiers["host"].total_bytes
-    free = SimpleNamespace(available=taken)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken)
     make(**settings)
-    free.available -= 1
+    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken - 1)
     with pytest.raises(MemoryError, match=r"take 0\.\d+ GiB of host memory, 0\.\d+ are free\. Lower --host-memory-gib"):
         make(**settings)
 

@@ -77,6 +77,17 @@ def test_a_schema_that_cannot_be_followed_is_refused(compiler: GrammarCompiler, 
     assert message.startswith("the JSON schema cannot be followed: ") and 40 < len(message) < 400
 
 
+@pytest.mark.parametrize("reference", ["http://elsewhere/a\nforged line", "#name", "", "x" * 10_000])
+def test_a_reference_to_elsewhere_is_refused_and_not_logged(
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str], reference: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": reference}}}
+    with pytest.raises(RequestError, match=r"\$ref '.* must be '#' or begin with '#/'") as caught:
+        compiler.compile(json.dumps(schema))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("schema", ANSWERABLE)
 def test_recursion_that_may_end_is_followed(compiler: GrammarCompiler, schema: Any) -> None:
     constraint, logits = compiler.constraint(json.dumps(schema)), torch.zeros(300)

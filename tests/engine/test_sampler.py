@@ -8,7 +8,7 @@ import torch
 
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampler import sample
-from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.sampling_params import SamplingParams, choice_seed
 
 
 def request(seed: int = 0, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object) -> Request:
@@ -306,3 +306,11 @@ def test_penalties_count_generated_tokens_and_biases_are_added(penalties, chosen
     request = Request("r", [2, 2, 2], SamplingParams(temperature=0, **penalties), 9, 3)
     request.output_token_ids = [1, 1, 1, 1]
     assert sample(torch.tensor([[0.0, 3.0, 2.0, 0.0]]), [request])[0] == [chosen]
+
+
+def test_seeds_of_choices_repeat_and_are_nobody_elses() -> None:
+    found = [choice_seed(seed, choice) for seed in (*range(-50, 50), -(2**63), 2**63 - 1) for choice in range(16)]
+    assert len(set(found)) == len(found) and all(-(2**63) <= one < 2**63 for one in found)
+    assert [choice_seed(seed, 0) for seed in (5, -5)] == [5, -5]
+    # The same in every version: an answer repeats after an update too.
+    assert choice_seed(5, 1) == 110550812080009723

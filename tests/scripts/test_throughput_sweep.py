@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import throughput_sweep
@@ -54,7 +53,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
         machine = Machine(TOTAL / GIB, throughput_sweep.UTILIZATION, host_gib, 1.0, 1.0)
         planner = Planner(loaded.config, torch.bfloat16, capacity, machine, 0.6, 2.0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - planner.weight_bytes, TOTAL))
-        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=200 * GIB))
+        monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: 200 * GIB)
         count = fitting(args, loaded, kv, context)
         assert count == planner.plan(kv, preset(kv)).largest_batch.both > 1
 

@@ -28,8 +28,8 @@ def run(engine, tmp_path):
         files = BatchFiles(go.files.input, go.files.output, resume)
         if lines is not None:
             files.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        files.check()
-        return run_batch(engine, "fake", files, concurrency)
+        with files.held():
+            return run_batch(engine, "fake", files, concurrency)
 
     go.files = files
     return go
@@ -97,14 +97,14 @@ def test_a_dead_engine_ends_the_run_and_keeps_what_is_done(run, capsys):
     assert [record["custom_id"] for record in records(run.files.partial)] == ["first"]
     assert "the engine has died: boom" in capsys.readouterr().err
     assert not run.files.output.exists()
-    with pytest.raises(ValueError, match="interrupted run"):
-        run.files.check()
+    with pytest.raises(ValueError, match="interrupted run"), run.files.held():
+        pass
 
 
 def test_nothing_is_kept_of_a_run_without_answers(run, capsys):
     assert run([line("first", prompt="DIE")]) == 1
     assert "no answers yet" in capsys.readouterr().err
-    run.files.check()
+    assert [path.name for path in run.files.output.parent.iterdir()] == ["in.jsonl"]
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import pytest
 from fake_engine import REPLY
 from replies import events
 
+from shadowkv.engine.sampling_params import choice_seed
+
 
 def test_answer(post, engine):
     body = post("completions", model="fake").json()
@@ -40,7 +42,8 @@ def test_prompt_forms(post, engine, prompt, seen):
 def test_n_choices_of_a_seeded_request_have_their_own_seeds(post, engine):
     body = post("completions", prompt=["Hi", "Ho"], n=2, seed=7).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert [params.seed for params in engine.params] == [7, 8, 7, 8]
+    first, second = choice_seed(7, 0), choice_seed(7, 1)
+    assert [params.seed for params in engine.params] == [first, second, first, second]
     assert engine.prompts == ["\x01Hi", "\x01Hi", "\x01Ho", "\x01Ho"]
     assert body["usage"]["prompt_tokens"] == 6
 

@@ -181,7 +181,7 @@ def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
         process.send_signal(number)
         with pytest.raises(openai.APIError, match="shut down"):
             list(stream)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == code
         assert "Traceback" not in errors and "ERROR" not in errors, errors
 
@@ -191,7 +191,7 @@ def test_a_server_process_drains_and_a_second_signal_ends_it():
         stream = begin(url, 40)
         process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
         assert process.returncode == 143
     with server_process("--shutdown-timeout", "100") as (process, url):
         stream = begin(url, 900)

@@ -12,7 +12,7 @@ import pytest
 from http_server import http_server
 from replies import events
 from test_serve_errors import error_of
-from test_serve_long_prompts import LIMIT, slowest_health
+from test_serve_long_prompts import TRIES, health_waits
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
@@ -98,13 +98,13 @@ def test_a_schema_that_nothing_follows(url):
 def test_others_are_served_while_a_large_schema_is_compiled(url):
     word = {"type": "string", "maxLength": 60}
     inner = {"type": "object", "properties": {"a": word, "b": word, "c": word}, "required": ["a", "b", "c"]}
-    for attempt in range(3):  # what else runs on the machine is not to be measured
+    for attempt in range(TRIES):
         names = [f"p{attempt}_{number}" for number in range(300)]  # others each time, as what is compiled is kept
         schema = {"type": "object", "properties": dict.fromkeys(names, inner), "required": names}
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        seconds, answer = slowest_health(url, partial(ask, url, response_format=format, max_tokens=2, ignore_eos=False))
+        waits, answer = health_waits(url, partial(ask, url, response_format=format, max_tokens=2, ignore_eos=False))
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"].startswith("{")
-        if seconds < LIMIT:
+        if not waits:
             break
-    assert seconds < LIMIT
+    assert not waits

@@ -41,6 +41,15 @@ def test_key(engine):
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         assert "s3cret" not in answer.text
     assert not engine.prompts
+    no_keys = ["s3cret", "Basic s3cret", "Bearer", "Bearer S3CRET", "Bearers3cret", "Bearer s3cret s3cret", ""]
+    requests = [("POST", ask, {"headers": {"Authorization": given}, **body}) for given in no_keys]
+    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [401] * len(no_keys)
+    # The scheme's case does not matter, the key's does.
+    requests = [
+        ("POST", ask, {"headers": {"Authorization": f"{scheme} s3cret"}, **body})
+        for scheme in ("bearer", "BEARER", "Bearer ")
+    ]
+    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 3
     requests = [("POST", ask, right), *(("GET", path, {}) for path in ("/health", "/version", "/metrics"))]
     assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 4
     with http_server(build_app(engine, "fake", settings)) as url:
@@ -70,7 +79,7 @@ def test_body_limit_by_its_length_and_while_it_comes_in(engine):
     assert len(engine.prompts) == 1
 
 
-def raw(url, header, body, timeout=5.0):
+def raw(url, header, body, timeout=60):
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=timeout) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -94,9 +103,12 @@ def test_request_timeout(engine, stream):
 
 def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
     body = {"json": {"prompt": "SLEEP", "stream": True}}
-    for interval, comments in ((0.1, range(2, 6)), (0, (0,)), (5, (0,))):
+    for interval in (0.1, 0, 60):
+        start = time.monotonic()
         (answer,) = asgi(engine, ServerSettings(keep_alive_interval=interval), ("POST", "/v1/completions", body))
-        assert answer.text.count(": keep-alive\n\n") in comments
+        took = time.monotonic() - start
+        most = took / interval if interval else 0
+        assert (interval == 0.1) <= answer.text.count(": keep-alive\n\n") <= most
         assert answer.text.startswith(": keep-alive" if interval == 0.1 else "data: ")
     with http_server(build_app(engine, "fake", ServerSettings(keep_alive_interval=0.05))) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")

@@ -19,7 +19,8 @@ from shadowkv.models.sources import resolve
 from shadowkv.serve.api import build_app
 
 LONG = 100_000
-LIMIT = 0.5
+TRIES = 3
+"""What else runs on the machine is not to be measured."""
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,13 @@ def text(tokenizer):
     return " ".join(random.Random(0).choice(words) for _ in range(LONG * 54 // 100))
 
 
-def slowest_health(url, post):
-    """Seconds of the slowest /health while ``post`` runs, and the response to that."""
+def health_waits(url, post):
+    """Whether a /health waits for ``post`` for most of its time, and the response to that.
+
+    A part of that time and no number of seconds: as good on a machine that is slower by any factor.
+    """
     answers, times = [], []
+    begin = time.monotonic()
     thread = threading.Thread(target=lambda: answers.append(post()))
     with httpx.Client() as client:
         client.get(f"{url}/health")
@@ -46,7 +51,9 @@ def slowest_health(url, post):
             assert client.get(f"{url}/health").status_code == 200
             times.append(time.monotonic() - start)
             time.sleep(0.005)
-    return max(times), answers[0]
+    took = time.monotonic() - begin
+    print(f"slowest /health: {max(times):.3f} s of {took:.3f} s")
+    return max(times) > max(0.25, took * 2 / 3), answers[0]
 
 
 @pytest.mark.parametrize("kind", ["text", "chat", "ids", "echo", "tokenize", "refused"])
@@ -66,15 +73,15 @@ def test_health(tokenizer, text, kind):
         "chat": {"messages": [{"role": "user", "content": text}]},
     }[kind]
     path = {"chat": "/v1/chat/completions", "tokenize": "/tokenize"}.get(kind, "/v1/completions")
-    seconds = LIMIT
     with http_server(build_app(engine, "fake")) as url:
-        for _ in range(3):  # what else runs on the machine is not to be measured
-            if seconds >= LIMIT:
-                seconds, answer = slowest_health(url, lambda: httpx.post(url + path, json=body, timeout=60))
+        for _ in range(TRIES):
+            waits, answer = health_waits(url, lambda: httpx.post(url + path, json=body, timeout=60))
+            if not waits:
+                break
     assert answer.status_code == (400 if kind == "refused" else 200), answer.text[:500]
     if kind == "echo":
         assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == len(ids)
-    assert seconds < LIMIT
+    assert not waits
 
 
 def test_health_while_twenty_long_prompts_arrive(tokenizer):
@@ -82,15 +89,14 @@ def test_health_while_twenty_long_prompts_arrive(tokenizer):
     engine.tokenizer, engine.max_model_len = tokenizer, 10**6
     body = json.dumps({"prompt": [random.Random(0).randrange(1000) for _ in range(LONG)]}).encode()
     headers = {"Content-Type": "application/json"}
-    seconds = 2 * LIMIT
     with http_server(build_app(engine, "fake")) as url, ThreadPoolExecutor(20) as clients:
 
         def post(_=None):
             return httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=60).status_code
 
-        for _ in range(3):
-            if seconds >= 2 * LIMIT:
-                seconds, codes = slowest_health(url, lambda: list(clients.map(post, range(20))))
-    print(f"slowest /health: {seconds:.3f} s")
+        for _ in range(TRIES):
+            waits, codes = health_waits(url, lambda: list(clients.map(post, range(20))))
+            if not waits:
+                break
     assert codes == [200] * 20
-    assert seconds < 2 * LIMIT
+    assert not waits

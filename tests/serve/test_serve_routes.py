@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 from fake_engine import REPLY
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,6 +51,18 @@ def test_tokenizer_info(call, engine, monkeypatch):
     assert call("GET", "/tokenizer_info").json() == {**info, "chat_template": template}
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert call("GET", "/tokenizer_info").json() == info
+
+
+def test_head_is_get_without_a_body(url, call):
+    with httpx.Client(base_url=url) as client:
+        for path in ("/health", "/version", "/v1/models", "/v1/models/fake", "/tokenizer_info", "/docs", "/metrics"):
+            head, got = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            if path != "/metrics":  # which counts on
+                assert head.headers["content-length"] == str(len(got.content))
+        assert client.head("/v1/models/other").status_code == 404
+        assert client.head("/v1/completions").status_code == 405
+    assert call("HEAD", "/health").content == b""
 
 
 def test_version(call):

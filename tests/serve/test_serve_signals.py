@@ -1,0 +1,105 @@
+"""Signals to a server process with the fake engine: SIGHUP drains as SIGTERM does, and nohup is heeded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_engine import REPLY
+
+SERVER = """
+import asyncio, signal, sys
+from fake_engine import FakeEngine
+from shadowkv.serve import __main__ as command
+
+class Engine(FakeEngine):
+    def describe(self):
+        return []
+
+    def shutdown(self, timeout=None):
+        self.is_alive = False
+
+    def stats(self):
+        raise ValueError("a line\\\\n2026-01-01 forged")
+
+    async def generate(self, request):
+        print("running", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        async for output in super().generate(request):
+            yield output
+
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+command._load = lambda config: Engine()
+sys.exit(command.main(["--port", "0", "--shutdown-timeout", "60"]))
+"""
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process whose answers wait for a line on its stdin, and its URL."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            ready = process.stdout.readline()
+            assert ready.startswith("ready: "), process.communicate()
+            yield process, ready.split()[1].removesuffix("/v1")
+        finally:
+            process.kill()
+
+
+def wait_until_closed(url: str) -> None:
+    """Until no connection is accepted."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"{url}/health", timeout=60)
+        except httpx.TransportError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("connections are still accepted")
+
+
+@pytest.mark.parametrize("terminal", ["open", "closed"])
+def test_sighup_drains(terminal):
+    with server() as (process, url), ThreadPoolExecutor(1) as client:
+        assert httpx.get(f"{url}/metrics", timeout=60).status_code == 500  # which is logged
+        if terminal == "closed":
+            errors = process.stderr.readline()
+            process.stderr.close()
+        answer = client.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "Hi"}, timeout=60)
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGHUP)
+        wait_until_closed(url)
+        process.send_signal(signal.SIGHUP)  # a shell and its terminal may both send one
+        print(file=process.stdin, flush=True)
+        assert answer.result().json()["choices"][0]["text"] == REPLY
+        if terminal == "open":
+            errors = process.stderr.read()
+            assert "stopping: 1 requests have 60 s to end" in errors
+            assert "a line" in errors and "\n2026-01-01 forged" not in errors
+        assert process.wait(60) == 128 + signal.SIGHUP
+
+
+def test_a_server_that_is_to_outlive_its_terminal_does():
+    with server("nohup") as (process, url):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
