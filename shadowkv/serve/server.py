@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from shadowkv.serve.api import build_app
+from shadowkv.serve.connections import ConnectionConfig
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ CONNECTION_SECONDS = 5
 """How long a stop waits for the step at work, and then for clients to read what they still get."""
 
 POLL_SECONDS = 0.05
+
+WAITING_CONNECTIONS = 2048
+"""Connections that the system makes for the server before it accepts them."""
 
 
 class _Server(uvicorn.Server):
@@ -38,6 +42,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING_CONNECTIONS)  # uvicorn's number is also how many are accepted at once: fewer
         print(f"ready: {self._url}/v1", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -66,7 +72,7 @@ def serve(engine: AsyncEngine, served_name: str, listener: socket.socket, settin
     """Serves on a bound socket; raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    config = uvicorn.Config(
+    config = ConnectionConfig(
         build_app(engine, served_name, settings),
         log_level="warning",
         timeout_graceful_shutdown=CONNECTION_SECONDS,
