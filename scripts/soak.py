@@ -403,8 +403,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--fresh-turns-only",
         action="store_true",
-        help="of a chat's turns compare those with nothing cached: for policies whose later tokens get a fitted state if "
-        "one is free, which depends on the load",
+        help="of a chat's turns compare those with nothing cached: for policies whose later tokens get a fitted "
+        "state if one is free, which depends on the load",
     )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--seed", type=int, default=0)

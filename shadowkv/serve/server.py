@@ -72,6 +72,7 @@ def serve(engine: AsyncEngine, served_name: str, listener: socket.socket, settin
     """Serves on a bound socket; raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    engine.tokenizer.chat_encoder.prepare()  # a second in which nobody is answered: now, not at somebody's request
     config = ConnectionConfig(
         build_app(engine, served_name, settings),
         log_level="warning",
