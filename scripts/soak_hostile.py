@@ -15,8 +15,8 @@ from typing import Any
 
 from soak_client import Lost, SoakClient
 
-HOLD_SECONDS = 5.0
-"""The longest that a connection is held with nothing sent or read."""
+HOLD_SECONDS = 3.0
+"""The longest that a connection is held with nothing sent; half as long again with nothing read."""
 
 RECEIVE_BUFFER = 4096
 """Bytes that the system takes for a client that does not read."""
@@ -82,7 +82,7 @@ class HostileClients(SoakClient):
         body = self.body(self.prompt(self.random.random(), 1), ignore_eos=True, stream=True)
         body["max_tokens"] = self.limit - len(body["prompt"])
         async with self.connection(self.raw_request(body)) as connection:
-            await asyncio.sleep(self.random.uniform(HOLD_SECONDS / 2, HOLD_SECONDS))
+            await asyncio.sleep(self.random.uniform(HOLD_SECONDS / 2, 1.5 * HOLD_SECONDS))
             try:
                 while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 2**16), 0.1):
                     pass

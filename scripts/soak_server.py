@@ -15,7 +15,7 @@ from tiny_model import ENGINE, tiny_model
 SLOTS = 16
 SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
 """It keeps finished sequences only in slots that nothing runs in."""
-TIMEOUTS = {"client_header_timeout": 3, "client_body_timeout": 3, "send_timeout": 2}
+TIMEOUTS = {"client_header_timeout": 2, "client_body_timeout": 2, "send_timeout": 1}
 """Seconds; shorter than hostile clients hold a connection."""
 STOP_SECONDS = 60
 

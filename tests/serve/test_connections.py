@@ -24,8 +24,6 @@ from shadowkv.serve.open_files import FILES_BESIDE
 from shadowkv.serve.settings import ServerSettings
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-WIDE = {"n": 128, "logprobs": 20}
-"""A request with a long answer."""
 
 
 @contextmanager
@@ -146,14 +144,14 @@ def test_a_slow_body_that_comes(engine):
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_nobody_reads(engine, stream):
+@pytest.mark.parametrize("stream, choices", [(True, 128), (False, 128), (False, 16)])
+def test_an_answer_that_nobody_reads(engine, stream, choices):
     with served(engine, send_timeout=0.5, timeout_keep_alive=1) as url, connect(url, 2048) as connection:
         start = time.monotonic()
         # A stream is cut off in its middle, and its requests are aborted; the other's have ended by then.
-        post(connection, prompt=["HANG"] if stream else ["Hi"], stream=stream, **WIDE)
+        post(connection, prompt=["HANG"] if stream else ["Hi"], stream=stream, n=choices, logprobs=20)
         if stream:
-            wait_until(lambda: len(engine.running) == WIDE["n"])
+            wait_until(lambda: len(engine.running) == choices)
         wait_until(lambda: metric(url, "connections_cut_total", "send_timeout") == 1)
         assert time.monotonic() - start >= 0.5
         wait_until(lambda: not engine.running and metric(url, "connections") == 1)
