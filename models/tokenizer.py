@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from shadowkv.models.chat_encoder import ChatEncoder
 from shadowkv.models.chat_template import ChatTemplate
 from shadowkv.models.decode_stream import DecodeStream
 
@@ -41,6 +42,7 @@ class Tokenizer:
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
         self.chat_template = chat_template
         self._template = None if chat_template is None else ChatTemplate(chat_template)
+        self.chat_encoder = ChatEncoder(backend)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
         self._own_frame = add_bos is not None or add_eos is not None
@@ -65,12 +67,14 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text are recognised; pass False for chat prompts, which have
-        their own."""
-        if not add_special_tokens or self._own_frame:
-            ids = self._ids(text, add_special_tokens=False)
-            return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
-        return self._ids(text, add_special_tokens=True)
+        """Token ids. Special tokens written out in the text are recognised; chat prompts, which have their own, are
+        ``encode_chat``'s."""
+        return self._framed(self._ids, text, add_special_tokens)
+
+    def _framed(self, encode: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool) -> list[int]:
+        if add_special_tokens and self._own_frame:
+            return [*self._prefix, *encode(text, False), *self._suffix]
+        return encode(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; encode_batch() lets it go.
@@ -95,6 +99,27 @@ class Tokenizer:
             raise ValueError("this model has no chat template; send it a plain prompt")
         variables = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, "tools": None, **kwargs}
         return self._template.render(messages, **variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        parse_special: bool = False,
+        add_special_tokens: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation's prompt.
+
+        Special tokens written out in the messages' texts are plain text unless ``parse_special`` says otherwise; of
+        ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
+        """
+        marked = None if parse_special else self.chat_encoder.marked(messages)
+        try:
+            text = self.apply_chat_template(marked or messages, add_generation_prompt, **kwargs)
+        except ValueError as error:  # may quote a message
+            raise ValueError(self.chat_encoder.without_marks(str(error))) from error
+        return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)
 
     def _id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)

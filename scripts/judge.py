@@ -161,6 +161,7 @@ class Judge:
                     **sampling,
                     "messages": some(message, 1),
                     "max_completion_tokens": integer(1),
+                    "parse_special": boolean,
                     "logprobs": boolean,
                     "top_logprobs": integer(0, 20),
                 },
@@ -173,6 +174,7 @@ class Judge:
                     "messages": some(message),
                     "add_special_tokens": boolean,
                     "add_generation_prompt": boolean,
+                    "parse_special": boolean,
                     "return_token_strs": boolean,
                 }
             ),
@@ -195,6 +197,8 @@ class Judge:
         body = dict(given(body))
         if path == "/tokenize" and ("prompt" in body) == bool(body.get("messages")):
             return "neither or both of prompt and messages"
+        if path == "/tokenize" and "prompt" in body and "parse_special" in body:
+            return "parse_special for a prompt"
         return self._contradiction(body, "messages" in body) if path.startswith("/v1/") else None
 
     def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:

@@ -1,10 +1,11 @@
 """Mixed load on a live server of this machine: nothing lost, nothing wrong, nothing left over; stops by itself.
 
-Good requests (whole and streamed, 1 token to the limit, chats of several turns), clients that hang up, and bad bodies,
-in random order; the load comes and goes, so that queues fill up and cached sequences live on. Greedy answers must be
-those that the same requests get alone with as many of their tokens cached (prompts before the load, turns of chats
-after it): log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may choose the other
-one, and that is counted as a near-tie.
+Good requests (whole and streamed, 1 token to the limit, chats of several turns), clients that hang up, and hostile ones
+(bad and giant bodies, half requests, silence, streams that nobody reads), in random order; the load comes and goes, so
+that queues fill up and cached sequences live on. /health is asked beside it, and the summary says how long that took.
+Greedy answers must be those that the same requests get alone with as many of their tokens cached (prompts before the
+load, turns of chats after it): log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may
+choose the other one, and that is counted as a near-tie.
 
     python scripts/soak.py                # starts a server of its own, with a tiny model
     python scripts/soak.py --base-url http://127.0.0.1:8000 --tolerance 0.1 --requests 300
@@ -16,13 +17,11 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,18 @@ from urllib.parse import urlsplit
 
 import httpx
 from soak_answer import Answer
+from soak_client import Lost, Turn
+from soak_health import HealthProbe
+from soak_hostile import HostileClients
 from soak_server import SERVER, SLOTS, own_server
 
 from shadowkv.eval.provenance import provenance
 
-WEIGHTS = {"whole": 35, "stream": 30, "hang up": 13, "bad": 12, "chat": 10}
-LONGEST_ANSWER = 128
+WEIGHTS = {"whole": 33, "stream": 28, "hang up": 10, "bad": 9, "chat": 8}
+WEIGHTS |= {"slow reader": 3, "silent": 2, "half header": 2, "half body": 2, "giant body": 3}
+TURNS = 3
 FILLING_ANSWER = 200
 """Of as many requests as there are slots: longer ones would have to hold more fitted states than there are."""
-TURNS, TURN_TOKENS = 3, 16
 TIDE = 250
 """Requests between high water, when every client works, and low water, when every fourth one does."""
 MAX_FAULTS = 100
@@ -49,30 +51,9 @@ RETRY_SECONDS = 2
 
 
 @dataclass
-class Turn:
-    """What a chat said so far, how many tokens of it the server had cached, and what it answered."""
+class Soak(HostileClients):
+    """One run."""
 
-    messages: list[dict[str, str]]
-    cached: int
-    answer: Answer
-
-
-class Lost(Exception):
-    """A good request without a good answer, or a bad one that got one."""
-
-
-@dataclass
-class Soak:
-    """One run.
-
-    Args:
-        client: talks to the server.
-        args: the command line's.
-    """
-
-    client: httpx.AsyncClient
-    args: argparse.Namespace
-    counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
     chats: list[list[Turn]] = field(default_factory=list)
@@ -86,22 +67,24 @@ class Soak:
             asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
         self.random = random.Random(self.args.seed)
         model = (await self.client.get("/v1/models")).json()["data"][0]
-        self.limit: int = model["max_model_len"]
+        self.limit = model["max_model_len"]
         text = " ".join(self.random.choice(WORDS) for _ in range(self.limit))
-        self.tokens: list[int] = (await self.post("/tokenize", {"prompt": text}))["tokens"]
+        self.tokens = (await self.post("/tokenize", {"prompt": text}))["tokens"]
         self.asked = [self.greedy(share / (self.args.prompts - 1)) for share in range(self.args.prompts)]
         # The second time, the first one's tokens are cached; what is compressed answers from its codes then.
         self.alone = [dict([await self.whole(body), await self.whole(body)]) for body in self.asked]
         self.start = time.monotonic()
         await self.sample()
-        await asyncio.gather(*(self.work(number) for number in range(self.args.concurrency)))
+        with HealthProbe(str(self.client.base_url)) as probe:
+            await asyncio.gather(*(self.work(number) for number in range(self.args.concurrency)))
+        self.faults += probe.faults
         seconds = time.monotonic() - self.start
         left = await self.left_over()
         for chat in self.chats:
             await self.replay(chat)
         pools = {} if self.args.base_url else await self.fill_and_empty()
         await self.sample()
-        return self.summary(seconds, left, pools)
+        return self.summary(seconds, left, pools) | probe.summary()
 
     def stop(self, number: int) -> None:
         """Lets what has begun come to its end; the second signal does not."""
@@ -148,24 +131,6 @@ class Soak:
         except asyncio.TimeoutError:
             self.counts["hung up"] += 1
 
-    async def do_bad(self) -> None:
-        good = json.dumps(self.body([1, 2, 3]))
-        bodies: list[tuple[str | bytes, tuple[int, ...]]] = [
-            (good[: self.random.randrange(len(good))], (400,)),
-            (self.random.randbytes(self.random.randrange(200)), (400,)),
-            ("[" * self.random.randrange(1, 10_000), (400,)),
-            (json.dumps({**self.body([1]), "model": "no such model"}), (404,)),
-            *((json.dumps({**self.body([1]), name: value}), (400,)) for name, value in BAD_PARAMETERS),
-            (json.dumps(self.body([1] * (self.limit + self.random.randrange(1, 50)))), (400,)),
-            (json.dumps(self.body([2**31])), (400,)),
-        ]
-        content, status = self.random.choice(bodies)
-        path = self.random.choice(["/v1/completions", "/v1/chat/completions"])
-        response = await self.client.post(path, content=content, headers={"Content-Type": "application/json"})
-        error = response.json()["error"]
-        if response.status_code not in (*status, 400) or set(error) != {"message", "type", "param", "code"}:
-            raise Lost(f"{response.status_code} for {content[:80]!r}: {error}")
-
     async def do_chat(self) -> None:
         turns: list[Turn] = []
         messages: list[dict[str, str]] = []
@@ -185,83 +150,6 @@ class Soak:
                 self.compare_as_cached({again.cached: again.answer}, turn.cached, turn.answer)
             except (Lost, httpx.HTTPError, ValueError, KeyError) as error:
                 self.faults.append(f"replayed chat: {type(error).__name__}: {error}"[:300])
-
-    # -- requests --------------------------------------------------------------------------------------------------
-
-    def prompt(self, share: float, answer: int) -> list[int]:
-        """Token ids of a prompt, of 1 token (0) to as many as the context has room for beside the answer (1)."""
-        longest = min(self.limit - answer, len(self.tokens))
-        length = max(1, round(longest**share))
-        begin = self.random.randrange(len(self.tokens) - length + 1)
-        return self.tokens[begin : begin + length]
-
-    def greedy(self, share: float) -> dict[str, Any]:
-        """A request with a prompt as long as ``prompt`` says and an answer of any length."""
-        answer = round(LONGEST_ANSWER ** self.random.random())
-        return self.body(self.prompt(share, answer), max_tokens=answer)
-
-    def body(self, prompt: list[int], **more: Any) -> dict[str, Any]:
-        """A greedy request."""
-        return {"prompt": prompt, "temperature": 0, "logprobs": 5, **more}
-
-    async def whole(self, body: dict[str, Any]) -> tuple[int, Answer]:
-        """How many of its tokens were cached, and the answer to one request, in one piece."""
-        answer, reply = Answer(), await self.post("/v1/completions", body)
-        answer.add(reply["choices"][0])
-        return cached_tokens(reply), answer
-
-    async def turn(self, messages: list[dict[str, str]]) -> Turn:
-        """A chat's next turn."""
-        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 5}
-        reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
-        return Turn(messages, cached_tokens(reply), Answer.of_chat(reply["choices"][0]))
-
-    async def fresh_turn(self, messages: list[dict[str, str]]) -> Turn:
-        """The same with nothing cached: with echo, the prompt's own tokens are scored, so all of it is computed."""
-        prompt = (await self.post("/tokenize", {"messages": messages}))["tokens"]
-        body, answer = self.body(prompt, echo=True, max_tokens=TURN_TOKENS), Answer()
-        answer.add((await self.post("/v1/completions", body))["choices"][0], skip=len(prompt))
-        return Turn(messages, 0, answer)
-
-    async def streamed(self, body: dict[str, Any]) -> tuple[int, Answer] | None:
-        """The same, piece by piece; None if the queue was full, which a stream may notice late."""
-        cached, answer = 0, Answer()
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with self.open("/v1/completions", body) as response:
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return cached, answer
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" not in event and event["usage"]:
-                        cached = cached_tokens(event)
-                    elif "error" not in event:
-                        answer.add(event["choices"][0])
-                    elif event["error"]["code"] == "queue_full" and not answer.tokens:
-                        return None
-                    else:
-                        raise Lost(event["error"]["message"])
-        raise Lost("the stream ended without [DONE]")
-
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """An answer's body."""
-        async with self.open(path, body) as response:
-            await response.aread()
-            return response.json()
-
-    @asynccontextmanager
-    async def open(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
-        """A good answer, still to be read; a full queue is asked again."""
-        while True:
-            async with self.client.stream("POST", path, json=body) as response:
-                if response.status_code == 200:
-                    yield response
-                    return
-                text = (await response.aread()).decode()
-            if response.status_code != 503 or "retry-after" not in response.headers:
-                raise Lost(f"{response.status_code}: {text[:200]}")
-            self.counts["queue full"] += 1
-            await asyncio.sleep(float(response.headers["retry-after"]))
 
     # -- judgement -------------------------------------------------------------------------------------------------
 
@@ -293,14 +181,6 @@ class Soak:
         if verdict == "wrong":
             texts = "".join(answer.tokens), "".join(expected.tokens)
             self.faults.append("wrong by {:.4f}: {!r} for {!r}".format(difference, *texts)[:300])
-
-    async def gauge(self, name: str) -> float:
-        """A number from /metrics, summed over its labels."""
-        page = (await self.client.get("/metrics")).text
-        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
-        if not found:
-            raise SystemExit(f"/metrics has no {name}")
-        return sum(map(float, found))
 
     async def sample(self) -> None:
         """Notes the server's resident memory."""
@@ -353,6 +233,7 @@ class Soak:
             "seconds": round(seconds, 1),
             "kinds": {kind: self.counts[kind] for kind in WEIGHTS},
             "hung up before the answer": self.counts["hung up"],
+            **{name: self.counts[name] for name in ("half requests cut off", "slow readers cut off")},
             "lost": len(self.faults) - wrong,
             "wrong": wrong,
             "same": self.counts["same"],
@@ -367,27 +248,8 @@ class Soak:
             "KV cache": pools,
             "memory": {"first MiB": mib[0], "half-way MiB": early, "last MiB": late, "flat": flat},
             "memory over time, s and MiB": self.memory,
-            "server": self.args.base_url or {**SERVER, "kv": self.args.kv},
+            "server": self.args.base_url or {**SERVER, "kv": self.args.kv, "max_body_mib": self.args.max_body_mib},
         }
-
-
-def cached_tokens(reply: dict[str, Any]) -> int:
-    """How many of a prompt's tokens were cached."""
-    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
-    ("temperature", "hot"),
-    ("max_tokens", -1),
-    ("max_tokens", 10**9),
-    ("n", 0),
-    ("stop", 5),
-    ("top_p", 2),
-    ("logit_bias", {"x": 1}),
-    ("logprobs", 1000),
-    ("prompt", {}),
-    ("no_such_parameter", True),
-)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -395,6 +257,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", help="server on 127.0.0.1 (default: starts its own)")
     parser.add_argument("--kv", default=SERVER["kv"], help="policy of its own server (default: %(default)s)")
+    text = "longest body that the server takes (default: %(default)s)"
+    parser.add_argument("--max-body-mib", type=float, default=1.0, help=text)
     parser.add_argument("--requests", type=int, default=10_000, help="(default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=32, help="clients (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="different greedy requests (default: %(default)s)")
@@ -425,7 +289,7 @@ def main() -> int:
             print(fault)
         return summary
 
-    with nullcontext(args.base_url) if args.base_url else own_server(args.kv) as url:
+    with nullcontext(args.base_url) if args.base_url else own_server(args.kv, args.max_body_mib) as url:
         summary = asyncio.run(run(url))
     for name, value in summary.items():
         print(f"{name:38} {value}")

@@ -15,14 +15,17 @@ from tiny_model import ENGINE, tiny_model
 SLOTS = 16
 SERVER = {**ENGINE, "max_model_len": 4096, "max_num_seqs": SLOTS, "max_cached_seqs": 0, "max_queued_seqs": 8}
 """It keeps finished sequences only in slots that nothing runs in."""
+TIMEOUTS = {"client_header_timeout": 2, "client_body_timeout": 2, "send_timeout": 1}
+"""Seconds; shorter than hostile clients hold a connection."""
 STOP_SECONDS = 60
 
 
 @contextmanager
-def own_server(kv: str) -> Iterator[str]:
-    """URL of a server with the tiny model and that policy; it must end as it is told to."""
+def own_server(kv: str, max_body_mib: float) -> Iterator[str]:
+    """URL of a server with the tiny model, that policy and bodies up to that length; it must end as it is told to."""
     with tiny_model() as folder:
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SERVER, "kv": kv}.items()]
+        values = {**SERVER, "kv": kv, **TIMEOUTS, "max_body_mib": max_body_mib}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
         command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
         # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
         options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}

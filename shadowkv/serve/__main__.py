@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch_files import BatchFiles
 from shadowkv.serve.log import set_up_log
+from shadowkv.serve.open_files import allow_open_files
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _run(args: argparse.Namespace) -> int:
                 files = BatchFiles(args.input, args.output, args.resume)
                 stack.enter_context(files.held())
             else:
+                allow_open_files(settings.limit_concurrency)
                 listener = stack.enter_context(_bind(args.host, args.port))
             engine = _load(config)
         except (ValueError, MemoryError, OSError) as error:

@@ -41,6 +41,7 @@ def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | 
     app.add_middleware(HeadAsGet)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
+    app.state.settings, app.state.metrics = settings, metrics  # for the connections beneath
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)
     model = {
         "id": served_name,

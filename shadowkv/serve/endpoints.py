@@ -110,8 +110,7 @@ class ChatCompletions(Endpoint):
     def prompts(self, request: ChatRequest) -> list[list[int]]:
         messages = [message.for_template() for message in request.messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            return [self.tokenizer.encode(text, add_special_tokens=False)]
+            return [self.tokenizer.encode_chat(messages, parse_special=request.parse_special)]
         except ValueError as error:  # no template, or one that refuses these messages
             raise ApiError(str(error), param="messages") from error
 

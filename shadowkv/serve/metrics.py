@@ -8,7 +8,7 @@ from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -47,6 +47,12 @@ class Metrics:
         self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self._ended.labels(model, reason)
+        text = "Connections that the server ended, by the limit that they went beyond."
+        self._cut = counter("connections_cut", text, "reason")
+        for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency"):
+            self._cut.labels(model, reason)
+        text = "Connections that are open."
+        self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
         self._to_first = histogram("time_to_first_token", "From arrival in the engine to the first token.")
         self._between = histogram("inter_token_latency", "Between two outputs of a request.", TOKEN_SECONDS)
         self._whole = histogram("e2e_request_latency", "From arrival in the engine to the last token.")
@@ -56,6 +62,10 @@ class Metrics:
     def text(self) -> bytes:
         """The page that Prometheus reads."""
         return generate_latest(self.registry)
+
+    def cut(self, reason: str) -> None:
+        """Counts a connection that the server ended."""
+        self._cut.labels(self._model, reason).inc()
 
     async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
         """``stream``, counted as it goes by."""

@@ -243,6 +243,7 @@ class ChatRequest(GenerationRequest):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    parse_special: bool = False
     logprobs: bool = False
     top_logprobs: int | None = None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from shadowkv.serve.api import build_app
+from shadowkv.serve.connections import ConnectionConfig
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ POLL_SECONDS = 0.05
 
 HANGUP = getattr(signal, "SIGHUP", None)
 """What a terminal sends as it closes; Windows has none."""
+WAITING_CONNECTIONS = 2048
+"""Connections that the system makes for the server before it accepts them."""
 
 
 class _Server(uvicorn.Server):
@@ -44,6 +47,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING_CONNECTIONS)  # uvicorn's number is also how many are accepted at once: fewer
         print(f"ready: {self._url}/v1", flush=True)
 
     @contextmanager
@@ -82,7 +87,8 @@ def serve(engine: AsyncEngine, served_name: str, listener: socket.socket, settin
     """Serves on a bound socket; raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    config = uvicorn.Config(
+    engine.tokenizer.chat_encoder.prepare()  # a second in which nobody is answered: now, not at somebody's request
+    config = ConnectionConfig(
         build_app(engine, served_name, settings),
         log_config=None,  # the process's own
         log_level="warning",

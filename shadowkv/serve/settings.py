@@ -1,4 +1,4 @@
-"""How the server treats its clients: who may ask, how much, and for how long; every field is a flag."""
+"""How the server treats its clients: who may ask, how much, how many and for how long; every field is a flag."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ KEY_VARIABLE = "SHADOWKV_API_KEY"
 class ServerSettings:
     """Limits of the server; 0 seconds means no limit, and for ``keep_alive_interval`` none sent.
 
+    ``timeout_keep_alive``, ``limit_concurrency`` and ``h11_max_incomplete_event_size`` are uvicorn's names,
+    those of the other time-outs are nginx's.
+
     Raises:
         ValueError: values that cannot be; the message lists every one.
     """
@@ -22,15 +25,25 @@ class ServerSettings:
     request_timeout: float = 0.0
     shutdown_timeout: float = 10.0
     keep_alive_interval: float = 15.0
+    client_header_timeout: float = 20.0
+    client_body_timeout: float = 30.0
+    send_timeout: float = 60.0
+    timeout_keep_alive: int = 5
+    limit_concurrency: int = 2048
+    h11_max_incomplete_event_size: int = 2**14
 
     def __post_init__(self) -> None:
         bad = [
             f"{name}={getattr(self, name)} must not be negative"
-            for name in ("request_timeout", "shutdown_timeout", "keep_alive_interval")
+            for name in ("request_timeout", "shutdown_timeout", "keep_alive_interval", "client_header_timeout")
+            + ("client_body_timeout", "send_timeout")
             if not getattr(self, name) >= 0
         ]
-        if not self.max_body_mib > 0:
-            bad.append(f"max_body_mib={self.max_body_mib} must be positive")
+        bad += [
+            f"{name}={getattr(self, name)} must be positive"
+            for name in ("max_body_mib", "timeout_keep_alive", "limit_concurrency", "h11_max_incomplete_event_size")
+            if not getattr(self, name) > 0
+        ]
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             bad.append("api_key must be printable ASCII and not empty")
         if bad:
@@ -57,8 +70,15 @@ class ServerSettings:
             ("--request-timeout", "SECONDS", "a request that takes longer is aborted, 0: none"),
             ("--shutdown-timeout", "SECONDS", "after a signal to stop, time for running requests to end"),
             ("--keep-alive-interval", "SECONDS", "a silent stream gets a comment this often, 0: never"),
+            ("--client-header-timeout", "SECONDS", "a request's header must come within this time, 0: any"),
+            ("--client-body-timeout", "SECONDS", "a body must come in with 500 bytes/s over this time, 0: any"),
+            ("--send-timeout", "SECONDS", "a client that reads nothing of its answer for so long is cut off, 0: never"),
+            ("--timeout-keep-alive", "SECONDS", "idle connections are closed after"),
+            ("--limit-concurrency", "N", "connections at once: silent ones give way, and then more get a 503"),
+            ("--h11-max-incomplete-event-size", "BYTES", "a header that has not ended by then is refused"),
         ):
             name = flag.removeprefix("--").replace("-", "_")
+            default = getattr(cls, name)
             group.add_argument(
-                flag, type=float, metavar=metavar, default=getattr(cls, name), help=f"{text} (default: %(default)g)"
+                flag, type=type(default), metavar=metavar, default=default, help=f"{text} (default: %(default)g)"
             )

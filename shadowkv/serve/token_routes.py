@@ -25,12 +25,15 @@ class TokenizeRequest(Body):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    parse_special: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (not self.messages):
             raise refusal("prompt", "pass either prompt or messages")
+        if self.parse_special is not None and self.prompt is not None:
+            raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
         return self
 
 
@@ -46,13 +49,17 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
     router, tokenizer = APIRouter(route_class=StrictJsonRoute), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        special, text = body.add_special_tokens, body.prompt
+        special = body.add_special_tokens
         try:
-            if text is None:
-                messages = [message.for_template() for message in body.messages or ()]
-                text = tokenizer.apply_chat_template(messages, add_generation_prompt=body.add_generation_prompt)
-                special = bool(special)
-            tokens = tokenizer.encode(text, add_special_tokens=special is not False)
+            if body.prompt is None:
+                tokens = tokenizer.encode_chat(
+                    [message.for_template() for message in body.messages or ()],
+                    body.add_generation_prompt,
+                    parse_special=bool(body.parse_special),
+                    add_special_tokens=bool(special),
+                )
+            else:
+                tokens = tokenizer.encode(body.prompt, add_special_tokens=special is not False)
         except ValueError as error:
             raise ApiError(str(error), param="prompt" if body.prompt is not None else "messages") from error
         strings = None

@@ -37,6 +37,7 @@ def test_a_live_server(tmp_path, flags):
     assert found["same"] + found["near-ties"] >= asked - one > 50
     assert found["KV cache"] == {"sequences at once": soak.SLOTS, "bytes left": 0}
     assert found["hung up before the answer"]
+    assert 0 < found["health p50 ms"] <= found["health p99 ms"] <= found["health max ms"]
 
 
 def test_chats_find_their_earlier_turns_where_slots_are_free(tmp_path):

@@ -36,6 +36,16 @@ class FakeTokenizer:
             raise ValueError("the chat template refuses these messages: a user must begin")
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
 
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        *,
+        parse_special: bool = False,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens)
+
 
 class FakeEngine:
     """Says ``REPLY``, a character at a time.

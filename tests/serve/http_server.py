@@ -11,12 +11,14 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from shadowkv.serve.connections import ConnectionConfig
+
 
 @contextmanager
 def http_server(app: FastAPI) -> Iterator[str]:
     """Base URL of ``app``, served by a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        server = uvicorn.Server(ConnectionConfig(app, log_level="error"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:

@@ -119,8 +119,10 @@ def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
 
 
 def test_settings(monkeypatch):
-    with pytest.raises(ValueError, match=r"request_timeout=-1.0.*max_body_mib=0.*api_key"):
-        ServerSettings(api_key="", max_body_mib=0, request_timeout=-1.0)
+    with pytest.raises(
+        ValueError, match=r"request_timeout=-1.0.*send_timeout=nan.*max_body_mib=0.*limit_concurrency=0.*api_key"
+    ):
+        ServerSettings(api_key="", max_body_mib=0, request_timeout=-1.0, send_timeout=float("nan"), limit_concurrency=0)
     parser = argparse.ArgumentParser()
     ServerSettings.add_arguments(parser.add_argument_group())
     monkeypatch.setenv(KEY_VARIABLE, "from outside")

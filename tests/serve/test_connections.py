@@ -1,0 +1,238 @@
+"""Clients that are slow, silent or hostile: who is cut off, when and how, and who is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+from fake_engine import REPLY, FakeEngine
+from http_server import http_server
+from replies import events
+
+from shadowkv.serve.api import build_app
+from shadowkv.serve.open_files import FILES_BESIDE
+from shadowkv.serve.settings import ServerSettings
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@contextmanager
+def served(engine: FakeEngine, **settings) -> Iterator[str]:
+    with http_server(build_app(engine, "fake", ServerSettings(**settings))) as url:
+        yield url
+
+
+def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(20)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def post(connection: socket.socket, **body) -> None:
+    data = json.dumps(body).encode()
+    connection.sendall(HEAD + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that still comes until the server closes."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def drip(connection: socket.socket, interval: float = 0.05) -> bytes:
+    """Sends a byte now and then; what the server has said when it closes."""
+    with ThreadPoolExecutor(1) as reader:
+        answer = reader.submit(rest, connection)
+        while not answer.done():
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                break
+            time.sleep(interval)
+        try:
+            return answer.result()
+        except ConnectionResetError:  # a byte came in after the end
+            return b""
+
+
+def error_of(answer: bytes) -> tuple[int, str, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert b"connection: close" in head.lower()
+    return int(head.split()[1]), error["code"], error["message"]
+
+
+def metric(url: str, name: str, reason: str = "") -> float:
+    page = httpx.get(f"{url}/metrics").text
+    (value,) = re.findall(rf"^shadowkv:{name}{{[^}}]*{reason}[^}}]*}} (\S+)$", page, re.MULTILINE)
+    return float(value)
+
+
+def wait_until(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_header_that_does_not_come(engine):
+    with served(engine, client_header_timeout=0.5) as url:
+        start = time.monotonic()
+        with connect(url) as silent, connect(url) as half, connect(url) as slow:
+            half.sendall(HEAD)
+            slow.sendall(HEAD + b"X-Long: ")
+            drip(slow)
+            status, code, message = error_of(rest(half))
+            assert (status, code) == (408, "header_timeout") and "0.5 s (--client-header-timeout)" in message
+            assert rest(silent) == b""
+        assert time.monotonic() - start >= 0.5
+        assert metric(url, "connections_cut_total", "header_timeout") == 3
+
+
+def test_a_second_request_that_does_not_come(engine):
+    with served(engine, client_header_timeout=0.5, timeout_keep_alive=1) as url:
+        ask = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        with connect(url) as idle, connect(url) as half, connect(url) as dripping:
+            start = time.monotonic()
+            idle.sendall(ask + b"\r\n")
+            half.sendall(ask + b"\r\n")
+            dripping.sendall(ask + b"Content-Length: 1000\r\n\r\n")
+            assert half.recv(4096).startswith(b"HTTP/1.1 200")
+            half.sendall(ask)
+            assert error_of(rest(half))[:2] == (408, "header_timeout")
+            # An answer that did not wait for the body does not make the rest of it welcome for ever.
+            assert drip(dripping, 0.02).count(b"HTTP/1.1") <= 1
+            assert rest(idle).startswith(b"HTTP/1.1 200")  # uvicorn's own clock, longer than ours here
+            assert time.monotonic() - start >= 1
+
+
+@pytest.mark.parametrize("body", [b"Content-Length: 100000\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\nfffff\r\n{"])
+def test_a_body_that_does_not_come(engine, body):
+    with served(engine, client_body_timeout=0.5) as url:
+        with connect(url) as half, connect(url) as slow:
+            half.sendall(HEAD + body)
+            slow.sendall(HEAD + body)
+            drip(slow)
+            status, code, message = error_of(rest(half))
+        assert (status, code) == (408, "body_timeout")
+        assert "1 bytes of the body" not in message and "500 bytes per second" in message
+        assert metric(url, "connections_cut_total", "body_timeout") == 2
+        wait_until(lambda: metric(url, "connections") == 1)
+    assert not engine.prompts
+
+
+def test_a_slow_body_that_comes(engine):
+    with served(engine, client_header_timeout=1.0, client_body_timeout=1.0) as url, connect(url) as connection:
+        body = b'{"prompt": "Hi"' + b" " * 50_000 + b"}"
+        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode())
+        for begin in range(0, len(body), 1000):
+            connection.sendall(body[begin : begin + 1000])
+            time.sleep(0.05)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("stream, choices", [(True, 128), (False, 128), (False, 16)])
+def test_an_answer_that_nobody_reads(engine, stream, choices):
+    with served(engine, send_timeout=0.5, timeout_keep_alive=1) as url, connect(url, 2048) as connection:
+        start = time.monotonic()
+        # A stream is cut off in its middle, and its requests are aborted; the other's have ended by then.
+        post(connection, prompt=["HANG"] if stream else ["Hi"], stream=stream, n=choices, logprobs=20)
+        if stream:
+            wait_until(lambda: len(engine.running) == choices)
+        wait_until(lambda: metric(url, "connections_cut_total", "send_timeout") == 1)
+        assert time.monotonic() - start >= 0.5
+        wait_until(lambda: not engine.running and metric(url, "connections") == 1)
+        with pytest.raises(ConnectionResetError):
+            rest(connection)
+
+
+@pytest.mark.parametrize("stream, choices", [(True, 64), (False, 128)])
+def test_an_answer_that_is_read_slowly(engine, stream, choices):
+    with served(engine, send_timeout=1.0, timeout_keep_alive=1) as url, connect(url, 8192) as connection:
+        start, answer = time.monotonic(), b""
+        post(connection, prompt="Hi", stream=stream, n=choices, logprobs=20)
+        while b"data: [DONE]" not in answer[-100:] and b'"usage":{' not in answer[-1000:]:
+            answer += connection.recv(4096)
+            time.sleep(0.03)
+        assert time.monotonic() - start > 2, "it must take longer than the time-out to show anything"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_waits_long_is_not_cut_off(engine, stream):
+    soon = {"client_header_timeout": 0.1, "client_body_timeout": 0.1, "send_timeout": 0.1, "keep_alive_interval": 0}
+    with served(engine, **soon) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "SLEEP", "stream": stream})
+    texts = [event["choices"][0]["text"] for event in events(answer)] if stream else []
+    assert ("".join(texts) if stream else answer.json()["choices"][0]["text"]) == REPLY
+
+
+def test_silent_connections_give_way_to_requests(engine):
+    with served(engine, limit_concurrency=8) as url, ExitStack() as stack:
+        silent = []
+        for number in range(40):
+            connection = stack.enter_context(connect(url))
+            connection.sendall([b"", HEAD, HEAD + b"Content-Length: 10\r\n\r\n{"][number % 3])
+            silent.append(connection)
+            if number < 3:  # what it sent has been read when a later client is answered
+                assert httpx.get(f"{url}/health").status_code == 200
+            if number % 10 == 9:
+                assert httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}).status_code == 200
+                assert metric(url, "connections") <= 8
+        # The first ones were closed, with an answer to those who had begun to ask.
+        assert rest(silent[0]) == b""
+        for connection in silent[1:3]:
+            assert error_of(rest(connection))[:2] == (503, "limit_concurrency")
+        assert engine.prompts == ["\x01Hi"] * 4
+
+
+def test_more_requests_than_connections_may_be_open(engine):
+    with served(engine, limit_concurrency=4) as url, ExitStack() as stack:
+        hanging = [stack.enter_context(connect(url)) for _ in range(4)]
+        for connection in hanging:
+            post(connection, prompt="HANG", stream=True)
+        wait_until(lambda: len(engine.running) == 4)
+        for _ in range(3):
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"})
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["code"] == "limit_concurrency"
+            assert "4 connections open (--limit-concurrency)" in refused.json()["error"]["message"]
+        with connect(url):  # nor does one that says nothing keep others from asking how the server is
+            assert [httpx.get(url + path).status_code for path in ("/health", "/version", "/metrics")] == [200] * 3
+        hanging[0].close()
+        wait_until(lambda: len(engine.running) == 3)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}).status_code == 200
+
+
+def test_a_header_that_is_too_long(engine):
+    with served(engine, h11_max_incomplete_event_size=5000) as url:
+        for length, status in ((4000, 200), (10_000, 400)):
+            assert httpx.get(f"{url}/health", headers={"X-Long": "x" * length}).status_code == status
+
+
+def test_the_limit_of_open_files():
+    code = (
+        "import resource, sys\nfrom shadowkv.serve.open_files import allow_open_files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))\nallow_open_files(100)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    needed = 100 + FILES_BESIDE
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= needed
+    runs = [
+        subprocess.run([sys.executable, "-c", code.format(hard=hard)], capture_output=True, text=True)
+        for hard in (needed, needed - 1)
+    ]
+    assert runs[0].stdout == f"{needed}\n"
+    assert f"limit_concurrency=100 needs {needed} open files" in runs[1].stderr and "at most 99" in runs[1].stderr
