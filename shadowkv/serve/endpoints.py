@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shadowkv.engine.request import TokenLogprobs
-from shadowkv.serve.errors import ApiError
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.logprobs import chat_logprobs, completion_logprobs, token_text
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -72,7 +72,7 @@ class Completions(Endpoint):
 
     def prompts(self, request: CompletionRequest) -> list[list[int]]:
         try:
-            return [self.tokenizer.encode(text) if isinstance(text, str) else text for text in request.prompt]
+            return [self.tokenizer.encode(text) if isinstance(text, str) else text.tolist() for text in request.prompt]
         except ValueError as error:  # text that is no UTF-8
             raise ApiError(str(error), param="prompt") from error
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.endpoints import Endpoint, Piece
-from shadowkv.serve.errors import ApiError
 from shadowkv.serve.logprobs import scored_prompt
 from shadowkv.serve.merge import merge
 from shadowkv.serve.protocol import GenerationRequest

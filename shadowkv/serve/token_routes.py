@@ -6,44 +6,19 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
-from pydantic import model_validator
 
-from shadowkv.serve.errors import ApiError
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.jobs import check_model
-from shadowkv.serve.protocol import Body, Message, TokenIds, refusal
-from shadowkv.serve.strict_json import StrictJsonRoute
+from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
 
 
-class TokenizeRequest(Body):
-    """Body of ``/tokenize``: a text or a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> TokenizeRequest:
-        if (self.prompt is None) == (not self.messages):
-            raise refusal("prompt", "pass either prompt or messages")
-        return self
-
-
-class DetokenizeRequest(Body):
-    """Body of ``/detokenize``."""
-
-    model: str | None = None
-    tokens: TokenIds
-
-
 def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
     """The routes; the work is done in threads, as long prompts take seconds."""
-    router, tokenizer = APIRouter(route_class=StrictJsonRoute), engine.tokenizer
+    router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         special, text = body.add_special_tokens, body.prompt
@@ -80,7 +55,7 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
     @router.post("/detokenize")
     async def post_detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         check_model(body.model, served_name)
-        return await asyncio.to_thread(detokenize, body.tokens)
+        return await asyncio.to_thread(detokenize, body.tokens.tolist())
 
     @router.get("/tokenizer_info")
     async def get_tokenizer_info() -> dict[str, Any]:
