@@ -13,7 +13,7 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 2_048
 """Prompts of one completions request, as in the OpenAI API."""
 
-MAX_PROMPT_TOKENS = 2**22
+MAX_PROMPT_TOKENS = 2**21
 """Token ids of a request: no model's context is longer."""
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -40,3 +40,6 @@ MAX_STOP_TOKEN_IDS = 1_024
 
 MAX_LOGIT_BIASES = 1_024
 """Entries of ``logit_bias`` (OpenAI: 300): each is added to the logits at every step."""
+
+TOKENIZE_TOKENS = 2**18
+"""About as many tokens ``/tokenize`` gives at the most, or as many as the model's context has if that is longer."""

@@ -297,6 +297,11 @@ class Message(Body):
     content: Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)]
     name: Name | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters of the content."""
+        return sum(len(part.text) for part in self.content)
+
     def for_template(self) -> dict[str, str]:
         """What chat templates expect."""
         role = "system" if self.role == "developer" else self.role
@@ -358,6 +363,11 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (not self.messages):
             raise refusal("prompt", "pass either prompt or messages")
         return self
+
+    @property
+    def size(self) -> int:
+        """Characters of the text or of all messages."""
+        return len(self.prompt or "") + sum(message.size for message in self.messages or ())
 
 
 class DetokenizeRequest(Body):

@@ -49,7 +49,7 @@ def slowest_health(url, post):
     return max(times), answers[0]
 
 
-@pytest.mark.parametrize("kind", ["text", "chat", "ids", "echo", "tokenize", "refused"])
+@pytest.mark.parametrize("kind", ["text", "chat", "ids", "echo", "tokenize", "detokenize", "refused"])
 def test_health(tokenizer, text, kind):
     engine = FakeEngine()
     engine.tokenizer = tokenizer
@@ -61,11 +61,14 @@ def test_health(tokenizer, text, kind):
         "text": {"prompt": text},
         "refused": {"prompt": text},
         "tokenize": {"prompt": text},
+        "detokenize": {"tokens": ids * 4},
         "ids": {"prompt": ids},
         "echo": {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0},
         "chat": {"messages": [{"role": "user", "content": text}]},
     }[kind]
-    path = {"chat": "/v1/chat/completions", "tokenize": "/tokenize"}.get(kind, "/v1/completions")
+    path = {"chat": "/v1/chat/completions", "tokenize": "/tokenize", "detokenize": "/detokenize"}.get(
+        kind, "/v1/completions"
+    )
     seconds = LIMIT
     with http_server(build_app(engine, "fake")) as url:
         for _ in range(3):  # what else runs on the machine is not to be measured
