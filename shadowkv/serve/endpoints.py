@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.logprobs import chat_logprobs, completion_logprobs, token_text
-from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, characters
 from shadowkv.serve.tokenization import encode, too_long
 
 if TYPE_CHECKING:
@@ -123,12 +123,11 @@ class ChatCompletions(Endpoint):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def sizes(self, request: ChatRequest) -> list[int]:
-        return [sum(message.size for message in request.messages)]
+        return [characters(request.messages)]
 
     def prompts(self, request: ChatRequest, limit: int) -> list[list[int]]:
-        messages = [message.for_template() for message in request.messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(request.messages, add_generation_prompt=True)
             return [encode(self.tokenizer, text, limit, "messages", add_special_tokens=False)]
         except ValueError as error:  # no template, or one that refuses these messages
             raise ApiError(str(error), param="messages") from error

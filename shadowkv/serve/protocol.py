@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -297,16 +299,16 @@ class Message(Body):
     content: Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)]
     name: Name | None = None
 
-    @property
-    def size(self) -> int:
-        """Characters of the content."""
-        return sum(len(part.text) for part in self.content)
-
     def for_template(self) -> dict[str, str]:
         """What chat templates expect."""
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
         return {"role": role, "content": "\n".join(part.text for part in self.content), **named}
+
+
+def characters(turns: Iterable[Mapping[str, str]]) -> int:
+    """Length of a conversation."""
+    return sum(len(turn["content"]) for turn in turns)
 
 
 def _within_limits(value: Any) -> Any:
@@ -320,13 +322,19 @@ def _within_limits(value: Any) -> Any:
     return value
 
 
-Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_within_limits)]
+# Checked as messages, kept as what templates expect: thousands of plain dictionaries are quickly taken over from the
+# process that read them, and models are not.
+if TYPE_CHECKING:
+    Turn = dict[str, str]
+else:
+    Turn = Annotated[Message, AfterValidator(Message.for_template)]
+Turns = Annotated[list[Turn], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_within_limits)]
 
 
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Messages = Field(min_length=1)
+    messages: Turns = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -353,7 +361,7 @@ class TokenizeRequest(Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Messages | None = None
+    messages: Turns | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -367,7 +375,7 @@ class TokenizeRequest(Body):
     @property
     def size(self) -> int:
         """Characters of the text or of all messages."""
-        return len(self.prompt or "") + sum(message.size for message in self.messages or ())
+        return len(self.prompt or "") + characters(self.messages or ())
 
 
 class DetokenizeRequest(Body):

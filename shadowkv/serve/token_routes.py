@@ -26,8 +26,9 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
         special, text, limit = body.add_special_tokens, body.prompt, tokenize_limit(engine.max_model_len)
         try:
             if text is None:
-                messages = [message.for_template() for message in body.messages or ()]
-                text = tokenizer.apply_chat_template(messages, add_generation_prompt=body.add_generation_prompt)
+                text = tokenizer.apply_chat_template(
+                    body.messages or (), add_generation_prompt=body.add_generation_prompt
+                )
                 special = bool(special)
             tokens = encode(tokenizer, text, limit, param, add_special_tokens=special is not False)
         except ValueError as error:

@@ -149,7 +149,7 @@ def test_long_bodies_are_read_as_short_ones(reader):
     assert found == read_body(LONG, CompletionRequest) and found.prompt == [array("i", range(SHORT_BYTES))]
     text = json.dumps({"messages": [{"role": "user", "content": "naïve 💥" * SHORT_BYTES}], "user": [[[]]], "n": 2})
     chat = read(reader, text.encode(), ChatRequest)
-    assert chat == read_body(text.encode(), ChatRequest) and chat.messages[0].content[0].text.startswith("naïve 💥")
+    assert chat == read_body(text.encode(), ChatRequest) and chat.messages[0]["content"].startswith("naïve 💥")
     for raw in (LONG[:-1], LONG.replace(b"[", b"[null, "), LONG.replace(b"{", b'{"prompt": 1, ')):
         with pytest.raises(ApiError) as wanted:
             read_body(raw, CompletionRequest)
