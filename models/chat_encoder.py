@@ -53,7 +53,7 @@ class ChatEncoder:
         backend, names = self._renamed
         text = self.without_marks(self._whole.sub(lambda found: names[found.group()], rendered))
         # In a batch of one: encode() holds the interpreter's lock.
-        return list(backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def without_marks(self, text: str) -> str:
         """A text about marked messages, as the one about the messages themselves."""

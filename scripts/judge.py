@@ -1,6 +1,7 @@
 """What the fuzzer holds against the server: which bodies are nonsense, and which answers are not well-formed.
 
-Written from the API's documents (OpenAI's, and vLLM's for its extra parameters), not from the server's code. It is
+Written from the API's documents (OpenAI's, vLLM's for its extra parameters, docs/design.md for limits), not from the
+server's code. It is
 lenient where they leave room: it need not find all nonsense, but what it finds must not be answered with 200.
 """
 
@@ -40,9 +41,14 @@ def number(low: float, high: float, above: float = -math.inf) -> Rule:
     return lambda value: type(value) in (int, float) and low <= value <= high and value > above
 
 
-def some(rule: Rule, least: int = 0) -> Rule:
-    """A list of at least so many."""
-    return lambda value: isinstance(value, list) and len(value) >= least and all(map(rule, value))
+def some(rule: Rule, least: int = 0, most: float = math.inf) -> Rule:
+    """A list of so many."""
+    return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
+
+
+def short(most: int, least: int = 0) -> Rule:
+    """A text of so many characters."""
+    return lambda value: isinstance(value, str) and least <= len(value) <= most
 
 
 def either(*rules: Rule) -> Rule:
@@ -124,7 +130,9 @@ class Judge:
         part = fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text")
         roles = ("system", "developer", "user", "assistant")
         message = fields(
-            {"role": lambda role: role in roles, "content": either(utf8, some(part)), "name": text}, "role", "content"
+            {"role": lambda role: role in roles, "content": either(utf8, some(part)), "name": short(256)},
+            "role",
+            "content",
         )
         sampling: dict[str, Rule] = {
             **model,
@@ -140,10 +148,13 @@ class Judge:
             "presence_penalty": number(-2, 2),
             "frequency_penalty": number(-2, 2),
             "logit_bias": lambda bias: (
-                isinstance(bias, dict) and {*bias} <= named and all(map(number(-100, 100), bias.values()))
+                isinstance(bias, dict)
+                and len(bias) <= 1024
+                and {*bias} <= named
+                and all(map(number(-100, 100), bias.values()))
             ),
-            "stop": either(lambda one: text(one) and one != "", some(lambda one: text(one) and one != "")),
-            "stop_token_ids": some(token),
+            "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
+            "stop_token_ids": some(token, most=1024),
             "ignore_eos": boolean,
             "seed": integer(-(2**63), 2**63 - 1),
             "response_format": response_format,
@@ -151,7 +162,7 @@ class Judge:
             "stream_options": fields({"include_usage": boolean}),
         }
         tokens = some(token, 1)
-        prompt = either(utf8, tokens, some(either(utf8, tokens), 1))
+        prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
         return {
             "/v1/completions": fields(
                 {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
+from shadowkv.engine.json_schema import check_schema
 from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
@@ -36,7 +37,9 @@ class AsyncEngine:
         self.max_queued_seqs, self.kv = config.max_queued_seqs, config.policy
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
-        self._compiling = ThreadPoolExecutor(2, "shadowkv-grammar")
+        # Nothing can stop a compilation; a small schema does not wait for large ones.
+        self._compiling = ThreadPoolExecutor(1, "shadowkv-grammar")
+        self._compiling_small = ThreadPoolExecutor(1, "shadowkv-small-grammar")
         self._thread = threading.Thread(target=self._run, name="shadowkv-engine", daemon=True)
         self._error: BaseException | None = None
         self._stopped = False
@@ -67,9 +70,11 @@ class AsyncEngine:
     async def compile_grammar(self, schema: str) -> None:
         """Makes a JSON schema quick to use; raises RequestError if nothing can follow it.
 
-        It may take seconds, on a thread that only other schemas wait for.
+        Large ones may take seconds, on a thread that only others as large wait for.
         """
-        await asyncio.get_running_loop().run_in_executor(self._compiling, self.engine.compile_grammar, schema)
+        cost = await asyncio.to_thread(check_schema, schema)
+        thread = self._compiling_small if cost.is_small else self._compiling
+        await asyncio.get_running_loop().run_in_executor(thread, self.engine.compile_grammar, schema)
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
         """A request for ``generate``; raises RequestError if it can never be served.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shadowkv.engine.json_schema import check_schema, refusal
 from shadowkv.engine.request import RequestError
 
 if TYPE_CHECKING:
@@ -18,22 +17,11 @@ if TYPE_CHECKING:
 
     from shadowkv.models.tokenizer import Tokenizer
 
-ANY_JSON: dict[str, Any] = {}
-"""The schema that any JSON object or value satisfies."""
-
-MAX_SCHEMA_CHARS = 2**17
-MAX_SCHEMA_DEPTH = 200
-"""Compile time grows with the square of both (half a second here, 15 seconds at 900 levels), cannot be cut short, and
-a chain of 20,000 references overflows the compiler's stack."""
-
 CACHE_BYTES = 2**29
 """Compiled grammars that are kept."""
 
 LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
 """Time, source file and condition before what the compiler says."""
-
-MAX_REASON_CHARS = 300
-MAX_QUOTED_CHARS = 80
 
 
 class Constraint:
@@ -74,8 +62,8 @@ class GrammarCompiler:
 
         Raises RequestError where xgrammar is not installed, cannot follow the schema, or nothing follows it.
         """
+        anything = check_schema(schema).anything
         try:
-            anything = _check(schema)
             with self._lock:
                 compiler = self._compiler = self._compiler or self._build()
             return compiler.compile_builtin_json_grammar() if anything else compiler.compile_json_schema(schema)
@@ -83,8 +71,8 @@ class GrammarCompiler:
             message = "JSON output needs xgrammar: install shadowkv[json] on the server"
             raise RequestError(message, "response_format") from error
         except (RuntimeError, ValueError) as error:  # RecursionError is one
-            reason = LOG_PREFIX.sub("", str(error)).strip()[:MAX_REASON_CHARS]
-            raise RequestError(f"the JSON schema cannot be followed: {reason}", "response_format") from error
+            reason = LOG_PREFIX.sub("", str(error)).strip()
+            raise refusal(reason or "xgrammar gives no reason; simpler patterns may do") from error
 
     def constraint(self, schema: str) -> Constraint:
         """A fresh start in the grammar of ``schema``; raises RequestError as ``compile`` does."""
@@ -101,72 +89,5 @@ class GrammarCompiler:
         info = xgrammar.TokenizerInfo(
             vocabulary, vocab_type=kind, vocab_size=self._vocab_size, stop_token_ids=self._stop_ids
         )
-        threads = max(1, torch.get_num_threads())
+        threads = max(1, torch.get_num_threads() // 2)  # the others are for those who are being served
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
-
-
-@lru_cache(maxsize=64)
-def _check(schema: str) -> bool:
-    """Raises ValueError or RecursionError for a schema that is too large or that nothing follows; whether all does."""
-    if len(schema) > MAX_SCHEMA_CHARS:
-        raise ValueError(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported")
-    rules = json.loads(schema)
-    references: dict[str, None] = {}
-    level, depth = [rules], 0
-    while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-        references |= {one["$ref"]: None for one in level if isinstance(one, dict) and isinstance(one.get("$ref"), str)}
-        level = [child for one in level for child in _children(one)]
-    for reference in references:
-        if reference != "#" and not reference.startswith("#/"):  # the compiler would let anything through
-            raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
-    if not _has_answer(rules, _answerable(rules, list(references))):
-        raise ValueError("no finite JSON follows it: it requires itself again and again, or one of no alternatives")
-    return bool(rules == ANY_JSON)
-
-
-def _children(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-
-
-def _answerable(rules: Any, references: list[str]) -> set[str]:
-    """The references that some finite JSON follows: those that hold given the ones found before, until none is new."""
-    found: set[str] = set()
-    before = -1
-    while before < len(found):
-        before = len(found)
-        for reference in references:
-            if reference not in found and _has_answer(_resolve(rules, reference), found):
-                found.add(reference)
-        references.reverse()  # chains are written down in either order
-    return found
-
-
-def _has_answer(rules: Any, answerable: set[str]) -> bool:
-    """Whether some finite JSON follows ``rules``; what cannot be told counts as yes."""
-    if not isinstance(rules, dict):
-        return rules is not False
-    if "$ref" in rules:
-        return not isinstance(rules["$ref"], str) or rules["$ref"] in answerable
-    if "const" in rules or "enum" in rules:
-        return True
-    for key in ("anyOf", "oneOf"):
-        if isinstance(rules.get(key), list):
-            return any(_has_answer(one, answerable) for one in rules[key])
-    kind, properties, required = (rules.get(key) for key in ("type", "properties", "required"))
-    if kind in ("object", None) and isinstance(properties, dict) and isinstance(required, list):
-        return all(_has_answer(properties[name], answerable) for name in properties if name in required)
-    if kind == "array" and rules.get("minItems") and "prefixItems" not in rules:
-        return _has_answer(rules.get("items", True), answerable)
-    return True
-
-
-def _resolve(rules: Any, reference: str) -> Any:
-    """What ``#/path`` points at; True, any JSON, for what is not found: that is for the compiler to refuse."""
-    for name in reference[1:].split("/")[1:]:
-        if not isinstance(rules, dict) or name not in rules:
-            return True
-        rules = rules[name]
-    return rules

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,9 +15,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from shadowkv import __version__
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body_reader import BodyReader
+from shadowkv.serve.body_route import BodyRefused, BodyRoute
 from shadowkv.serve.disconnect import unless_disconnected
 from shadowkv.serve.endpoints import ChatCompletions, Completions, Endpoint
-from shadowkv.serve.errors import ApiError, as_api_error, error_response, from_validation
+from shadowkv.serve.errors import as_api_error, error_response
 from shadowkv.serve.event_stream import EventStream
 from shadowkv.serve.guard import BodyTooLarge, Guard, too_large
 from shadowkv.serve.head import HeadAsGet
@@ -23,7 +28,6 @@ from shadowkv.serve.jobs import answer, chunks, prepare
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.strict_json import StrictJsonRoute
 from shadowkv.serve.token_routes import token_routes
 
 if TYPE_CHECKING:
@@ -35,8 +39,16 @@ CLIENT_CLOSED_REQUEST = 499
 def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | None = None) -> FastAPI:
     """The application; ``served_name`` is the model's name to clients."""
     settings = settings or ServerSettings()
-    app = FastAPI(title="shadowkv", docs_url="/docs", redoc_url=None)
-    app.router.route_class = StrictJsonRoute
+    bodies = BodyReader(settings.max_body_bytes)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(bodies.close)
+
+    app = FastAPI(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
+    app.state.bodies = bodies
+    app.router.route_class = BodyRoute
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(HeadAsGet)
     app.include_router(token_routes(engine, served_name))
@@ -106,13 +118,14 @@ def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | 
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        # Refused on purpose: a web page may post any other type to a local server without the browser asking first.
-        if "json" not in request.headers.get("content-type", ""):
-            return error_response(ApiError("the request needs the header Content-Type: application/json"))
-        found = error.errors()
-        if found[0]["type"] == "json_invalid":
-            return error_response(ApiError(f"the body is not valid JSON: {found[0]['ctx']['error']}"))
-        return error_response(from_validation(found))
+        # No body, or of another type; that is refused on purpose: a web page may post any other type to a local server
+        # without the browser asking first.
+        text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
+        return error_response(ApiError(text))
+
+    @app.exception_handler(BodyRefused)
+    async def on_refused(request: Request, refused: BodyRefused) -> Response:
+        return error_response(refused.error)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:

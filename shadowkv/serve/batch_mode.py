@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
 from tqdm import tqdm
 
 from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.serve import strict_json
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.endpoints import ENDPOINTS
-from shadowkv.serve.errors import ApiError, as_api_error, from_validation
+from shadowkv.serve.errors import as_api_error
 from shadowkv.serve.jobs import answer, prepare
+from shadowkv.serve.request_body import validated
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -174,10 +175,7 @@ class BatchRun:
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         endpoint = self.endpoints[request["url"]]
-        try:
-            body = endpoint.request_type.model_validate(request["body"])
-        except ValidationError as error:
-            raise from_validation(error.errors()) from error
+        body = validated(request["body"], endpoint.request_type)
         if body.stream:
             raise ApiError("stream is not supported in a batch", param="stream")
         return await answer(await prepare(self.engine, endpoint, body, self.model))

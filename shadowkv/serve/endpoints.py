@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shadowkv.engine.request import TokenLogprobs
-from shadowkv.serve.errors import ApiError
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.logprobs import chat_logprobs, completion_logprobs, token_text
-from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, characters
+from shadowkv.serve.tokenization import check_length, encode, too_long
 
 if TYPE_CHECKING:
     from shadowkv.models.tokenizer import Tokenizer
@@ -42,8 +44,12 @@ class Endpoint(ABC):
         self.tokenizer = tokenizer
 
     @abstractmethod
-    def prompts(self, request: Any) -> list[list[int]]:
-        """Token ids of every prompt; raises ApiError."""
+    def sizes(self, request: Any) -> list[int]:
+        """Characters or token ids of every prompt, before anything is done with them."""
+
+    @abstractmethod
+    def prompts(self, request: Any, limit: int) -> list[list[int]]:
+        """Token ids of every prompt; raises ApiError, at the latest where one has many more than ``limit``."""
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
         """What each prompt's answers begin with, if the request asks for that."""
@@ -70,9 +76,19 @@ class Completions(Endpoint):
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def prompts(self, request: CompletionRequest) -> list[list[int]]:
+    def sizes(self, request: CompletionRequest) -> list[int]:
+        return [len(prompt) for prompt in request.prompt]
+
+    def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
+        for prompt in request.prompt:
+            if not isinstance(prompt, str) and len(prompt) > limit:
+                reason = f"at most {limit} tokens are allowed, but the prompt has {len(prompt)}"
+                raise too_long(reason, "prompt")
         try:
-            return [self.tokenizer.encode(text) if isinstance(text, str) else text for text in request.prompt]
+            return [
+                encode(self.tokenizer, prompt, limit, "prompt") if isinstance(prompt, str) else prompt.tolist()
+                for prompt in request.prompt
+            ]
         except ValueError as error:  # text that is no UTF-8
             raise ApiError(str(error), param="prompt") from error
 
@@ -107,10 +123,13 @@ class ChatCompletions(Endpoint):
     id_prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def prompts(self, request: ChatRequest) -> list[list[int]]:
-        messages = [message.for_template() for message in request.messages]
+    def sizes(self, request: ChatRequest) -> list[int]:
+        return [characters(request.messages)]
+
+    def prompts(self, request: ChatRequest, limit: int) -> list[list[int]]:
         try:
-            return [self.tokenizer.encode_chat(messages, parse_special=request.parse_special)]
+            check = partial(check_length, self.tokenizer, limit, "messages")
+            return [self.tokenizer.encode_chat(request.messages, parse_special=request.parse_special, check=check)]
         except ValueError as error:  # no template, or one that refuses these messages
             raise ApiError(str(error), param="messages") from error
 

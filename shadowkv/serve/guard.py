@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shadowkv.serve.errors import ApiError
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.settings import ServerSettings
 
 OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))

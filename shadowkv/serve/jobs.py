@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.endpoints import Endpoint, Piece
-from shadowkv.serve.errors import ApiError
 from shadowkv.serve.logprobs import scored_prompt
 from shadowkv.serve.merge import merge
 from shadowkv.serve.protocol import GenerationRequest
+from shadowkv.serve.tokenization import in_turn
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -89,24 +90,24 @@ def check_model(asked: str | None, model: str) -> None:
 
 
 async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRequest, model: str) -> Job:
-    """The request's job, nothing of it started; raises ApiError. Long prompts take seconds to tokenise: in a thread."""
+    """The request's job, nothing of it started; raises ApiError."""
     check_model(request.model, model)
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")
-    params = request.sampling()
-    if params[0].json_schema is not None:
-        await engine.compile_grammar(params[0].json_schema)
+    sizes = endpoint.sizes(request)
+    if len(sizes) * request.n > engine.max_queued_seqs:
+        counts = f"{len(sizes)} prompts with n={request.n} are {len(sizes) * request.n} sequences"
+        text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
+        raise ApiError(text, param="prompt" if len(sizes) > 1 else "n")
+    if request.response_format is not None:
+        await engine.compile_grammar(request.response_format)
 
     def encode() -> Job:
-        prompts = endpoint.prompts(request)
-        if len(prompts) * request.n > engine.max_queued_seqs:
-            counts = f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} sequences"
-            text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
-            raise ApiError(text, param="prompt" if len(prompts) > 1 else "n")
+        prompts, params = endpoint.prompts(request, engine.max_model_len), request.sampling()
         choices = [_choice(engine, prompt, one) for prompt in prompts for one in params]
         return Job(engine, endpoint, request, model, choices, endpoint.echo(request, prompts))
 
-    return await asyncio.to_thread(encode)
+    return await in_turn(sum(sizes), encode)
 
 
 def _choice(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:

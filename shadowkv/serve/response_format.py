@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from shadowkv.engine.json_schema import MAX_SCHEMA_CHARS
+
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -24,9 +26,12 @@ def json_schema(value: Any) -> str | None:
     if not isinstance(schema, dict):
         raise _refusal("json_schema needs a schema, an object")
     try:
-        return json.dumps(schema)
+        text = json.dumps(schema)
     except RecursionError as error:
         raise _refusal("the schema is nested too deeply") from error
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise _refusal(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARS} are supported")
+    return text
 
 
 def _refusal(message: str) -> PydanticCustomError:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
 from json import JSONDecodeError
 from typing import Any, NoReturn
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
+from shadowkv.serve.limits import MAX_KEYS
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -36,31 +33,17 @@ def parse(raw: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise JSONDecodeError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed", "", 0)
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise JSONDecodeError(f"the key {twice!r} is there twice", "", 0)
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
+            seen.add(key)
     return found
 
 
 def _constant(name: str) -> NoReturn:
     raise JSONDecodeError(f"{name} is no JSON number", "", 0)
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        # In a thread: prompts of 100,000 tokens come in by the dozen.
-        return await asyncio.to_thread(parse, await self.body())
-
-
-class StrictJsonRoute(APIRoute):
-    """A route whose body is read with ``parse``."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
-
-        return handle

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.grammar import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH, GrammarCompiler
+from shadowkv.engine.grammar import GrammarCompiler
+from shadowkv.engine.json_schema import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH, MAX_SCHEMA_STATES, check_schema, unrolled
 from shadowkv.engine.request import RequestError
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 
@@ -115,3 +116,59 @@ def test_a_dead_end_on_the_way_is_said(compiler: GrammarCompiler) -> None:
 def test_a_schema_and_ignore_eos_contradict(llm: LLM) -> None:
     with pytest.raises(RequestError, match="ignore_eos"):
         llm.engine.validate([5], SamplingParams(json_schema="{}", ignore_eos=True))
+
+
+def strings(count: int, **more: Any) -> dict[str, Any]:
+    """An object of so many strings, each with a length of its own."""
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "maxLength": 900 + i, **more} for i in range(count)},
+    }
+
+
+COSTLY = [
+    {"type": "string", "pattern": "^(([a-z]{1,200}){1,200}){1,200}$"},
+    {"type": "string", "pattern": "^.{9000}$"},
+    {"type": "string", "pattern": "x{99999999999999999999}"},
+    {"type": "object", "patternProperties": {f"^[a-z]{{1,{i}}}$": {} for i in range(500)}},
+    strings(40),
+    {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": strings(40)}},
+]
+
+
+@pytest.mark.parametrize("schema", COSTLY)
+def test_a_schema_of_many_states_is_refused_before_it_is_compiled(schema: Any) -> None:
+    with pytest.raises(RequestError, match=f"states, {MAX_SCHEMA_STATES} are supported"):
+        check_schema(json.dumps(schema))
+
+
+def test_large_schemas_that_are_not_costly_are_followed() -> None:
+    word = {"type": "string", "maxLength": 60}
+    inner = {"type": "object", "properties": dict.fromkeys("abc", word)}
+    for schema in ({"properties": {f"p{i}": inner for i in range(300)}}, {"type": "string", "maxLength": 10**6}):
+        assert not check_schema(json.dumps(schema)).anything
+
+
+@pytest.mark.parametrize(
+    "pattern, size",
+    [
+        ("", 0),
+        ("ab", 2),
+        ("a|b*", 2),
+        ("[a-z0-9]{3,5}", 5),
+        (r"[\]{9}]{2}", 2),
+        ("(?:ab){1,4}", 12),
+        ("((a{9}){9}){9}", 729),
+    ]
+    + [
+        (r"\{5", 2),
+        ("a{3,}b", 4),
+        ("{3}", 0),
+        ("(", 0),
+        ("[" * 10**5, 1),
+        ("]" * 9, 9),
+        ("(((a{10000}){10000}){10000})", 10**9),
+    ],
+)
+def test_repetitions_are_counted_as_if_they_were_written_out(pattern: str, size: int) -> None:
+    assert unrolled(pattern) == size

@@ -67,6 +67,7 @@ def test_sense(path, body):
     {"n": 0}, {"n": True}, {"n": 1.0}, {"max_tokens": 0}, {"max_tokens": 10**30}, {"min_tokens": 2, "max_tokens": 1},
     {"temperature": -1}, {"temperature": "1"}, {"temperature": float("nan")}, {"user": float("inf")}, {"top_p": 0},
     {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}}, {"stop": ""}, {"stop_token_ids": [256]}, {"seed": 2**63},
+    {"stop": ["x"] * 65}, {"stop": "x" * 1025}, {"stop_token_ids": [1] * 1025}, {"prompt": ["a"] * 2049},
     {"best_of": 2}, {"stream_options": {}}, {"stream": 1}, {"response_format": {"type": "json_schema"}}, {"model": "x"},
     {"no_such_parameter": 1}, {"tools": [1]}, {"length_penalty": True}, {"logprobs": 21}, {"echo": None, "prompt": ""},
     {"prompt": "a" * 128}, {"prompt": []}, {"prompt": [256]}, {"prompt": [1, "a"], "n": []}, {"prompt": "\ud800"},

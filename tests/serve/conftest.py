@@ -21,7 +21,7 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def call(engine: FakeEngine) -> Callable[..., httpx.Response]:
+def call(engine: FakeEngine) -> Iterator[Callable[..., httpx.Response]]:
     """Sends one request to the fake engine's application, without a socket."""
     app = build_app(engine, "fake")
 
@@ -32,7 +32,8 @@ def call(engine: FakeEngine) -> Callable[..., httpx.Response]:
 
         return asyncio.run(run())
 
-    return send
+    yield send
+    app.state.bodies.close()  # as at a server's end
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,10 +92,31 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch,
 
 
 def test_a_schema_that_nothing_follows(url):
-    for schema in ({"$ref": "#"}, {"type": "nope"}):
+    costly = {"type": "string", "pattern": "^(([a-z]{1,200}){1,200}){1,200}$"}
+    for schema in ({"$ref": "#"}, {"type": "nope"}, costly, {"enum": ["x" * 2**17]}):
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         error = error_of(ask(url, response_format=format))
         assert error["param"] == "response_format" and "/project" not in error["message"]
+
+
+def test_a_small_schema_does_not_wait_for_large_ones(engine, monkeypatch):
+    large = json.dumps({"enum": [f"value {number}" for number in range(2_000)]})
+    go, compiled = threading.Event(), []
+
+    def compile_grammar(schema):
+        assert schema != large or go.wait(60)
+        compiled.append(schema)
+
+    async def run():
+        waiting = [asyncio.create_task(engine.compile_grammar(large)) for _ in range(5)]
+        await asyncio.sleep(0.05)  # the large ones are at work or wait for that
+        await asyncio.wait_for(engine.compile_grammar("{}"), 30)
+        assert compiled == ["{}"]
+        go.set()
+        await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(engine.engine, "compile_grammar", compile_grammar)
+    asyncio.run(run())
 
 
 def test_others_are_served_while_a_large_schema_is_compiled(url):

@@ -56,7 +56,7 @@ def health_waits(url, post):
     return max(times) > max(0.25, took * 2 / 3), answers[0]
 
 
-@pytest.mark.parametrize("kind", ["text", "chat", "ids", "echo", "tokenize", "refused"])
+@pytest.mark.parametrize("kind", ["text", "chat", "ids", "echo", "tokenize", "detokenize", "refused"])
 def test_health(tokenizer, text, kind):
     engine = FakeEngine()
     engine.tokenizer = tokenizer
@@ -68,11 +68,13 @@ def test_health(tokenizer, text, kind):
         "text": {"prompt": text},
         "refused": {"prompt": text},
         "tokenize": {"prompt": text},
+        "detokenize": {"tokens": ids * 4},
         "ids": {"prompt": ids},
         "echo": {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0},
         "chat": {"messages": [{"role": "user", "content": text}]},
     }[kind]
-    path = {"chat": "/v1/chat/completions", "tokenize": "/tokenize"}.get(kind, "/v1/completions")
+    paths = {"chat": "/v1/chat/completions", "tokenize": "/tokenize", "detokenize": "/detokenize"}
+    path = paths.get(kind, "/v1/completions")
     with http_server(build_app(engine, "fake")) as url:
         for _ in range(TRIES):
             waits, answer = health_waits(url, lambda: httpx.post(url + path, json=body, timeout=60))

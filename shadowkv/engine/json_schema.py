@@ -1,0 +1,178 @@
+"""What a JSON schema asks of the compiler of grammars: its limits, its cost, and whether anything follows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from shadowkv.engine.request import RequestError
+
+ANY_JSON: dict[str, Any] = {}
+"""The schema that any JSON object or value satisfies."""
+
+MAX_SCHEMA_CHARS = 2**17
+MAX_SCHEMA_DEPTH = 200
+"""Compile time grows with the square of both (half a second here, 15 seconds at 900 levels), cannot be cut short, and
+a chain of 20,000 references overflows the compiler's stack."""
+
+MAX_SCHEMA_STATES = 8_000
+"""Repetitions of patterns and strings are compiled state by state, with a mask over the vocabulary for each, which
+takes one or two milliseconds: a pattern of 60 characters can ask for millions."""
+
+SMALL_CHARS, SMALL_STATES = 8_000, 300
+
+LONGEST_STRING = 1_000
+"""States of a string, however long it may be."""
+
+MAX_REASON_CHARS = 300
+MAX_QUOTED_CHARS = 80
+
+HUGE, DIGITS = 10**9, 9
+"""More than is ever allowed."""
+
+TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|.", re.DOTALL)
+"""Of a regular expression: an escape, a set, a counted repetition, or any other character."""
+
+
+@dataclass(frozen=True)
+class SchemaCost:
+    """What is known of a schema before it is compiled: about how many states it takes, and whether any JSON follows."""
+
+    chars: int
+    states: int
+    anything: bool
+
+    @property
+    def is_small(self) -> bool:
+        """Whether compiling it takes a fraction of a second."""
+        return self.chars <= SMALL_CHARS and self.states <= SMALL_STATES
+
+
+def refusal(reason: str) -> RequestError:
+    """What a client is told of a schema that cannot be followed."""
+    return RequestError(f"the JSON schema cannot be followed: {reason[:MAX_REASON_CHARS]}", "response_format")
+
+
+def check_schema(schema: str) -> SchemaCost:
+    """Raises RequestError for a schema (as JSON text) that is too large or that nothing follows."""
+    try:
+        return _check(schema)
+    except (ValueError, RecursionError) as error:
+        raise refusal(str(error)) from error
+
+
+@lru_cache(maxsize=64)
+def _check(schema: str) -> SchemaCost:
+    if len(schema) > MAX_SCHEMA_CHARS:
+        raise ValueError(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported")
+    rules = json.loads(schema)
+    references: dict[str, None] = {}
+    repeated: set[tuple[Any, ...]] = set()
+    level, depth = [rules], 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        references |= {one["$ref"]: None for one in level if isinstance(one, dict) and isinstance(one.get("$ref"), str)}
+        for one in level:
+            if isinstance(one, dict):
+                repeated |= _repeated(one)
+        level = [child for one in level for child in _children(one)]
+    for reference in references:
+        if reference != "#" and not reference.startswith("#/"):  # the compiler would let anything through
+            raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
+    states = sum(_states(*one) for one in repeated)
+    if states > MAX_SCHEMA_STATES:
+        raise ValueError(
+            f"its patterns and lengths of strings take about {states} states, {MAX_SCHEMA_STATES} are supported; "
+            "use fewer or shorter repetitions"
+        )
+    if not _has_answer(rules, _answerable(rules, list(references))):
+        raise ValueError("no finite JSON follows it: it requires itself again and again, or one of no alternatives")
+    return SchemaCost(len(schema), states, bool(rules == ANY_JSON))
+
+
+def _repeated(rules: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """What of one schema is compiled state by state; like ones of a document are compiled once."""
+    lengths = tuple(n for key in ("minLength", "maxLength") if isinstance(n := rules.get(key), int | float))
+    patterns = rules.get("patternProperties")
+    names = [*patterns] if isinstance(patterns, dict) else []
+    found = {(pattern, ()) for pattern in (rules.get("pattern"), *names) if isinstance(pattern, str)}
+    return found | ({("", lengths)} if lengths else set())
+
+
+def _states(pattern: str, lengths: tuple[float, ...]) -> int:
+    return unrolled(pattern) if pattern else int(min(max(lengths), LONGEST_STRING))
+
+
+def unrolled(pattern: str) -> int:
+    """Characters of a regular expression with its counted repetitions written out; at the most ``HUGE``."""
+    sizes, last, at = [0], 0, 0
+    while at < len(pattern):
+        token = TOKEN.match(pattern, at)
+        assert token is not None  # any character is one
+        at = token.end()
+        least, most = token.group("least"), token.group("most")
+        if token.group() == "(":
+            sizes.append(0)
+            last = 0
+            continue
+        if least is not None:
+            times = max(int(number[:DIGITS]) for number in (least, most or "0"))
+            sizes[-1] += last * max(0, times - 1)
+        elif token.group() == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif token.group() not in ("|", "*", "+", "?"):
+            last = 1
+            sizes[-1] += 1
+        sizes[-1] = min(sizes[-1], HUGE)
+    return min(sum(sizes), HUGE)
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _answerable(rules: Any, references: list[str]) -> set[str]:
+    """The references that some finite JSON follows: those that hold given the ones found before, until none is new."""
+    found: set[str] = set()
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for reference in references:
+            if reference not in found and _has_answer(_resolve(rules, reference), found):
+                found.add(reference)
+        references.reverse()  # chains are written down in either order
+    return found
+
+
+def _has_answer(rules: Any, answerable: set[str]) -> bool:
+    """Whether some finite JSON follows ``rules``; what cannot be told counts as yes."""
+    if not isinstance(rules, dict):
+        return rules is not False
+    if "$ref" in rules:
+        return not isinstance(rules["$ref"], str) or rules["$ref"] in answerable
+    if "const" in rules or "enum" in rules:
+        return True
+    for key in ("anyOf", "oneOf"):
+        if isinstance(rules.get(key), list):
+            return any(_has_answer(one, answerable) for one in rules[key])
+    kind, properties, required = (rules.get(key) for key in ("type", "properties", "required"))
+    if kind in ("object", None) and isinstance(properties, dict) and isinstance(required, list):
+        return all(_has_answer(properties[name], answerable) for name in properties if name in required)
+    if kind == "array" and rules.get("minItems") and "prefixItems" not in rules:
+        return _has_answer(rules.get("items", True), answerable)
+    return True
+
+
+def _resolve(rules: Any, reference: str) -> Any:
+    """What ``#/path`` points at; True, any JSON, for what is not found: that is for the compiler to refuse."""
+    for name in reference[1:].split("/")[1:]:
+        if not isinstance(rules, dict) or name not in rules:
+            return True
+        rules = rules[name]
+    return rules

@@ -1,0 +1,131 @@
+"""Reads bodies beside the event loop: short ones on a thread, long ones in processes of their own.
+
+``json.loads`` holds the interpreter's lock from the first byte to the last, a second for 32 MiB: on a thread it would
+still stop everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Timer
+from typing import TypeVar
+
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body_process import read_frame, write_frame
+from shadowkv.serve.protocol import Body
+from shadowkv.serve.request_body import read_body
+
+B = TypeVar("B", bound=Body)
+
+SHORT_BYTES = 2**18
+"""Of a body that is read here: its hold on the interpreter's lock lasts milliseconds."""
+
+PROCESSES = 2
+"""Started for the first long bodies: one that takes long leaves another for the rest."""
+
+SECONDS, SECONDS_PER_MIB = 10.0, 0.25
+"""That reading may take; a body of 32 MiB takes about one."""
+
+MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 24
+"""That a process may have, and more for each byte of the longest body; one of token ids takes about 12."""
+
+
+class BodyReader:
+    """Reads bodies for one server; its processes end with ``close``, or with the server.
+
+    Args:
+        max_body_bytes: of the longest body that will come.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._memory = MEMORY_BYTES + MEMORY_PER_BYTE * max_body_bytes
+        self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # so many processes are at work at the most
+        self._idle: list[_Process] = []
+        self._working: set[_Process] = set()
+        self._closed = False
+
+    async def read(self, raw: bytes, model: type[B]) -> B:
+        """The request that a body holds; raises ApiError."""
+        if len(raw) <= SHORT_BYTES:
+            return await asyncio.to_thread(read_body, raw, model)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read_long, raw, model)
+
+    def close(self) -> None:
+        """Ends the processes; bodies at work are refused."""
+        self._closed = True
+        for process in [*self._idle, *self._working]:
+            process.end()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _read_long(self, raw: bytes, model: type[B]) -> B:
+        process = self._idle.pop() if self._idle else _Process(self._memory)
+        self._working.add(process)
+        try:
+            found = process.read(raw, model)
+        finally:
+            self._working.discard(process)
+            if self._closed or process.has_ended:
+                process.end()
+            else:
+                self._idle.append(process)
+        if isinstance(found, ApiError):
+            raise found
+        return found
+
+
+class _Process:
+    """One process, which reads one body at a time."""
+
+    def __init__(self, memory: int) -> None:
+        command = [sys.executable, "-m", "shadowkv.serve.body_process", str(memory)]
+        # Modules are found where this process finds them; signals of a terminal are for the server alone.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is of no more use."""
+        return self._process.poll() is not None
+
+    def read(self, raw: bytes, model: type[B]) -> B | ApiError:
+        """What the process made of a body; an ApiError of our own, and the process ended, where it made nothing."""
+        late, seconds = Event(), SECONDS + SECONDS_PER_MIB * len(raw) / 2**20
+
+        def stop() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = Timer(seconds, stop)
+        timer.start()
+        try:
+            write_frame(self._stdin, pickle.dumps(model))
+            write_frame(self._stdin, raw)
+            found: B | ApiError = pickle.loads(read_frame(self._stdout))
+        except (EOFError, OSError):
+            self.end()
+            if late.is_set():
+                reason = f"reading this body of {len(raw)} bytes took more than {seconds:.0f} seconds; send less"
+                return ApiError(reason, status=413, code="body_too_large")
+            reason = f"the process that was reading this body of {len(raw)} bytes has died; send less, or try again"
+            return ApiError(reason, status=503, code="body_not_read")
+        finally:
+            timer.cancel()
+        return found
+
+    def end(self) -> None:
+        """Ends the process and waits for its end."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._stdin, self._stdout):
+            with contextlib.suppress(OSError):  # what was still to be written
+                pipe.close()

@@ -1,0 +1,57 @@
+"""A route whose body is read by the application's ``BodyReader``, and comes to FastAPI as the request it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body_reader import BodyReader
+from shadowkv.serve.protocol import Body
+
+
+class BodyRefused(HTTPException):
+    """A body that is no request; FastAPI lets no other exceptions pass while it reads one."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
+
+
+class _Request(Request):
+    model: type[Body]
+
+    async def body(self) -> bytes:  # a bytearray is as good
+        # Grown as it comes: joining the pieces of 32 MiB at the end holds up everybody for a while.
+        if not hasattr(self, "_body"):
+            whole = bytearray()
+            async for piece in self.stream():
+                whole += piece
+            self._body = cast("bytes", whole)
+        return self._body
+
+    async def json(self) -> Any:
+        reader: BodyReader = self.app.state.bodies
+        try:
+            return await reader.read(await self.body(), self.model)
+        except ApiError as error:
+            raise BodyRefused(error) from error
+
+
+class BodyRoute(APIRoute):
+    """A route; its body's type, if it takes one, is a ``Body``."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            request = _Request(request.scope, request.receive)
+            if self.body_field is not None:
+                request.model = cast("type[Body]", self.body_field.field_info.annotation)
+            return await handler(request)
+
+        return handle

@@ -1,0 +1,45 @@
+"""How much one request may ask for: every limit of the API's parameters, with its reason.
+
+A body as a whole is limited by ``--max-body-mib``, a prompt by the model's context. The counts below are far above what
+clients send; without them a body of a few MiB keeps the server at work for minutes. The OpenAPI schema
+(``/openapi.json``) shows them as ``maxItems`` and ``maxLength``.
+"""
+
+from __future__ import annotations
+
+MAX_CHOICES = 128
+"""``n``, as in the OpenAI API: each choice is a sequence of its own."""
+
+MAX_PROMPTS = 2_048
+"""Prompts of one completions request, as in the OpenAI API."""
+
+MAX_PROMPT_TOKENS = 2**21
+"""Token ids of a request: no model's context is longer."""
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids are kept and sent between processes in 32 bits."""
+
+MAX_TEXT_CHARS = 2**23
+"""Characters of all prompts or messages of a request, two million tokens of English: taking a text over from the
+process that read it holds the interpreter's lock for some 3 ns a character."""
+
+MAX_KEYS = 2**16
+"""Keys of one JSON object."""
+
+MAX_MESSAGES = 8_192
+"""Messages of a conversation (OpenAI: 2,048), and content parts of all of them together."""
+
+MAX_NAME_CHARS = 256
+"""Of ``model`` and of a message's ``name``."""
+
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1_024
+"""Stop strings and the characters of each (OpenAI: 4 strings): all are looked for after every token."""
+
+MAX_STOP_TOKEN_IDS = 1_024
+"""The server's model has a handful of its own."""
+
+MAX_LOGIT_BIASES = 1_024
+"""Entries of ``logit_bias`` (OpenAI: 300): each is added to the logits at every step."""
+
+TOKENIZE_TOKENS = 2**18
+"""About as many tokens ``/tokenize`` gives at the most, or as many as the model's context has if that is longer."""
