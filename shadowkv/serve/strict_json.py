@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine
 from json import JSONDecodeError
@@ -19,7 +20,7 @@ def parse(raw: bytes) -> Any:
     """The value; raises JSONDecodeError."""
     try:
         text = raw.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
         if SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -42,6 +43,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise JSONDecodeError(f"the key {twice!r} is there twice", "", 0)
     return found
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise JSONDecodeError("a number is beyond the range of floating point", "", 0)
+    return number
 
 
 def _constant(name: str) -> NoReturn:
