@@ -2,8 +2,8 @@
 
 Starts from small good ones, then flips, cuts, doubles and inserts bytes, puts in numbers at the bounds, and pieces of
 other cases. Each case depends on the seed, its target and its number alone. Reading must end within a few seconds and
-little memory, either well or with the exception that its docstring names; of a model's file that is one line with its
-name.
+little memory, either well or with the exception that its docstring names; of a model's file that is one line that
+says where.
 
     python scripts/fuzz_files.py --cases 100000 --seconds 600
 """
@@ -144,14 +144,14 @@ class Target:
     Attributes:
         read: given bytes; raises ``documented``, or an exception that is a fault.
         seeds: good ones.
-        documented: what it may raise; of files the message is a line with their name.
-        file: its name, where it is one.
+        documented: what it may raise; of files the message is a line that says where.
+        folder: of the model, where it is a file of one. Where two files disagree, either may be named.
     """
 
     read: Callable[[bytes], None]
     seeds: tuple[bytes, ...]
     documented: type[Exception]
-    file: str | None = None
+    folder: Path | None = None
 
     def fault(self, raw: bytes) -> str | None:
         """What is wrong with how ``raw`` is read, None if nothing; "" where it was refused, as it may be."""
@@ -159,8 +159,8 @@ class Target:
             self.read(raw)
         except self.documented as error:
             text = str(error)
-            if self.file is not None and (self.file.split(".")[0] not in text or not text.isprintable()):
-                return f"not a line with the file's name: {text[:200]!r}"
+            if self.folder is not None and not (text.startswith(str(self.folder)) and text.isprintable()):
+                return f"not a line that says where: {text[:200]!r}"
             return ""
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -181,7 +181,7 @@ def all_targets() -> Iterator[dict[str, Target]]:
             "body": Target(read_json, tuple(json.dumps(body).encode() for body in bodies), JSONDecodeError),
             "template": Target(read_template, tuple(text.encode() for text in TEMPLATES), ValueError),
             **{
-                file: Target(file_reader(folder, file), ((folder / file).read_bytes(),), ModelFileError, file)
+                file: Target(file_reader(folder, file), ((folder / file).read_bytes(),), ModelFileError, folder)
                 for file in [*files, "tokenizer_config.json"]
             },
         }

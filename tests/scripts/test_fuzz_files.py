@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fuzz_files
 import pytest
 from fuzz_files import Target, all_targets, changed
@@ -33,12 +35,12 @@ def test_good_files_are_good() -> None:
 @pytest.mark.parametrize("message, fine", [
     ("/folder/config.json: no", True), ("no", False), ("/folder/config.json: no\nnot at all", False),
 ])  # fmt: skip
-def test_refusals_are_a_line_with_the_name(message: str, fine: bool) -> None:
+def test_refusals_are_a_line_that_says_where(message: str, fine: bool) -> None:
     def read(raw: bytes) -> None:
         raise ValueError(message)
 
-    assert (Target(read, (b"x",), ValueError, "config.json").fault(b"") == "") == fine
-    assert Target(read, (b"x",), UnicodeError, "config.json").fault(b"")
+    assert (Target(read, (b"x",), ValueError, Path("/folder")).fault(b"") == "") == fine
+    assert Target(read, (b"x",), UnicodeError, Path("/folder")).fault(b"")
 
 
 def test_a_reader_that_breaks_fails_the_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
