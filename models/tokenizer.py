@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import tokenizers
@@ -144,16 +146,29 @@ def tokenizer_from_directory(
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """What the tokenizers library raises, which has no type of its own, becomes ValueError."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError):
-        raise
-    except BaseException as error:
-        # Where Rust panics, which is no Exception, it is the library's way to say that it did not expect this file.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    """What the tokenizers library raises, which has no type of its own, becomes ValueError.
+
+    Where it did not expect a file it panics: it then writes to the process's stderr, which is held back until the end.
+    """
+    with TemporaryFile() as written:
+        stderr = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except (ValueError, OSError, MemoryError):
             raise
-        raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"  # no subclass of Exception
+            if not isinstance(error, Exception) and not panicked:
+                raise
+            raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            if not panicked:
+                written.seek(0)
+                os.write(2, written.read())
 
 
 def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:

@@ -55,6 +55,7 @@ CONTENTS: dict[str, Callable[[bytes], bytes]] = {
     "id 2^40": part("model", vocab={"a": 2**40}),
     "merges of unknown tokens": part("model", merges=["qq zz"]),
     "merges that are numbers": part("model", merges=[3]),
+    "a prefix that makes the library panic": part("model", merges=["A B"], continuing_subword_prefix="###"),
     "added tokens past the vocabulary": whole(
         added_tokens=[{**TOKEN, "id": 90 + i, "content": f"<{i}>", "special": True} for i in range(7)]
     ),
