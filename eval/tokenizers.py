@@ -12,7 +12,7 @@ from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokeniser of a catalogue name, directory, .gguf file or hub id.
 
-    Raises FileNotFoundError, ValueError or RuntimeError as ``load_model`` does.
+    Raises OSError or ValueError as ``load_model`` does.
     """
     path = resolve(source, weights=True)
     if path.suffix == ".gguf":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
+
+from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.hf_fields import is_number
+from shadowkv.models.safetensors_weights import open_safetensors, read_shapes
 
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -25,66 +27,104 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
+_MAX_RANK, _MAX_ALPHA = 1 << 16, 1e9
+_OTHER = "use an adapter of this model"
+
+
 class Adapter:
     """W' = W + scale · B·A for every module that the adapter has a pair for.
 
     Args:
         directory: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    Raises FileNotFoundError for missing files and ValueError, with every reason, for adapters other than plain LoRA.
+    Raises FileNotFoundError for missing files and ModelFileError for adapters other than plain LoRA.
     """
 
     def __init__(self, directory: Path) -> None:
         config_file, weights_file = directory / "adapter_config.json", directory / "adapter_model.safetensors"
         for file in (config_file, weights_file):
-            if not file.exists():
+            if not is_there(file):
                 raise FileNotFoundError(f"the adapter has no {file.name} in {directory}")
-        config = json.loads(config_file.read_text())
-        pairs: dict[str, dict[str, Tensor]] = {}
-        reasons = []
-        if config.get("peft_type") != "LORA":
-            reasons.append(f"peft_type={config.get('peft_type')!r} is not 'LORA'")
-        reasons += [
-            f"{key}={config[key]!r} is not supported"
-            for key, accepted in _PLAIN.items()
-            if config.get(key) not in accepted
-        ]
-        for name, tensor in load_file(weights_file).items():
+        config = read_json(config_file)
+        wrong = _wrong_fields(config)
+        if wrong:
+            raise ModelFileError(config_file, in_words(wrong))
+        rank, wanted = config["r"], config.get("target_modules")
+        reasons = [f"{key}={config[key]!r} is not supported" for key in _PLAIN if config.get(key) not in _PLAIN[key]]
+        modules: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in read_shapes(weights_file).items():
             match = _NAME.match(name)
             if match is None:
                 reasons.append(f"tensor {name} is no LoRA matrix")
             else:
-                pairs.setdefault(match["module"], {})[match["side"]] = tensor
-        wanted = config.get("target_modules")
-        for module, pair in pairs.items():
-            if len(pair) != 2:
+                modules.setdefault(match["module"], {})[match["side"]] = shape
+        for module, shapes in modules.items():
+            if len(shapes) != 2:
                 reasons.append(f"{module} has only one of lora_A and lora_B")
-            elif pair["A"].shape[0] != config["r"] or pair["B"].shape[1] != config["r"]:
-                reasons.append(f"{module} has rank {pair['A'].shape[0]}, the config says {config['r']}")
+            elif any(len(shape) != 2 for shape in shapes.values()):
+                reasons.append(f"{module} has matrices of shapes {shapes['A']} and {shapes['B']}")
+            elif shapes["A"][0] != rank or shapes["B"][1] != rank:
+                reasons.append(f"{module} has rank {shapes['A'][0]}, the config says {rank}")
             if isinstance(wanted, list) and not any(module == end or module.endswith("." + end) for end in wanted):
                 reasons.append(f"{module} is not among target_modules")
+        if not modules:
+            reasons.append("it has no LoRA matrices")
         if reasons:
-            raise ValueError(
-                f"the adapter in {directory} cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons)
-            )
-        self._pairs = pairs
-        root = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
-        self.scale: float = config["lora_alpha"] / root
+            remedy = "only plain LoRA is supported, with all that its config names"
+            raise ModelFileError(directory, f"the adapter cannot be used: {in_words(reasons)}", remedy)
+        self._directory, self._pairs = directory, _read_pairs(weights_file)
+        self.scale: float = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Hold the adapter against a model's weights; raises ModelFileError where a pair fits none."""
+        left = []
+        for module, pair in self._pairs.items():
+            update, needed = (pair["B"].shape[0], pair["A"].shape[1]), shapes.get(f"{module}.weight")
+            if needed is None:
+                left.append(module)
+            elif update != needed:
+                raise ModelFileError(
+                    self._directory, f"the adapter's {module} is {update}, the model's {needed}", _OTHER
+                )
+        if left:
+            reason = f"the adapter has modules that the model lacks: {in_words(sorted(left))}"
+            raise ModelFileError(self._directory, reason, _OTHER)
 
     def merged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream with the adapter added, in float32; raises ValueError at its end if a pair matched nothing."""
-        left = set(self._pairs)
+        """The stream with the adapter, which must have been checked, added in float32."""
         for name, tensor in tensors:
-            module = name.removesuffix(".weight")
-            if module in left:
-                left.remove(module)
-                pair = self._pairs[module]
-                update = pair["B"].float() @ pair["A"].float()
-                if update.shape != tensor.shape:
-                    raise ValueError(
-                        f"the adapter's {module} is {tuple(update.shape)}, the model's {tuple(tensor.shape)}"
-                    )
-                tensor = torch.add(tensor.float(), update, alpha=self.scale)
+            pair = self._pairs.get(name.removesuffix(".weight"))
+            if pair is not None and name.endswith(".weight"):
+                tensor = torch.add(tensor.float(), pair["B"].float() @ pair["A"].float(), alpha=self.scale)
             yield name, tensor
-        if left:
-            raise ValueError("the adapter has modules that the model lacks: " + ", ".join(sorted(left)))
+
+
+def _wrong_fields(config: dict[str, Any]) -> list[str]:
+    """A reason for every field that the scale and the pairs are read with, and that has no such value."""
+    rank, alpha, wanted = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
+    names = wanted if isinstance(wanted, list) else [] if wanted is None else [wanted]
+    fine = {
+        "peft_type": config.get("peft_type") == "LORA",
+        "r": type(rank) is int and 0 < rank <= _MAX_RANK,
+        "lora_alpha": is_number(alpha, -_MAX_ALPHA, _MAX_ALPHA),
+        "use_rslora": config.get("use_rslora") in (None, False, True) and type(config.get("use_rslora")) is not int,
+        "target_modules": all(isinstance(name, str) for name in names),
+    }
+    wanted_values = {
+        "peft_type": "'LORA'",
+        "r": f"a whole number from 1 to {_MAX_RANK}",
+        "lora_alpha": "a number",
+        "use_rslora": "true or false",
+        "target_modules": "a text or a list of texts",
+    }
+    return [f"{key}={str(config.get(key))[:60]} is not {wanted_values[key]}" for key, good in fine.items() if not good]
+
+
+def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
+    pairs: dict[str, dict[str, Tensor]] = {}
+    with open_safetensors(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 (not a mapping)
+            match = _NAME.match(name)
+            assert match is not None
+            pairs.setdefault(match["module"], {})[match["side"]] = opened.get_tensor(name)
+    return pairs

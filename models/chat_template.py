@@ -1,4 +1,4 @@
-"""Chat templates: a list of messages -> the prompt text, rendered by a sandboxed Jinja."""
+"""Chat templates: a list of messages -> the prompt text, rendered by a sandboxed Jinja within bounds."""
 
 from __future__ import annotations
 
@@ -7,31 +7,57 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, bounded
+
+__all__ = ["MAX_CHARACTERS", "ChatTemplate"]
+
+MAX_SOURCE_CHARACTERS = 1 << 16
+"""Compiling takes seconds beyond; the longest templates of real models have 20,000."""
+_MAX_ERROR_CHARACTERS = 400
 
 
 class ChatTemplate:
     """A compiled template; raises ValueError if its source is no valid template."""
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise ValueError(f"the chat template has more than {MAX_SOURCE_CHARACTERS} characters")
+        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"the chat template is not valid: {error}") from error
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid: line {error.lineno}: {_short(error)}") from error
+        except Exception as error:  # what Python's own compiler refuses, such as 20 loops in one another
+            raise ValueError(f"the chat template is not valid: {_short(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt; raises ValueError with the template's own words where it refuses the messages."""
+        """The prompt, of at most ``MAX_CHARACTERS``.
+
+        Raises ValueError with the template's own words where it refuses the messages, and where it fails, takes too
+        long or becomes too large.
+        """
         try:
-            return self._template.render(messages=messages, **variables)
+            with bounded():
+                prompt = self._template.render(messages=messages, **variables)
+            prompt.encode()
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+            raise ValueError(f"the chat template refuses these messages: {_short(error)}") from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = f"{type(error).__name__}: {_short(error)}"
+            raise ValueError(f"the chat template fails on these messages: {reason}") from error
+        return prompt
+
+
+def _short(error: Exception) -> str:
+    """What it says, in one line."""
+    text = str(error.message if isinstance(error, TemplateSyntaxError) else error)[: _MAX_ERROR_CHARACTERS + 1]
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:_MAX_ERROR_CHARACTERS]}…"
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -40,4 +66,4 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise TemplateError(str(message)[:_MAX_ERROR_CHARACTERS])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.models.files import in_words
+from shadowkv.models.hf_fields import MAX_POSITIONS
 from shadowkv.ops.rotate.tables import RopeConfig
 
 
@@ -74,13 +76,18 @@ class ModelConfig:
             reasons.append(f"rope scaling {self.rope.scaling} needs original_max_position_embeddings")
         if self.rope.scaling == "longrope" and len(self.rope.factors) != self.rope.dim // 2:
             reasons.append(f"longrope has {len(self.rope.factors)} factors for {self.rope.dim // 2} frequencies")
+        if self.max_position > MAX_POSITIONS:
+            reasons.append(f"max_position={self.max_position} is more than {MAX_POSITIONS}")
+        if self.rope.scaling == "llama3" and not 0 < self.rope.low_freq_factor < self.rope.high_freq_factor:
+            low, high = self.rope.low_freq_factor, self.rope.high_freq_factor
+            reasons.append(f"low_freq_factor={low} is not between 0 and high_freq_factor={high}")
         outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
+        if not reasons and not self.rope.is_finite:
+            reasons.append(f"its rotation has frequencies that are not finite: {self.rope}")
         if reasons:
-            raise ValueError(
-                f"this {self.architecture} config cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons)
-            )
+            raise ValueError(f"this {self.architecture} config cannot be used: {in_words(reasons)}")
 
     @property
     def shape(self) -> ModelShape:

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.models.config import ModelConfig
+from shadowkv.models.files import OTHER_MODEL, ModelFileError, in_words, naming
 from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.hf_fields import wrong_fields
 from shadowkv.models.registry import family
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
@@ -30,27 +32,39 @@ _STOPS = ("eos", "eot", "eom")
 
 
 def config_from_gguf(file: GGUFFile, max_model_len: int | None = None, rope_theta: float | None = None) -> ModelConfig:
-    """ModelConfig of the file with the user's limits applied; raises ValueError where it cannot be run."""
+    """ModelConfig of the file with the user's limits applied; raises ModelFileError where it cannot be run."""
     if file.architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"GGUF architecture {file.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        raise ModelFileError(
+            file.path,
+            f"GGUF architecture {file.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
+            OTHER_MODEL,
         )
-    hf: dict[str, Any] = {name: file.get(key) for name, key in _FIELDS.items()}
+    hf: dict[str, Any] = {name: file.value(key) for name, key in _FIELDS.items()}
     hf = {name: value for name, value in hf.items() if value is not None}
+    hf["vocab_size"] = file.shape("token_embd.weight")[0]
+    wrong = wrong_fields(hf, {name: file.key(key) for name, key in _FIELDS.items()})
+    if wrong:
+        raise ModelFileError(file.path, in_words(wrong))
     hf["model_type"] = file.architecture
     hf["use_sliding_window"] = bool(hf.get("sliding_window"))
-    hf["vocab_size"] = file.shape("token_embd.weight")[0]
     hf["tie_word_embeddings"] = "output.weight" not in file.names
-    stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
+    stops = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in _STOPS]
     hf["eos_token_id"] = list(dict.fromkeys(stop for stop in stops if stop is not None))
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    hf["partial_rotary_factor"] = file.get("{arch}.rope.dimension_count", head_dim) / head_dim
-    hf["rope_scaling"] = _scaling(file)
-    config = family(file.architecture).config_from_hf(hf, max_model_len)
-    if "rope_freqs.weight" in file.names:
-        # Llama 3.1's scaling, stored as what it comes to: a divisor per frequency, which is LongRoPE's form.
-        factors = tuple(file.tensor("rope_freqs.weight").tolist())
-        config = replace(config, rope=replace(config.rope, scaling="longrope", factors=factors, attention_factor=1.0))
+    rotating = file.get("{arch}.rope.dimension_count", int)
+    if rotating is not None and not 0 < rotating <= head_dim:
+        raise ModelFileError(
+            file.path, f"{file.key('{arch}.rope.dimension_count')}={rotating} of {head_dim} dimensions"
+        )
+    hf["partial_rotary_factor"] = 1.0 if rotating is None else rotating / head_dim
+    with naming(file.path, OTHER_MODEL):
+        hf["rope_scaling"] = _scaling(file)
+        config = family(file.architecture).config_from_hf(hf, max_model_len)
+        if "rope_freqs.weight" in file.names:
+            # Llama 3.1's scaling, stored as what it comes to: a divisor per frequency, which is LongRoPE's form.
+            factors = tuple(file.tensor("rope_freqs.weight").flatten().tolist())
+            rope = replace(config.rope, scaling="longrope", factors=factors, attention_factor=1.0)
+            config = replace(config, rope=rope)
     return config.with_limits(max_model_len, rope_theta)
 
 
@@ -58,14 +72,14 @@ def _scaling(file: GGUFFile) -> dict[str, Any]:
     if "rope_factors_long.weight" in file.names:
         return {
             "rope_type": "longrope",
-            "long_factor": file.tensor("rope_factors_long.weight").tolist(),
-            "short_factor": file.tensor("rope_factors_short.weight").tolist(),
-            "attention_factor": file.get("{arch}.rope.scaling.attn_factor"),
+            "long_factor": file.tensor("rope_factors_long.weight").flatten().tolist(),
+            "short_factor": file.tensor("rope_factors_short.weight").flatten().tolist(),
+            "attention_factor": file.value("{arch}.rope.scaling.attn_factor"),
         }
-    kind = file.get("{arch}.rope.scaling.type", "none")
+    kind = file.value("{arch}.rope.scaling.type")
     return {
-        "rope_type": "default" if kind == "none" else kind,
-        "factor": file.get("{arch}.rope.scaling.factor"),
-        "beta_fast": file.get("{arch}.rope.scaling.yarn_beta_fast"),
-        "beta_slow": file.get("{arch}.rope.scaling.yarn_beta_slow"),
+        "rope_type": "default" if kind in (None, "none") else kind,
+        "factor": file.value("{arch}.rope.scaling.factor"),
+        "beta_fast": file.value("{arch}.rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.value("{arch}.rope.scaling.yarn_beta_slow"),
     }

@@ -2,51 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
+
+from shadowkv.models.files import ModelFileError, check_regular, naming
+from shadowkv.models.gguf_header import read_header
+
+T = TypeVar("T")
 
 
 class GGUFFile:
     """Read access to one file; the tensors stay mapped, not loaded.
 
     Args:
-        path: the file. Raises FileNotFoundError or ValueError where it cannot be read.
+        path: the file. Raises FileNotFoundError where there is none, ModelFileError for one that cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist")
-        self._reader = GGUFReader(str(path))
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        check_regular(path)
         self.path = path
-        architecture = self.get("general.architecture")
-        if architecture is None:
-            raise ValueError(f"{path} does not say its architecture")
-        self.architecture = str(architecture)
+        with path.open("rb") as opened:
+            if not path.stat().st_size:
+                raise ModelFileError(path, "it is empty")
+            self._data = mmap(opened.fileno(), 0, access=ACCESS_READ)
+        with naming(path):
+            self._header = read_header(self._data)
+            architecture = self.get("general.architecture", str)
+            if architecture is None:
+                raise ValueError("general.architecture is missing: it does not say its architecture")
+        self.architecture: str = architecture
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Metadata value of ``key``; ``{arch}`` in it stands for the architecture."""
-        field = self._reader.fields.get(key.replace("{arch}", getattr(self, "architecture", "")))
-        return default if field is None else field.contents()
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """Metadata value of ``key``, None where there is none; ``{arch}`` in it stands for the architecture.
+
+        Raises ModelFileError where it is not of the type ``kind``.
+        """
+        value = self.value(key)
+        if value is None or type(value) is kind:
+            return value
+        raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a value of type {kind.__name__}")
+
+    def list_of(self, key: str, *kinds: type, length: int | None = None) -> list[Any]:
+        """Metadata array of ``key``, as ``get``; raises ModelFileError too where it is missing or of other length."""
+        value = self.value(key)
+        if value is None:
+            raise ModelFileError(self.path, f"{self.key(key)} is missing")
+        if not isinstance(value, list) or not all(type(item) in kinds for item in value):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a list of {names}")
+        if length is not None and len(value) != length:
+            raise ModelFileError(self.path, f"{self.key(key)} has {len(value)} entries, not {length}")
+        return value
+
+    def value(self, key: str) -> Any:
+        """As ``get``, of any type; arrays are lists."""
+        value = self._header.fields.get(self.key(key))
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    def key(self, key: str) -> str:
+        """``key`` as it is in the file."""
+        return key.replace("{arch}", getattr(self, "architecture", ""))
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors, in the file's order."""
-        return list(self._tensors)
+        return list(self._header.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, rows first."""
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        """Shape of a tensor, rows first; raises ModelFileError where there is none of that name."""
+        if name not in self._header.tensors:
+            raise ModelFileError(self.path, f"the tensor {name} is missing")
+        return self._header.tensors[name].shape
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor dequantised to float32, rows first; a copy."""
-        entry = self._tensors[name]
+        """A tensor dequantised to float32, rows first; a copy. Raises ModelFileError for types without a decoder."""
+        shape, entry = self.shape(name), self._header.tensors[name]
+        raw = np.frombuffer(self._data, np.uint8, entry.stop - entry.start, entry.start)
+        try:
+            # Whatever the bits are, they are somebody's weights: NaN is no matter of the file's form.
+            with np.errstate(all="ignore"):
+                values = dequantize(raw.reshape(quant_shape_to_byte_shape(shape, entry.kind)), entry.kind)
+        except NotImplementedError as error:
+            reason = f"the tensor {name} is of type {entry.kind.name}, which cannot be read"
+            raise ModelFileError(self.path, reason, "use a file with another type, such as Q8_0") from error
         # A float32 tensor comes back as a view of the mapped file.
-        values = np.array(dequantize(entry.data, entry.tensor_type), dtype=np.float32, copy=None)
-        return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(self.shape(name))
+        values = np.array(values, dtype=np.float32, copy=None)
+        return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
+
+
+def _short(value: Any) -> str:
+    return repr(value[:3] if isinstance(value, Sequence) else value)

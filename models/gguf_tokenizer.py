@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from shadowkv.models.files import OTHER_MODEL, ModelFileError, naming
 from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.models.tokenizer import Tokenizer, library_errors
 
 _CONTROL, _USER_DEFINED = 3, 4
+_MAX_PIECE_CHARACTERS = 1024
 _SPACE = "\u2581"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,13 +52,20 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> Tokenizer:
-    """The file's tokeniser; raises ValueError for kinds other than those in this module."""
-    kind = file.get("tokenizer.ggml.model")
+    """The file's tokeniser; raises ModelFileError for kinds other than those in this module and what is no tokeniser.
+
+    Where the file has an embedding, there must be a token for each of its rows.
+    """
+    kind = file.get("tokenizer.ggml.model", str)
     if kind not in _BUILDERS:
-        raise ValueError(f"GGUF tokenizer {kind!r} is not supported; supported: {', '.join(_BUILDERS)}")
-    tokens = [str(token) for token in file.get("tokenizer.ggml.tokens")]
-    backend = _BUILDERS[kind](file, tokens)
-    types = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+        reason = f"GGUF tokenizer {kind!r} is not supported; supported: {', '.join(_BUILDERS)}"
+        raise ModelFileError(file.path, reason, OTHER_MODEL)
+    embedding = "token_embd.weight"
+    rows = file.shape(embedding)[0] if embedding in file.names else None
+    tokens = file.list_of("tokenizer.ggml.tokens", str, length=rows)
+    types = [1] * len(tokens)
+    if file.value("tokenizer.ggml.token_type") is not None:
+        types = file.list_of("tokenizer.ggml.token_type", int, length=len(tokens))
     added = {
         wanted: [
             AddedToken(token, normalized=False, special=wanted == _CONTROL)
@@ -64,32 +74,46 @@ def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> 
         ]
         for wanted in (_CONTROL, _USER_DEFINED)
     }
-    backend.add_special_tokens(added[_CONTROL])
-    backend.add_tokens(added[_USER_DEFINED])
+    with naming(file.path), library_errors("the tokeniser"):
+        backend = _BUILDERS[kind](file, tokens)
+        backend.add_special_tokens(added[_CONTROL])
+        backend.add_tokens(added[_USER_DEFINED])
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {role: file.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
-    return Tokenizer(
-        backend,
-        special_tokens={role: tokens[token] for role, token in ids.items() if token is not None},
-        eos_token_ids=eos_token_ids,
-        chat_template=file.get("tokenizer.chat_template"),
+    ids = {role: _token_id(file, name, tokens) for role, name in roles.items()}
+    adds_bos = file.get("tokenizer.ggml.add_bos_token", bool)
+    if adds_bos is None:
         # Files that do not say: SentencePiece models start with BOS, byte-level ones do not, but Llama 3 does.
-        add_bos=bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama" or _is_llama3(file))),
-        add_eos=bool(file.get("tokenizer.ggml.add_eos_token", False)),
-    )
+        adds_bos = kind == "llama" or _is_llama3(file)
+    with naming(file.path):
+        return Tokenizer(
+            backend,
+            special_tokens={role: tokens[token] for role, token in ids.items() if token is not None},
+            eos_token_ids=eos_token_ids,
+            chat_template=file.get("tokenizer.chat_template", str),
+            add_bos=adds_bos,
+            add_eos=bool(file.get("tokenizer.ggml.add_eos_token", bool)),
+        )
+
+
+def _token_id(file: GGUFFile, name: str, tokens: list[str]) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token = file.get(key, int)
+    if token is not None and not 0 <= token < len(tokens):
+        raise ModelFileError(file.path, f"{key}={token} is not in the vocabulary of {len(tokens)} tokens")
+    return token
 
 
 def _is_llama3(file: GGUFFile) -> bool:
-    return file.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    return file.get("tokenizer.ggml.pre", str) in ("llama-bpe", "llama3", "llama-v3")
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    pre = file.get("tokenizer.ggml.pre", "default")
+    pre = file.get("tokenizer.ggml.pre", str) or "default"
     if pre not in PRE_TOKENIZERS:
         raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     merges = []
-    for merge in file.get("tokenizer.ggml.merges"):
-        left, _, right = str(merge).partition(" ")
+    for merge in file.list_of("tokenizer.ggml.merges", str):
+        left, _, right = merge.partition(" ")
         merges.append((left, right))
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=_is_llama3(file)))
@@ -102,17 +126,23 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
+    scores = file.list_of("tokenizer.ggml.scores", float, length=len(tokens))
+    if any(math.isnan(score) for score in scores):
+        raise ValueError("tokenizer.ggml.scores has NaN")
+    # Every cut of a token is looked at.
+    if max(map(len, tokens)) > _MAX_PIECE_CHARACTERS:
+        raise ValueError(f"tokenizer.ggml.tokens has one of more than {_MAX_PIECE_CHARACTERS} characters")
+    unknown = _token_id(file, "unknown", tokens) or 0
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=merges_from_scores(tokens, file.get("tokenizer.ggml.scores")),
+            merges=merges_from_scores(tokens, scores),
             unk_token=tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     if file.architecture == "phi3" and prefix:
         # Phi-3 puts the space before every piece between special tokens, even where there is one already.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from shadowkv.models.config import ModelConfig
+from shadowkv.models.files import ModelFileError
 from shadowkv.models.gguf_file import GGUFFile
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
@@ -33,8 +34,24 @@ _MODULES = {
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
+def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight by name; raises ModelFileError where two tensors are the same weight."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in file.names:
+        if name in _CONFIG_TENSORS:
+            continue
+        weight = _hf_name(name, file.architecture)
+        if weight in shapes:
+            raise ModelFileError(file.path, f"it has {weight} twice, as {name} too")
+        shapes[weight] = file.shape(name)
+    return shapes
+
+
 def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Name and float32 tensor of every weight, dequantised one at a time; names it does not know pass unchanged."""
+    """Name and float32 tensor of every weight, dequantised one at a time; names it does not know pass unchanged.
+
+    The shapes must have been checked: rows of ``llama`` files are put in another order.
+    """
     for name in file.names:
         if name in _CONFIG_TENSORS:
             continue

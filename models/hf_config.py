@@ -5,18 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from shadowkv.models.config import ModelConfig
+from shadowkv.models.files import in_words
+from shadowkv.models.hf_fields import wrong_fields
 from shadowkv.models.hf_rope import rope_from_hf
 from shadowkv.ops.rotate.tables import RopeConfig
-
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
 
 
 def build_config(
@@ -31,17 +23,17 @@ def build_config(
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
 
-    Raises ValueError naming every missing field, and for activations other than SiLU and MLP biases.
+    Raises ValueError naming every field that is missing or out of bounds, activations other than SiLU and MLP biases.
     """
-    reasons = [f"{name} is missing" for name in _REQUIRED if hf.get(name) is None]
+    reasons = wrong_fields(hf)
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         reasons.append(f"hidden_act={hf['hidden_act']!r} is not supported, only 'silu'")
     if hf.get("mlp_bias"):
         reasons.append("mlp_bias is not supported")
     if reasons:
-        raise ValueError("this config cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
-    heads = int(hf["num_attention_heads"])
-    head_dim = int(hf.get("head_dim") or hf["hidden_size"] // heads)
+        raise ValueError(f"this config cannot be used: {in_words(reasons)}")
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     rope = rope_from_hf(
         hf,
         head_dim,
@@ -52,15 +44,15 @@ def build_config(
     )
     return ModelConfig(
         architecture=hf["model_type"],
-        vocab_size=int(hf["vocab_size"]),
-        hidden_size=int(hf["hidden_size"]),
-        intermediate_size=int(hf["intermediate_size"]),
-        num_layers=int(hf["num_hidden_layers"]),
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
         num_query_heads=heads,
-        num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         rms_norm_eps=float(hf["rms_norm_eps"]),
-        max_position=_max_position(int(hf["max_position_embeddings"]), rope, max_model_len),
+        max_position=_max_position(hf["max_position_embeddings"], rope, max_model_len),
         rope=rope,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,

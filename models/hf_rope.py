@@ -104,6 +104,9 @@ def _yarn(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], lim
 def _longrope(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
     original = base["original_max_position"]
     longest = hf["max_position_embeddings"] if limit is None else limit
+    for name in ("short_factor", "long_factor"):
+        if len(scaling[name]) != (base["rotary_dim"] or base["head_dim"]) // 2:
+            raise ValueError(f"rope type 'longrope' has {len(scaling[name])} numbers as {name}, not one per frequency")
     chosen = scaling["long_factor"] if longest > original else scaling["short_factor"]
     return RopeConfig(
         **base,

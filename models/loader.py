@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +15,20 @@ from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
+from shadowkv.models.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
 from shadowkv.models.gguf_config import config_from_gguf
 from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.gguf_weights import stream_gguf
+from shadowkv.models.gguf_weights import gguf_shapes, stream_gguf
+from shadowkv.models.hf_fields import are_token_ids
 from shadowkv.models.registry import config_from_hf, family
-from shadowkv.models.safetensors_weights import stream_safetensors
+from shadowkv.models.safetensors_weights import SafetensorsWeights
 from shadowkv.models.sources import resolve
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
-from shadowkv.models.weights import fill
+from shadowkv.models.weights import check_shapes, fill
 
 LOAD_FORMATS = ("auto", "dummy")
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def load_config(source: str | Path, max_model_len: int | None = None, rope_theta
     path = resolve(source, weights=False)
     if path.suffix == ".gguf":
         return config_from_gguf(GGUFFile(path), max_model_len, rope_theta)
-    return config_from_hf(_read_hf(path), max_model_len, rope_theta)
+    return _config_from_directory(path, max_model_len, rope_theta)
 
 
 def load_model(
@@ -79,8 +80,9 @@ def load_model(
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
-        ValueError: the config cannot be run, ``max_model_len`` is too long, or tensors are missing or left over.
-        RuntimeError: a download failed.
+        ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
+            file is corrupt: ModelFileError, a line that names it.
+        OSError: a file cannot be read, or a download failed.
         MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
     """
     if load_format not in LOAD_FORMATS:
@@ -92,7 +94,8 @@ def load_model(
         if adapter is not None:
             raise ValueError("an adapter has no meaning with load_format='dummy'")
         config = load_config(source, max_model_len, rope_theta)
-        model = _decoder(config, weights_dtype, device)
+        _check_memory(Decoder(config, weights_dtype, "meta"), weights_dtype, device)
+        model = Decoder(config, weights_dtype, device)
         fill_dummy(model)
         return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
     path = resolve(source, weights=True)
@@ -101,32 +104,39 @@ def load_model(
         file = GGUFFile(path)
         config = config_from_gguf(file, max_model_len, rope_theta)
         tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
-        tensors = stream_gguf(file, config)
+        shapes, tensors = gguf_shapes(file), stream_gguf(file, config)
     else:
-        config = config_from_hf(_read_hf(path), max_model_len, rope_theta)
-        tokenizer = tokenizer_from_directory(path, config.eos_token_ids)
-        tensors = stream_safetensors(path)
+        config = _config_from_directory(path, max_model_len, rope_theta)
+        tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+        weights = SafetensorsWeights(path)
+        shapes, tensors = weights.shapes, weights.stream()
+    # All that can be found wrong is found before anything as large as the weights is allocated or read.
+    targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
+    with naming(path, "use the config that belongs to the weights, and all of their files"):
+        check_shapes(outline, targets, shapes)
     if adapter is not None:
-        tensors = Adapter(Path(adapter)).merged(tensors)
-    model = _decoder(config, weights_dtype, device)
-    fill(model, family(config.architecture).targets(config), tensors)
+        merge = Adapter(Path(adapter))
+        merge.check(shapes)
+        tensors = merge.merged(tensors)
+    _check_memory(outline, weights_dtype, device)
+    model = Decoder(config, weights_dtype, device)
+    fill(model, targets, tensors)
     return LoadedModel(config, model, tokenizer, name)
 
 
-def _decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model without its weights; raises MemoryError where they, whatever they come from, are more than is free.
+def _check_memory(outline: Decoder, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises MemoryError where the weights, whatever they come from, need more than is free.
 
     Host memory that is not there would be given, and the process killed while it is filled.
     """
-    need, free = Decoder(config, dtype, "meta").num_bytes, free_bytes(device)
+    need, free = outline.num_bytes, free_bytes(device)
     if need > free:
         halved = dtype == torch.float32 and need // 2 <= free
         raise MemoryError(
-            f"the weights need {need / 2**30:.2f} GiB as {str(dtype).removeprefix('torch.')} on {device}, "
-            f"{free / 2**30:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
+            f"the weights need {need / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')} on {device}, "
+            f"{free / GIB:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
             "free memory"
         )
-    return Decoder(config, dtype, device)
 
 
 def _name(source: str | Path) -> str:
@@ -147,16 +157,19 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     return found
 
 
-def _read_hf(path: Path) -> dict[str, Any]:
-    """Content of a config.json; generation_config.json beside it adds its eos tokens."""
+def _config_from_directory(path: Path, max_model_len: int | None, rope_theta: float | None) -> ModelConfig:
+    """From config.json; generation_config.json beside it adds its eos tokens."""
     file = path / "config.json" if path.is_dir() else path
-    if not file.exists():
+    if not is_there(file):
         raise FileNotFoundError(f"{path} has no config.json")
-    hf: dict[str, Any] = json.loads(file.read_text())
-    generation = path / "generation_config.json"
-    if path.is_dir() and generation.exists():
-        stops: list[int] = []
-        for value in (hf.get("eos_token_id"), json.loads(generation.read_text()).get("eos_token_id")):
-            stops += value if isinstance(value, list) else [] if value is None else [value]
-        hf["eos_token_id"] = list(dict.fromkeys(stops))
-    return hf
+    hf = read_json(file)
+    with naming(file, OTHER_MODEL):
+        config = config_from_hf(hf, max_model_len)
+    generation = file.with_name("generation_config.json")
+    if path.is_dir() and is_there(generation):
+        eos = read_json(generation).get("eos_token_id")
+        stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
+            raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
+    return config.with_limits(max_model_len, rope_theta)

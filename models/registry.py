@@ -39,9 +39,6 @@ def family(model_type: str) -> Family:
     return cast(Family, import_module(f"shadowkv.models.{FAMILIES[model_type]}"))
 
 
-def config_from_hf(
-    hf: dict[str, Any], max_model_len: int | None = None, rope_theta: float | None = None
-) -> ModelConfig:
-    """ModelConfig from the content of a config.json, with the user's limits applied; raises ValueError."""
-    config = family(str(hf.get("model_type"))).config_from_hf(hf, max_model_len)
-    return config.with_limits(max_model_len, rope_theta)
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
+    """ModelConfig from the content of a config.json; raises ValueError. The user's limits are still to be applied."""
+    return family(str(hf.get("model_type"))).config_from_hf(hf, max_model_len)

@@ -2,35 +2,81 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from shadowkv.models.files import ModelFileError, check_regular, in_words, is_there, read_json
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""Others, of quantised weights, mean nothing without their scales."""
 
 _INDEX = "model.safetensors.index.json"
 
 
-def stream_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and CPU tensor of every weight, read one at a time.
-
-    Raises FileNotFoundError where the directory has no safetensors or lacks files that its index names.
-    """
-    for file in _files(directory):
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """A .safetensors file, whose header the library has checked, on the CPU; raises ModelFileError for a bad one."""
+    check_regular(file)
+    try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                yield name, opened.get_tensor(name)
+            yield opened
+    except SafetensorError as error:
+        raise ModelFileError(file, str(error)) from error
+
+
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a file; raises ModelFileError for types other than ``DTYPES``."""
+    shapes = {}
+    with open_safetensors(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 (not a mapping)
+            entry = opened.get_slice(name)
+            dtype = entry.get_dtype()
+            if dtype not in DTYPES:
+                reason = f"tensor {name!r} is of type {dtype}; supported: {', '.join(DTYPES)}"
+                raise ModelFileError(file, reason, "use a model that is not quantised, or a GGUF file")
+            shapes[name] = tuple(entry.get_shape())
+    if not shapes:
+        raise ModelFileError(file, "it holds no tensors")
+    return shapes
+
+
+class SafetensorsWeights:
+    """The weights of a directory.
+
+    Attributes:
+        shapes: of every tensor, as the files' headers say.
+
+    Raises FileNotFoundError where the directory has no safetensors or lacks files that its index names, ModelFileError
+    for what cannot be used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._files = _files(directory)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self._files:
+            shapes = read_shapes(file)
+            twice = sorted(self.shapes.keys() & shapes.keys())
+            if twice:
+                raise ModelFileError(file, f"tensor {twice[0]!r} is in another file of the folder too")
+            self.shapes |= shapes
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and CPU tensor of every weight, read one at a time."""
+        for file in self._files:
+            with open_safetensors(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, opened.get_tensor(name)
 
 
 def _files(directory: Path) -> list[Path]:
     index = directory / _INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        missing = [name for name in names if not (directory / name).exists()]
-        if missing:
-            raise FileNotFoundError(f"{directory} lacks weight files that its index names: {', '.join(missing)}")
-        return [directory / name for name in names]
+    if is_there(index):
+        return _indexed(index)
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
     if files:
         return files
@@ -41,3 +87,23 @@ def _files(directory: Path) -> list[Path]:
             "convert them to safetensors"
         )
     raise FileNotFoundError(f"{directory} has no .safetensors file")
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, which must lie beside it; they may be links, as in the hub's cache."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFileError(index, "weight_map is missing, empty, or no object")
+    for name in weight_map.values():
+        # Windows' rules know both separators and drives, whatever this machine's are.
+        if not isinstance(name, str) or not name.endswith(".safetensors") or PureWindowsPath(name).name != name:
+            raise ModelFileError(index, f"weight_map names {name!r}, which is no .safetensors file of the folder")
+        if not name.isprintable():
+            raise ModelFileError(index, f"weight_map names {name!r}")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index}: the folder lacks weight files that it names: {in_words(missing)}; fetch those"
+        )
+    return files

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from shadowkv.models.catalogue import CATALOGUE, config_file, fetch
+from shadowkv.models.files import check_regular, is_there
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _CONFIG_FILES = ["config.json", "generation_config.json"]
@@ -18,14 +19,17 @@ def resolve(source: str | Path, *, weights: bool) -> Path:
         source: what the user named.
         weights: whether they are needed; without them nothing large is downloaded.
 
-    Raises FileNotFoundError where it is none of those, ValueError where a catalogue model has no weights, RuntimeError
-    where a download fails.
+    Raises FileNotFoundError where it is none of those, ValueError where a catalogue model has no weights or a .gguf
+    is a folder, OSError where a download fails.
     """
     name = str(source)
     if name in CATALOGUE:
         return fetch(name) if weights else config_file(name)
     path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if path.suffix == ".gguf" and is_there(path):
+        check_regular(path)
+        return path
+    if path.is_dir():
         return path
     if path.is_file():
         raise FileNotFoundError(f"{path} is neither a directory nor a .gguf file")
@@ -44,4 +48,4 @@ def _from_hub(name: str, weights: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
-        raise RuntimeError(f"{name!r} is no local path, and the hub did not deliver it: {error}") from error
+        raise OSError(f"{name!r} is no local path, and the hub did not deliver it: {error}") from error

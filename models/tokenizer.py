@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import tokenizers
@@ -12,6 +15,7 @@ import tokenizers
 from shadowkv.models.chat_encoder import ChatEncoder
 from shadowkv.models.chat_template import ChatTemplate
 from shadowkv.models.decode_stream import DecodeStream
+from shadowkv.models.files import ModelFileError, is_there, naming, read_json, read_text
 
 LONG_TOKENS = 1_000
 """Fewer are decoded in less than it takes another thread to come to its turn."""
@@ -136,37 +140,104 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
 
-def tokenizer_from_directory(directory: Path, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
-    """The tokeniser of a Hugging Face directory; raises FileNotFoundError where it has no tokenizer.json."""
+def tokenizer_from_directory(
+    directory: Path, eos_token_ids: Iterable[int] = (), vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokeniser of a Hugging Face directory.
+
+    Args:
+        directory: holds ``tokenizer.json``, and maybe the other files that transformers writes for a tokeniser.
+        eos_token_ids: tokens that end a generation, besides the tokeniser's own.
+        vocab_size: rows of the model's embedding, where that is known: no token may have an id beyond.
+
+    Raises FileNotFoundError where it has no tokenizer.json, ModelFileError for files that cannot be used.
+    """
     file = directory / "tokenizer.json"
-    if not file.exists():
+    if not is_there(file):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; save the model's fast tokenizer there")
-    config = _read_json(directory / "tokenizer_config.json")
-    stated = {**_read_json(directory / "special_tokens_map.json"), **config}
+    text = read_text(file)
+    with naming(file), library_errors("the tokeniser"):
+        backend = tokenizers.Tokenizer.from_str(text)
+        largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        reason = f"it has a token with id {largest}, beyond the model's vocabulary of {vocab_size}"
+        raise ModelFileError(file, reason, "use the model's own tokenizer.json")
+    config_file = directory / "tokenizer_config.json"
+    config, special = _read_stated(config_file), _special_tokens(directory, config_file)
+    for key in ("add_bos_token", "add_eos_token"):
+        if config.get(key) is not None and not isinstance(config[key], bool):
+            raise ModelFileError(config_file, f"{key}={config[key]!r} is not true or false")
+    template_file, template = _template(directory, config_file, config.get("chat_template"))
+    with naming(template_file):
+        return Tokenizer(
+            backend,
+            special_tokens=special,
+            eos_token_ids=eos_token_ids,
+            chat_template=template,
+            add_bos=config.get("add_bos_token"),
+            add_eos=config.get("add_eos_token"),
+        )
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """What the tokenizers library raises, which has no type of its own, becomes ValueError.
+
+    Where it did not expect a file it panics: it then writes to the process's stderr, which is held back until the end.
+    """
+    with TemporaryFile() as written:
+        stderr = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except (ValueError, OSError, MemoryError):
+            raise
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"  # no subclass of Exception
+            if not isinstance(error, Exception) and not panicked:
+                raise
+            raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            if not panicked:
+                written.seek(0)
+                os.write(2, written.read())
+
+
+def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
     special = {}
-    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = stated.get(role)
-        if value is not None:
-            special[role] = value["content"] if isinstance(value, dict) else value
-    return Tokenizer(
-        tokenizers.Tokenizer.from_file(str(file)),
-        special_tokens=special,
-        eos_token_ids=eos_token_ids,
-        chat_template=_template(directory, config.get("chat_template")),
-        add_bos=config.get("add_bos_token"),
-        add_eos=config.get("add_eos_token"),
-    )
+    for file in (directory / "special_tokens_map.json", config_file):  # the latter's word counts
+        stated = _read_stated(file)
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = stated.get(role)
+            if isinstance(value, dict):
+                value = value.get("content", value)
+            if value is not None and not isinstance(value, str):
+                raise ModelFileError(
+                    file, f"{role}={str(value)[:60]} is no text, nor an object with one as its content"
+                )
+            if value is not None:
+                special[role] = value
+            elif role in stated:
+                special.pop(role, None)
+    return special
 
 
-def _template(directory: Path, stated: str | list[dict[str, str]] | None) -> str | None:
+def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
+    """The file that the template is in, and its source."""
     file = directory / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
+    if is_there(file):
+        return file, read_text(file)
     if isinstance(stated, list):
-        named = {entry["name"]: entry["template"] for entry in stated}
-        return named.get("default")
-    return stated
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in stated):
+            raise ModelFileError(config_file, "chat_template is a list of other things than named templates")
+        stated = {entry["name"]: entry.get("template", ...) for entry in stated}.get("default")
+    if stated is not None and not isinstance(stated, str):
+        raise ModelFileError(config_file, "chat_template is neither a text nor a list of named templates")
+    return config_file, stated
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def _read_stated(file: Path) -> dict[str, Any]:
+    return read_json(file) if is_there(file) else {}

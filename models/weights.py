@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shadowkv.models.config import ModelConfig
+from shadowkv.models.files import in_words
 
 
 @dataclass(frozen=True)
@@ -66,30 +67,35 @@ def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> T
     return {f"{theirs}.{kind}": Target(f"{ours}.{kind}", start, stop) for kind in kinds}
 
 
-@torch.no_grad()
-def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a stream of named tensors into the model, one at a time, casting to the parameters' dtype.
+def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold what files say of their tensors against the model, which may be on the ``meta`` device.
 
-    Raises ValueError naming every tensor that is missing, unexpected or of the wrong shape.
+    Raises ValueError naming tensors that are missing, unexpected or of the wrong shape.
     """
-    parameters = dict(model.named_parameters())
-    problems: list[str] = []
-    seen: set[str] = set()
-    for name, tensor in tensors:
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    problems = []
+    for name, shape in shapes.items():
         target = targets.get(name)
         if target is None:
             if not _is_derived(name):
-                problems.append(f"unexpected: {name} {tuple(tensor.shape)}")
+                problems.append(f"unexpected: {name} {shape}")
             continue
-        seen.add(name)
-        destination = parameters[target.parameter][target.start : target.stop]
-        if destination.shape != tensor.shape:
-            problems.append(f"shape: {name} is {tuple(tensor.shape)}, needs {tuple(destination.shape)}")
-            continue
-        destination.copy_(tensor)
-    problems += [f"missing: {name}" for name in targets if name not in seen]
+        needed = (target.stop - target.start, *parameters[target.parameter][1:])
+        if shape != needed:
+            problems.append(f"shape: {name} is {shape}, needs {needed}")
+    problems += [f"missing: {name}" for name in targets if name not in shapes]
     if problems:
-        raise ValueError("the weights do not fit the config:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ValueError(f"the weights do not fit the config: {in_words(problems)}")
+
+
+@torch.no_grad()
+def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy a stream of named tensors, whose shapes were checked, one at a time, casting to the parameters' dtype."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors:
+        target = targets.get(name)
+        if target is not None:
+            parameters[target.parameter][target.start : target.stop].copy_(tensor)
 
 
 def _is_derived(name: str) -> bool:

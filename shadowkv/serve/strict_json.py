@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from json import JSONDecodeError
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ def parse(raw: bytes) -> Any:
     """The value; raises JSONDecodeError."""
     try:
         text = raw.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
         if SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -43,6 +44,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
             seen.add(key)
     return found
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise JSONDecodeError("a number is beyond the range of floating point", "", 0)
+    return number
 
 
 def _constant(name: str) -> NoReturn:

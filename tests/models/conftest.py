@@ -1,13 +1,16 @@
-"""The real model of the tests: SmolLM2-135M-Instruct, fetched once through the catalogue."""
+"""The real model of the tests, SmolLM2-135M-Instruct, fetched once through the catalogue; and the command line."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+from bad_files import SECONDS, Serve, little_memory
 
 from shadowkv.models import LoadedModel, load_model
 from shadowkv.models.catalogue import fetch
+from shadowkv.serve.__main__ import main
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -22,3 +25,20 @@ def smollm2_file() -> Path:
 def smollm2() -> LoadedModel:
     """It, loaded by name."""
     return load_model(SMOLLM2, dtype="float32")
+
+
+@pytest.fixture
+def serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Serve:
+    """Runs ``python -m shadowkv.serve`` over no requests: its exit code, and all that it wrote to stderr."""
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("")
+
+    def run(model: Path, *flags: str) -> tuple[int, str]:
+        files = ["--input", str(requests), "--output", str(tmp_path / "answers.jsonl")]
+        start = time.monotonic()
+        with little_memory():
+            code = main(["--model", str(model), "--device", "cpu", *files, *flags])
+        assert time.monotonic() - start < SECONDS
+        return code, capfd.readouterr().err
+
+    return run

@@ -99,10 +99,10 @@ def test_every_reason_at_once(llama: Path) -> None:
 
 
 def test_config_validation_lists_every_reason(llama: Path) -> None:
-    edit_config(llama, num_key_value_heads=3, num_hidden_layers=0, eos_token_id=[2, 500])
+    edit_config(llama, num_key_value_heads=3, head_dim=15, eos_token_id=[2, 500])
     with pytest.raises(ValueError) as raised:
         load_config(llama)
-    for reason in ("num_query_heads=4 is not a multiple", "num_layers=0", r"[500]"):
+    for reason in ("num_query_heads=4 is not a multiple", "15 rotating dimensions", r"[500]"):
         assert reason in str(raised.value)
 
 
@@ -180,5 +180,5 @@ def test_hub_failure_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(RuntimeError, match="no local path, and the hub did not deliver it: offline"):
+    with pytest.raises(OSError, match="no local path, and the hub did not deliver it: offline"):
         load_model("some-org/some-model")

@@ -22,6 +22,7 @@ BODIES = {
     b'{"prompt": "\\ud800"}': "surrogate",
     b'{"prompt": "a", "\\udfff": 1}': "surrogate",
     b'{"prompt": "a", "temperature": NaN}': "NaN is no JSON number",
+    b'{"prompt": "a", "user": 1e999}': "beyond the range",
     b'{"prompt": "a", "user": [-Infinity]}': "-Infinity is no JSON number",
     b'{"prompt": "a", "n": 1, "n": 2}': "the key 'n' is there twice",
     b'{"prompt": "a", "response_format": {"type": "text", "type": "json_object"}}': "the key 'type' is there twice",

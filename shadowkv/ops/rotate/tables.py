@@ -83,6 +83,15 @@ class RopeConfig:
             return 0.1 * math.log(self.factor) + 1.0
         return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_position))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the scaling's numbers come to frequencies above 0 and a magnitude that can be computed with."""
+        try:
+            inverse = self.inverse_frequencies()
+            return bool(inverse.isfinite().all() and (inverse >= 0).all()) and 0 < self.magnitude < math.inf
+        except (ArithmeticError, ValueError):  # a logarithm or a quotient that there is not
+            return False
+
     def _llama3(self, inverse: Tensor) -> Tensor:
         wavelength = 2 * math.pi / inverse
         low = self.original_max_position / self.low_freq_factor
