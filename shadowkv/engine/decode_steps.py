@@ -15,7 +15,6 @@ from torch import Tensor
 from shadowkv.engine.pacing import Mark
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.runner import Runner
-from shadowkv.engine.sampler import choose, sample
 from shadowkv.engine.scheduler import Running, Scheduler
 
 Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
@@ -75,13 +74,13 @@ class _Step:
     """A step that is on its way."""
 
     def __init__(self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark) -> None:
-        self.rows, self.logits, self.started = rows, logits, started
+        self.rows, self.logits, self.started, self._sampler = rows, logits, started, runner.sampler
         requests = [one.request for one in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
-            chosen = choose(logits, requests, steps)
+            chosen = runner.sampler.choose(logits, requests, steps)
             runner.chosen[: len(rows)] = chosen[0]
             self._landing = chosen
             if chosen.is_cuda:
@@ -92,7 +91,7 @@ class _Step:
     def chosen(self) -> Chosen:
         """Waits for the step."""
         if not self.on_device:
-            chosen = sample(self.logits, [one.request for one in self.rows])
+            chosen = self._sampler.sample(self.logits, [one.request for one in self.rows])
             self.ended = Mark(self.logits.device)
             return chosen
         self.ended.wait()

@@ -24,7 +24,6 @@ from shadowkv.engine.loading import load_engine_parts
 from shadowkv.engine.pacing import Stopwatch
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.runner import Runner
-from shadowkv.engine.sampler import sample
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
 from shadowkv.kvcache.cache import TierUse
@@ -236,7 +235,7 @@ class Engine:
                 self.scheduler.finish(one, keep=False)
         self._aborted.clear()
         kept = [done[row] for row in rows]
-        chosen = sample(logits[rows], [one.request for one in kept])
+        chosen = self.runner.sampler.sample(logits[rows], [one.request for one in kept])
         return self._take_tokens(kept, chosen, [hidden[row] for row in rows])
 
     def _drop_prefill(self) -> list[Request]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowkv.engine.cuda_graphs import CudaGraphs
 from shadowkv.engine.prefill import prefill
 from shadowkv.engine.request import TokenLogprobs
-from shadowkv.engine.sampler import logprobs_of
+from shadowkv.engine.sampler import Sampler, logprobs_of
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
@@ -32,12 +32,14 @@ class Runner:
             them as they are.
 
     Attributes:
+        sampler: chooses tokens by the logits.
         chosen: int64 [slots], tokens of the last step that are on the device only; whoever chooses them writes them.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
+        self.sampler = Sampler(cache.ops)
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
 

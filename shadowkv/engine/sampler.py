@@ -7,59 +7,78 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shadowkv.engine.request import Request, TokenLogprobs
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.ops import Ops
+from shadowkv.ops.draw_tokens.weights import COLDEST, PARAMETERS
 
-COLDEST = 1e-5
-"""Temperatures up to this are greedy: dividing by less could overflow."""
-
-
-@torch.inference_mode()
-def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-    """One token per request, waited for.
-
-    Args:
-        logits: float32 [B, V]; changed in place by penalties.
-        requests: B of them.
-
-    Returns:
-        token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
-        row's logits are all finite: the token of a row that is not has no meaning.
-    """
-    raw, finite = logits, _finite(logits)
-    changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
-    if changed:
-        raw = logits.clone()
-        for row in changed:
-            _change(logits[row], requests[row])
-    steps = [len(request.output_token_ids) + 1 for request in requests]
-    tokens, whole = torch.stack((_tokens(logits, requests, steps), finite)).tolist()  # one wait for the device
-    return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in whole]
+COLUMNS = PARAMETERS[:-1]
+"""Parameters of a draw that stay the same from step to step, by their names in ``SamplingParams``."""
 
 
-@torch.inference_mode()
-def choose(logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
-    """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
+class Sampler:
+    """Chooses tokens by ``draw_tokens`` of ``ops``, and those of greedy batches by the largest logit."""
 
-    For requests that neither change logits nor ask for log-probabilities; ``steps`` says the how-manieth token of each
-    it is.
-    """
-    return torch.stack((_tokens(logits, requests, steps), _finite(logits)))
+    def __init__(self, ops: Ops) -> None:
+        self._draw_tokens = ops.draw_tokens
+        self._params: list[SamplingParams] = []
+        self._parameters = np.empty((0, len(PARAMETERS)))
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: Tensor, requests: list[Request]
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
+        """One token per request, waited for.
+
+        Args:
+            logits: float32 [B, V]; changed in place by penalties.
+            requests: B of them.
+
+        Returns:
+            token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
+            row's logits are all finite: the token of a row that is not has no meaning.
+        """
+        raw, finite = logits, _finite(logits)
+        changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
+        if changed:
+            raw = logits.clone()
+            for row in changed:
+                _change(logits[row], requests[row])
+        steps = [len(request.output_token_ids) + 1 for request in requests]
+        tokens, whole = torch.stack((self._tokens(logits, requests, steps), finite)).tolist()  # one wait for the device
+        return tokens, _logprobs(raw, tokens, requests), [bool(row) for row in whole]
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
+        """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
+
+        For requests that neither change logits nor ask for log-probabilities; ``steps`` says the how-manieth token of
+        each it is. Nothing is waited for.
+        """
+        return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
+
+    def _tokens(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
+        params = [request.params for request in requests]
+        if params != self._params:  # which steps of the same requests, the same objects, are quick to tell
+            self._params = params
+            columns = [[getattr(one, name) for name in COLUMNS] for one in params]
+            self._parameters = np.array([[*row, 0.0] for row in columns]).reshape(-1, len(PARAMETERS))
+        if (self._parameters[:, 0] <= COLDEST).all():
+            return logits.argmax(-1)
+        self._parameters[:, -1] = _uniform([request.seed for request in requests], steps)
+        parameters = torch.from_numpy(self._parameters)
+        if logits.is_cuda:  # a copy from memory that is not pinned is waited for
+            parameters = parameters.pin_memory().to(logits.device, non_blocking=True)
+        return self._draw_tokens(logits, parameters)
 
 
 def _finite(logits: Tensor) -> Tensor:
     low, high = torch.aminmax(logits, dim=-1)  # NaN where any is
     return (low.isfinite() & high.isfinite()).long()
-
-
-def _tokens(logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
-    tokens = logits.argmax(-1)
-    drawn = [row for row, request in enumerate(requests) if request.params.temperature > COLDEST]
-    if drawn:
-        tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn], [steps[row] for row in drawn])
-    return tokens
 
 
 def _change(logits: Tensor, request: Request) -> None:
@@ -84,34 +103,13 @@ def _change(logits: Tensor, request: Request) -> None:
         logits[ids(request.stop_ids)] = float("-inf")
 
 
-def _draw(logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
-    def column(name: str) -> Tensor:
-        values = [float(getattr(request.params, name)) for request in requests]
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
-
-    ordered, order = (logits / column("temperature")).sort(dim=-1, descending=True, stable=True)
-    top_k = column("top_k")
-    rank = torch.arange(ordered.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
-    shares = ordered.softmax(-1)
-    before = shares.cumsum(-1) - shares
-    dropped = (before >= column("top_p")) | (shares < column("min_p") * shares[:, :1])
-    dropped[:, 0] = False
-    mass = shares.masked_fill(dropped, 0).nan_to_num_(0).cumsum(-1)
-    draws = [_uniform(request.seed, step) for request, step in zip(requests, steps, strict=True)]
-    uniform = torch.tensor(draws, dtype=torch.float32, device=logits.device)
-    target = uniform[:, None] * mass[:, -1:]
-    place = torch.searchsorted(mass, target, right=True).clamp(max=ordered.shape[-1] - 1)
-    return order.gather(1, place).squeeze(1)
-
-
-def _uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) from a request's seed and step (the finaliser of SplitMix64)."""
-    mask = (1 << 64) - 1
-    x = (seed + step * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return ((x ^ (x >> 31)) >> 40) / (1 << 24)
+def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
+    """Numbers in [0, 1), float64 [B], from the seeds of requests and their steps (the finaliser of SplitMix64)."""
+    x = np.array([seed & (1 << 64) - 1 for seed in seeds], np.uint64)
+    x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products are of 64 bits
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return ((x ^ x >> np.uint64(31)) >> np.uint64(11)) * 2.0**-53
 
 
 def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> list[TokenLogprobs | None]:

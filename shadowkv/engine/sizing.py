@@ -16,6 +16,7 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
+from shadowkv.ops.draw_tokens.weights import SCRATCH_BYTES
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 
@@ -55,15 +56,16 @@ GRAPHS_AT_WORK = 4
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes that decode steps take for each sequence of the batch, besides ``GRAPH_BYTES``.
 
-    Logits in float32, and scratch of fetches: used by another stream, a graph keeps it for each of its layers.
+    Logits in float32, scratch of draws, and scratch of fetches: used by another stream, a graph keeps it for each of
+    its layers.
     """
-    logits = GRAPHS_AT_WORK * 4 * model.vocab_size
+    chosen_from = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES
     if not layout.buffer_fields:
-        return logits
+        return chosen_from
     spec, shape, (values,) = layout.spec, layout.shape, layout.host_fields
     selected = int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
     row_bytes = math.prod(values.shape[2:]) * values.dtype.itemsize
-    return logits + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
+    return chosen_from + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
 
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int) -> int:

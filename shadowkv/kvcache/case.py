@@ -14,6 +14,7 @@ from shadowkv.ops.extension import block_memory
 from shadowkv.ops.rotate.tables import RopeConfig
 
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
+OF_LOGITS = ("draw_tokens",)
 OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "rebuild_rows", "rotate")
 OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls, the last where it seals; others are named by its parts."""
@@ -22,7 +23,7 @@ OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
     """The case of sequences up to the longest one of ``layout``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
-    ops, pages = {*OF_LAYERS, *OF_TOKENS}, 0
+    ops, pages = {*OF_LAYERS, *OF_LOGITS, *OF_TOKENS}, 0
     if spec.seals:
         ops |= {*OF_SEALED_PAGES, *layout.parts.ops}
         pages = spec.sealed_pages(layout.max_model_len)

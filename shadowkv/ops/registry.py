@@ -18,6 +18,7 @@ NAMES = (
     "block_attention",
     "causal_attention",
     "chunk_mean_scores",
+    "draw_tokens",
     "fetch_chunks",
     "find_outliers",
     "low_rank_basis",

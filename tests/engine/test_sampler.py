@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from shadowkv.engine.request import Request
-from shadowkv.engine.sampler import sample
+from shadowkv.engine.sampler import Sampler, _uniform
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
+from shadowkv.ops import Ops
+
+sample = Sampler(Ops("cpu")).sample
 
 
 def request(seed: int = 0, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **params: object) -> Request:
@@ -71,6 +74,26 @@ def test_the_same_seed_and_step_repeat_and_other_steps_and_seeds_do_not():
     assert len(set(text(7))) > 15
     assert sum(a == b for a, b in zip(text(7), text(8))) < 5
     assert sum(a == b for a, b in zip(text(7)[1:], text(8))) < 5  # nor is one seed the next one, a step on
+
+
+def test_numbers_of_a_seed_are_those_of_splitmix64():
+    """Vigna's splitmix64.c: the first outputs of state 1234567."""
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    expected = [(output >> 11) / 2**53 for output in outputs]
+    assert _uniform([1234567] * 3, [1, 2, 3]).tolist() == expected
+    assert _uniform([1234567 + 2**64, 1234567 - 2**64], [1, 2]).tolist() == expected[:2]
+
+
+def test_a_sampler_keeps_nothing_of_other_requests(seed):
+    logits, pick, sampler = 2 * torch.randn(6, 50), random.Random(seed), Sampler(Ops("cpu"))
+    kinds = [{"temperature": 0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.4, "temperature": 3.0}, {}]
+    for _ in range(20):
+        requests = [request(pick.randrange(99), **pick.choice(kinds)) for _ in range(pick.randrange(1, 7))]
+        for step in range(2):
+            steps = [step + pick.randrange(5) for _ in requests]
+            tokens = [sampler.choose(logits[: len(requests)], requests, steps)[0]]
+            tokens += [Sampler(Ops("cpu")).choose(logits[: len(requests)], requests, steps)[0]]
+            assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])

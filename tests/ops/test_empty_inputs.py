@@ -178,6 +178,9 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "append_tokens": nothing_to_append,
     "attend_selected": nothing_selected,
     "chunk_mean_scores": no_landmarks,
+    "draw_tokens": lambda ops: returns(
+        ops.draw_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)
+    ),
     "fetch_chunks": nothing_to_fetch,
     "find_outliers": lambda ops: returns(ops.find_outliers(floats(64, H, D), 8, 0), ((H, 0), None)),
     "merge_attention": lambda ops: returns(

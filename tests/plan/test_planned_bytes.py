@@ -121,6 +121,11 @@ def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer
         assert step_bytes(model, layout) - logits == 32 * 8 * (1024 // 8) * numbers * 8
 
 
+def test_a_step_takes_logits_and_what_draws_work_in() -> None:
+    model = SimpleNamespace(shape=LLAMA, vocab_size=128256)
+    assert step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16)) == 4 * 4 * 128256 + 4 * 8192 + 8 * 5
+
+
 @pytest.mark.parametrize("tokens", [1000, 100000])
 def test_prefill_reserve_is_the_prompt_a_block_in_the_mlp_and_what_storing_takes(tokens: int) -> None:
     config = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336)

@@ -1,0 +1,91 @@
+"""Sampling without a sort of the vocabulary, in PyTorch: buckets of logits are narrowed down as in radix selection."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.draw_tokens.weights import COLDEST, LARGEST, UNIT, token_weights
+
+BUCKETS = 2048
+"""Parts that a range of logits is divided into."""
+
+SORTED = 512
+"""Tokens that are few enough to be sorted."""
+
+
+def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+    """One token per row, by the inverse of the distribution function over the tokens that the filters keep.
+
+    A row's order is by its logits, the largest first, of equal ones the lowest token id first. Of that order are kept
+
+    - the first ``top_k``,
+    - of these, after a softmax over them, the fewest first ones that have ``top_p`` of it together, and
+    - of these the ones that are at least ``min_p`` times as likely as the first.
+
+    The token is the first one, in the order of token ids, with which the kept tokens up to it have more than
+    ``uniform`` of what all kept ones have. It depends on its row alone, and is the same from every backend:
+    probabilities are whole numbers (``weights.py``).
+
+    Args:
+        logits: float32 [B, V], V at least 1 and at most 2**22, rows dense. -inf is never drawn where a logit is finite.
+        parameters: float64 [B, 5], columns as in ``weights.PARAMETERS``: temperature, up to ``weights.COLDEST`` for the
+            largest logit, whatever else the row says, and 100 at the most; top_k, a whole number, without effect unless
+            it is above 0 and below V; top_p in (0, 1], without effect at 1; min_p in [0, 1]; uniform in [0, 1).
+
+    Returns:
+        int64 [B], in [0, V) whatever the logits are; of a row with NaN or infinity the token has no meaning.
+    """
+    drawn = [_draw(row, *numbers) for row, numbers in zip(logits, parameters.tolist(), strict=True)]
+    return torch.stack(drawn) if drawn else torch.empty(0, dtype=torch.int64, device=logits.device)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> Tensor:
+    largest = logits.amax()
+    if not largest <= LARGEST:
+        logits = torch.where(logits < LARGEST, logits, LARGEST)
+        largest = logits.amax()
+    if temperature <= COLDEST or largest == float("-inf"):
+        return logits.argmax()
+    weights = token_weights(logits, largest, temperature)
+    if 0 < top_k < int(weights.count_nonzero()):
+        weights *= _leading(logits, weights > 0, (weights > 0).long(), int(top_k))
+    if top_p < 1:
+        target = math.ceil(top_p * float(weights.sum()))
+        weights *= _leading(logits, weights > 0, weights, target)
+    if min_p:
+        weights *= weights >= math.ceil(min_p * UNIT)
+    upto = weights.cumsum(0)
+    total = int(upto[-1])
+    return torch.searchsorted(upto, min(int(uniform * total), total - 1), right=True)
+
+
+def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Tensor:
+    """Of the tokens that are ``there`` the fewest first ones whose measures sum up to ``target``: bool [V].
+
+    Measures are int64 [V], 0 of the other tokens, and ``target`` is at least 1.
+    """
+    low = torch.where(there, logits, float("inf")).amin()
+    values = logits
+    while len(values) > SORTED:
+        high = values.amax()
+        if low >= high:
+            break
+        bucket = ((high - values) / (high - low)).clamp_(max=1).mul_(BUCKETS - 1).int()
+        sums = measure.new_zeros(BUCKETS).scatter_add_(0, bucket.long(), measure).cumsum(0)
+        place = int(torch.searchsorted(sums, target))
+        target -= int(sums[place - 1]) if place else 0
+        inside = (bucket == place).nonzero().squeeze(1)
+        values, measure = values[inside], measure[inside]
+        low = values.amin()
+    values, order = values.sort(descending=True)
+    measure = measure[order]
+    place = int(torch.searchsorted(measure.cumsum(0), target))
+    least = values[place]
+    ties = int(((values == least) & (measure > 0))[: place + 1].sum())
+    tied = (logits == least) & there
+    if int(tied.sum()) > ties:
+        tied &= tied.cumsum(0) <= ties
+    return (logits > least) | tied

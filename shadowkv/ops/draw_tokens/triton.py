@@ -1,0 +1,315 @@
+"""Sampling without a sort in one Triton kernel, a program for each row: passes over a row that stays in the L2 cache.
+
+The largest and the smallest logit, then the weight of all tokens. For each filter the value at which it ends is
+enclosed: a pass measures what lies above three values, and leaves a quarter of the range, until so few tokens are
+within that registers hold them. A last pass adds up what is kept, block by block; the block with the draw in it is
+read again.
+
+No order of additions decides anything, so passes may be cut up in any way: weights are whole numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.draw_tokens import weights
+from shadowkv.ops.draw_tokens.weights import CANDIDATES, PARAMETERS
+
+BLOCK = 2048
+"""Tokens of a row that are read at a time, four by each thread, where threads add up apart until the row's end."""
+
+LONG_BLOCK = 4096
+"""The same where they wait for one another after every block."""
+
+BY_VALUE = 4
+"""Passes that divide a range of values in equal parts; later ones divide the floats in it, of which there are as many
+as it takes to be done after 16 more."""
+
+COLDEST = tl.constexpr(weights.COLDEST)
+LARGEST = tl.constexpr(weights.LARGEST)
+UNIT = tl.constexpr(float(weights.UNIT))
+UP = tl.constexpr(weights.UNIT_BITS - weights.MANTISSA_BITS)
+ROUND = tl.constexpr(weights.ROUND)
+MOST_OCTAVES = tl.constexpr(weights.MOST_OCTAVES)
+LOG2E = tl.constexpr(weights.LOG2E)
+C0, C1, C2, C3, C4, C5 = (tl.constexpr(coefficient) for coefficient in weights.MANTISSA)
+
+
+def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+    """As the reference."""
+    batch, size = logits.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    if batch:
+        candidates = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=logits.device)
+        _draw_tokens[(batch,)](
+            logits,
+            logits.stride(0),
+            parameters.contiguous(),
+            candidates,
+            tokens,
+            size,
+            COLUMNS=len(PARAMETERS),
+            CANDIDATES=candidates.shape[1],
+            BY_VALUE=BY_VALUE,
+            BLOCK=BLOCK,
+            LONG_BLOCK=LONG_BLOCK,
+            BLOCKS=triton.next_power_of_2(triton.cdiv(size, LONG_BLOCK)),
+            num_warps=16,
+            enable_fp_fusion=False,  # a fused multiplication and addition rounds another way
+        )
+    return tokens
+
+
+@triton.jit
+def _draw_tokens(
+    logits,
+    row_stride,
+    parameters,
+    candidates,
+    tokens,
+    size,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BY_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONG_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    candidates += row * CANDIDATES
+    parameters += row * COLUMNS
+    temperature = tl.load(parameters)
+    top_k, top_p = tl.load(parameters + 1).to(tl.int64), tl.load(parameters + 2)
+    min_p, uniform = tl.load(parameters + 3), tl.load(parameters + 4)
+    smallest, largest, drawn = _extent(logits, size, BLOCK)
+    if (temperature > COLDEST) & (largest > float("-inf")):
+        scale = (1 / temperature).to(tl.float32) * LOG2E
+        # All that weighs anything is above low.
+        high = _order(largest).to(tl.int64)
+        low = tl.maximum(_order(largest - 42 / scale).to(tl.int64), _order(smallest).to(tl.int64) - 1)
+        low = tl.minimum(low, high - 1)
+        count, total = _measure(logits, size, largest, scale, _value(low), BLOCK)
+        least, ties, kept = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+        for by_mass in range(2):  # top-k, and top-p of what it left
+            if by_mass == 0:
+                target, filters = top_k, (top_k > 0) & (top_k < count)
+            else:
+                target, filters = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), top_p < 1
+            if filters:
+                least, ties, kept, total = _enclose(
+                    logits, size, largest, scale, low, high, count, target, by_mass != 0, candidates, CANDIDATES,
+                    BY_VALUE, BLOCK, LONG_BLOCK,
+                )  # fmt: skip
+        end = size
+        if kept < ties:
+            end = _end_of_ties(logits, size, least, kept, LONG_BLOCK)
+        lightest = tl.ceil(min_p * UNIT).to(tl.int64)
+        drawn = _draw(logits, size, largest, scale, least, end, lightest, uniform, LONG_BLOCK, BLOCKS)
+    tl.store(tokens + row, drawn.to(tl.int64))
+
+
+@triton.jit
+def _load(logits, start, size, BLOCK: tl.constexpr):
+    """Token ids, and their logits; -inf beyond the vocabulary."""
+    token = start + tl.arange(0, BLOCK)
+    logit = tl.load(logits + token, mask=token < size, other=float("-inf"))
+    return token, tl.where(logit < LARGEST, logit, LARGEST)
+
+
+@triton.jit
+def _weight(logit, largest, scale):
+    """``token_weights``, operation by operation."""
+    octaves = tl.minimum((largest - logit) * scale, MOST_OCTAVES)
+    rounded = octaves + ROUND
+    part = octaves - (rounded - ROUND)
+    value = ((((part * C5 + C4) * part + C3) * part + C2) * part + C1) * part + (C0 + ROUND)
+    mantissa = value.to(tl.int32, bitcast=True) & 0x3FFFFF
+    return (mantissa.to(tl.int64) << UP) >> (rounded.to(tl.int32, bitcast=True) & 63).to(tl.int64)
+
+
+@triton.jit
+def _order(value):
+    """int32 in the order of float32 values, without gaps; both zeros are 0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@triton.jit
+def _value(order):
+    """The float32 of an ``_order``, int64."""
+    size = tl.abs(order).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(order < 0, -size, size)
+
+
+@triton.jit
+def _extent(logits, size, BLOCK: tl.constexpr):
+    """The smallest and the largest logit, and the first token that has the latter."""
+    worst, best = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], float("-inf"), tl.float32)
+    at = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        token, logit = _load(logits, start, size, BLOCK)
+        at = tl.where(logit > best, token, at)
+        best = tl.maximum(logit, best)
+        worst = tl.minimum(tl.where(token < size, logit, float("inf")), worst)
+    largest = tl.max(best)
+    return tl.min(worst), largest, tl.min(tl.where(best == largest, at, size))
+
+
+@triton.jit
+def _measure(logits, size, largest, scale, above, BLOCK: tl.constexpr):
+    """Tokens above a value, and their weight."""
+    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        _, logit = _load(logits, start, size, BLOCK)
+        count += (logit > above).to(tl.int32)
+        mass += tl.where(logit > above, _weight(logit, largest, scale), 0)
+    return tl.sum(count).to(tl.int64), tl.sum(mass)
+
+
+@triton.jit
+def _measure_three(logits, size, largest, scale, a, b, c, BLOCK: tl.constexpr):
+    """``_measure`` of three values in one pass."""
+    count_a, mass_a = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+    count_b, mass_b = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+    count_c, mass_c = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        _, logit = _load(logits, start, size, BLOCK)
+        weight = _weight(logit, largest, scale)
+        count_a += (logit > a).to(tl.int32)
+        count_b += (logit > b).to(tl.int32)
+        count_c += (logit > c).to(tl.int32)
+        mass_a += tl.where(logit > a, weight, 0)
+        mass_b += tl.where(logit > b, weight, 0)
+        mass_c += tl.where(logit > c, weight, 0)
+    counts = tl.sum(count_a).to(tl.int64), tl.sum(count_b).to(tl.int64), tl.sum(count_c).to(tl.int64)
+    return counts[0], tl.sum(mass_a), counts[1], tl.sum(mass_b), counts[2], tl.sum(mass_c)
+
+
+@triton.jit
+def _between(low, high, quarters, by_value):
+    """Above ``low`` and below ``high``, where there is such a value, so many quarters of the way: in orders."""
+    first, last = _value(low), _value(high)
+    middle = _order(first + (last - first) * (0.25 * quarters)).to(tl.int64)
+    middle = tl.where(by_value, middle, low + (high - low) * quarters // 4)
+    return tl.minimum(tl.maximum(middle, low), high - 1)
+
+
+@triton.jit
+def _enclose(
+    logits,
+    size,
+    largest,
+    scale,
+    low,
+    high,
+    count,
+    target,
+    by_mass,
+    candidates,
+    CANDIDATES: tl.constexpr,
+    BY_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONG_BLOCK: tl.constexpr,
+):
+    """The value with which as many tokens, or weights ``by_mass``, from the largest on as ``target`` says are reached.
+
+    That value is above ``low`` and at most ``high`` all the time, both orders. ``count`` tokens are above ``low``.
+
+    Returns the value, how many tokens have it, how many of them it takes, and the weight of all tokens with those.
+    """
+    above, mass, turn = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), 0  # tokens above high, and their weight
+    while (count - above > CANDIDATES) & (high - low > 1):
+        a = _between(low, high, 1, turn < BY_VALUE)
+        b = _between(low, high, 2, turn < BY_VALUE)
+        c = _between(low, high, 3, turn < BY_VALUE)
+        count_a, mass_a, count_b, mass_b, count_c, mass_c = _measure_three(
+            logits, size, largest, scale, _value(a), _value(b), _value(c), BLOCK
+        )
+        over_a = tl.where(by_mass, mass_a, count_a) >= target
+        over_b = tl.where(by_mass, mass_b, count_b) >= target
+        over_c = tl.where(by_mass, mass_c, count_c) >= target
+        above = tl.where(over_c, above, tl.where(over_b, count_c, tl.where(over_a, count_b, count_a)))
+        mass = tl.where(over_c, mass, tl.where(over_b, mass_c, tl.where(over_a, mass_b, mass_a)))
+        high = tl.where(over_c, high, tl.where(over_b, c, tl.where(over_a, b, a)))
+        count = tl.where(over_c, count_c, tl.where(over_b, count_b, tl.where(over_a, count_a, count)))
+        low = tl.where(over_c, c, tl.where(over_b, b, tl.where(over_a, a, low)))
+        turn += 1
+    if high - low > 1:
+        _gather(logits, size, _value(low), _value(high), candidates, LONG_BLOCK)
+        place = tl.arange(0, CANDIDATES)
+        held = tl.load(candidates + place, mask=place < count - above, other=float("-inf"))
+        order, weight = _order(held), _weight(held, largest, scale)
+        measure = tl.where(by_mass, weight, 1)
+        missing = target - tl.where(by_mass, mass, above)
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            over = tl.sum(tl.where(order > middle, measure, 0)) >= missing
+            low = tl.where(over, middle, low)
+            high = tl.where(over, high, middle)
+        mass += tl.sum(tl.where(order > high, weight, 0))
+        count = above + tl.sum((order >= high).to(tl.int32))
+        above += tl.sum((order > high).to(tl.int32))
+    least = _value(high)
+    weight = _weight(least, largest, scale)
+    taken = target - above
+    if by_mass:
+        taken = (target - mass + weight - 1) // weight
+    return least, count - above, taken, mass + taken * weight
+
+
+@triton.jit
+def _gather(logits, size, low, high, candidates, BLOCK: tl.constexpr):
+    """Writes the logits above ``low`` and up to ``high`` one behind the other, for all threads to read."""
+    found = 0
+    for start in range(0, size, BLOCK):
+        _, logit = _load(logits, start, size, BLOCK)
+        inside = (logit > low) & (logit <= high)
+        place = found + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(candidates + place, logit, mask=inside)
+        found += tl.sum(inside.to(tl.int32))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _end_of_ties(logits, size, value, kept, BLOCK: tl.constexpr):
+    """The id behind the first ``kept`` tokens of a value."""
+    before, start, end = tl.full([], 0, tl.int64), 0, size
+    while before < kept:
+        token, logit = _load(logits, start, size, BLOCK)
+        tied = (logit == value).to(tl.int32)
+        last = (tied > 0) & (before + tl.cumsum(tied, 0) == kept)
+        end = tl.minimum(end, tl.min(tl.where(last, token + 1, size)))
+        before += tl.sum(tied)
+        start += BLOCK
+    return end
+
+
+@triton.jit
+def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.constexpr):
+    """Token ids, and their weights, 0 of those that are not kept."""
+    token, logit = _load(logits, start, size, BLOCK)
+    weight = _weight(logit, largest, scale)
+    keep = ((logit > least) | ((logit == least) & (token < end))) & (weight >= lightest)
+    return token, tl.where(keep, weight, 0)
+
+
+@triton.jit
+def _draw(
+    logits, size, largest, scale, least, end, lightest, uniform, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """The token: of those above ``least``, of that value with ids below ``end``, that weigh ``lightest`` or more."""
+    block = tl.arange(0, BLOCKS)
+    sums = tl.zeros([BLOCKS], tl.int64)
+    for number in range(0, tl.cdiv(size, BLOCK)):
+        _, weight = _kept(logits, number * BLOCK, size, largest, scale, least, end, lightest, BLOCK)
+        sums = tl.where(block == number, tl.sum(weight), sums)
+    total = tl.sum(sums)
+    rank = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    there = tl.sum((tl.cumsum(sums, 0) <= rank).to(tl.int32))
+    before = tl.sum(tl.where(block < there, sums, 0))
+    token, weight = _kept(logits, there * BLOCK, size, largest, scale, least, end, lightest, BLOCK)
+    return tl.min(tl.where(before + tl.cumsum(weight, 0) > rank, token, size - 1))

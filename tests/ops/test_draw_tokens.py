@@ -1,0 +1,266 @@
+"""Draws of tokens against their definition; the Triton kernel, in its interpreter or on a GPU, token for token."""
+
+import itertools
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shadowkv.ops.draw_tokens import reference
+from shadowkv.ops.draw_tokens.weights import PARAMETERS, SCRATCH_BYTES, UNIT, token_weights
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+Draw = Callable[[Tensor, Tensor], Tensor]
+BACKENDS: dict[str, Draw] = {"reference": reference.draw_tokens}
+
+if ON_GPU or INTERPRETED:
+    from shadowkv.ops.draw_tokens import triton as kernel
+
+    BACKENDS = {**({} if INTERPRETED else BACKENDS), "triton": kernel.draw_tokens}
+else:
+
+    def test_everything_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def parameters(*rows: dict[str, float]) -> Tensor:
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.0}
+    return torch.tensor([[{**off, **row}[name] for name in PARAMETERS] for row in rows], dtype=torch.float64)
+
+
+def one(draw: Draw, logits: Tensor, **row: float) -> int:
+    return int(draw(logits[None].to(DEVICE), parameters(row).to(DEVICE)))
+
+
+@pytest.fixture(params=BACKENDS)
+def draw(request: pytest.FixtureRequest) -> Draw:
+    return BACKENDS[request.param]
+
+
+# -- the definition, in float64 and with a sort ------------------------------------------------------------------------
+
+SLACK = 1e-5
+"""Weights are within 5e-7 of the softmax; where a share is as close to a limit as this, either side of it is right."""
+
+
+def drawn_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
+    """Every token that a draw may give, with ``SLACK``; logits [V] are finite or -inf, not all of them."""
+    if row["temperature"] <= 1e-5:
+        return {int(logits.argmax())}
+    values = logits.double().tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if 0 < row["top_k"] < len(order):
+        order = order[: int(row["top_k"])]
+    weights = [math.exp((value - values[order[0]]) / row["temperature"]) for value in values]
+    total, found = sum(weights[token] for token in order), set()
+    for tilt in (1 - SLACK, 1, 1 + SLACK):
+        top_p = row["top_p"] * tilt if row["top_p"] < 1 else 2
+        min_p = min(1, row["min_p"] * tilt)
+        before = itertools.accumulate((weights[token] for token in order), initial=0.0)
+        kept = {token for token, mass in zip(order, before) if mass < top_p * total and weights[token] >= min_p}
+        draw, upto = row["uniform"] * sum(weights[token] for token in kept), 0.0
+        for token in sorted(kept):
+            if upto - SLACK * total <= draw <= upto + weights[token] + SLACK * total and weights[token] > 0:
+                found.add(token)
+            upto += weights[token]
+    return found
+
+
+ROWS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1e-5, 2e-5, 0.2, 1.0, 1.7, 100.0]),
+        "top_k": st.sampled_from([-1, 0, 1, 2, 7, 60, 10**9]),
+        "top_p": st.sampled_from([1e-9, 0.1, 0.5, 0.95, 0.999999, 1.0]) | st.floats(0.001, 1),
+        "min_p": st.sampled_from([0.0, 0.0, 1e-9, 0.05, 1.0]),
+        "uniform": st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True),
+    }
+)
+KINDS: dict[str, Callable[[int], Tensor]] = {
+    "normal": lambda size: 3 * torch.randn(size),
+    "ties": lambda size: torch.randn(size).mul(2).round(),
+    "bfloat16": lambda size: torch.randn(size).bfloat16().float(),
+    "flat": lambda size: torch.full((size,), -7.25),
+    "one hot": lambda size: torch.full((size,), -50.0).index_fill(0, torch.tensor([size // 2]), 50.0),
+    "nearly flat": lambda size: 1000 + torch.randint(0, 3, (size,)) * 2.0**-14,
+    "two groups": lambda size: torch.randn(size) * 1e-3 - 9 * (torch.arange(size) > 3),
+    "masked": lambda size: torch.randn(size).masked_fill(torch.arange(size) % 3 != 2 * (size > 2), float("-inf")),
+    "wide": lambda size: torch.randn(size) * 1e30,
+    "tiny": lambda size: torch.randn(size) * 1e-42,
+    "zeros of both signs": lambda size: torch.where(torch.rand(size) < 0.5, 0.0, -0.0),
+}
+
+
+def logits_of(kind: str, size: int, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return KINDS[kind](size)
+
+
+if not INTERPRETED:
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.sampled_from(sorted(KINDS)), st.integers(1, 90), st.integers(0, 2**32 - 1), ROWS)
+    def test_the_token_is_one_of_the_definition(kind: str, size: int, seed: int, row: dict[str, float]) -> None:
+        logits = logits_of(kind, size, seed)
+        assert one(reference.draw_tokens, logits, **row) in drawn_by_definition(logits, row)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_large_vocabularies_are_narrowed_down_to_the_same_tokens(seed: int, kind: str) -> None:
+        size, draw = 2000, random.Random(seed)  # beyond what is sorted at once
+        for top_k, top_p in ((0, 0.9), (700, 1.0), (1500, 0.8)):
+            row = {"temperature": draw.choice([0.5, 1.0, 3.0]), "top_k": top_k, "top_p": top_p, "min_p": 0.0}
+            row["uniform"] = draw.random()
+            logits = logits_of(kind, size, draw.randrange(2**32))
+            assert one(reference.draw_tokens, logits, **row) in drawn_by_definition(logits, row)
+
+
+@pytest.mark.parametrize("temperature", [2e-5, 0.3, 1.0, 100.0])
+def test_weights_are_the_softmax_in_whole_units(seed: int, temperature: float) -> None:
+    logits = 5 * torch.randn(20000)
+    weights = token_weights(logits, logits.max(), temperature)
+    exact = ((logits.double() - logits.max()) / temperature).exp()
+    assert int(weights.max()) == UNIT
+    assert ((weights.double() / UNIT - exact).abs() <= 2e-6 * exact + 1 / UNIT).all()  # logits are of 24 bits
+    order = logits.argsort()
+    assert (weights[order].diff() >= -weights[order][1:] * 1e-6).all()
+
+
+# -- what holds whatever the logits are --------------------------------------------------------------------------------
+
+
+def test_equal_logits_are_kept_and_drawn_in_the_order_of_their_ids(draw: Draw) -> None:
+    flat = torch.zeros(8)
+    for uniform, token in ((0.0, 0), (0.1249, 0), (0.125, 1), (0.999, 7)):
+        assert one(draw, flat, uniform=uniform) == token
+    assert one(draw, flat, uniform=0.999, top_k=3) == 2
+    assert one(draw, flat, uniform=0.999, top_p=0.5) == 3
+    assert one(draw, flat, uniform=0.999, top_p=0.5001) == 4
+    assert one(draw, flat, uniform=0.999, top_k=4, top_p=0.5) == 1  # of what top-k left
+    assert one(draw, flat, uniform=0.999, min_p=1.0) == 7
+    signs = torch.tensor([-0.0, 0.0, -0.0, 0.0, -1.0])
+    assert one(draw, signs, uniform=0.999, top_k=3) == 2
+
+
+def test_a_single_candidate_is_the_first_of_the_largest(draw: Draw) -> None:
+    logits = torch.tensor([0.5, 3.0, -1.0, 3.0, 2.999999])
+    for row in ({"temperature": 0.0}, {"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-9}, {"top_k": 1, "min_p": 1.0}):
+        for temperature in {row.get("temperature", 1.0), row.get("temperature", 100.0)}:
+            assert one(draw, logits, **{**row, "temperature": temperature, "uniform": 0.99}) == 1
+
+
+def test_filters_that_end_within_a_tie(draw: Draw) -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 0.0])
+    last = {"uniform": 1 - 2**-53}
+    assert [one(draw, logits, top_k=k, **last) for k in range(1, 8)] == [1, 3, 3, 3, 4, 5, 5]
+    assert one(draw, logits, top_k=4, uniform=0.0) == 0
+    shares = torch.softmax(logits.double(), 0)
+    through_one, through_two = float(2 * shares[1] + shares[0]), float(2 * shares[1] + 2 * shares[0])
+    for top_p, tokens in ((through_one - 1e-4, {0, 1, 3}), (through_two - 1e-4, {0, 1, 2, 3})):
+        assert {one(draw, logits, top_p=top_p, uniform=i / 8) for i in range(8)} == tokens
+
+
+def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(draw: Draw) -> None:
+    rows = torch.randn(9, 70)
+    rows[0], rows[1], rows[2] = float("nan"), float("inf"), float("-inf")
+    rows[3, 5], rows[4, 5], rows[5, 5] = float("nan"), float("inf"), float("-inf")
+    rows[6, ::2], rows[7, 1::2] = float("inf"), float("-inf")
+    rows[7, ::2] = float("nan")
+    for row in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5, "min_p": 0.2}, {"temperature": 0.0}):
+        drawn = draw(rows.to(DEVICE), parameters(*[{**row, "uniform": 0.7}] * 9).to(DEVICE))
+        assert ((drawn >= 0) & (drawn < 70)).all()
+        assert int(drawn[8]) == one(draw, rows[8], **row, uniform=0.7)
+
+
+def test_what_is_masked_is_never_drawn(draw: Draw) -> None:
+    logits = torch.full((50,), float("-inf"))
+    logits[[7, 31]] = torch.tensor([-3.0, 4.0])
+    rows = [{"uniform": i / 4, "temperature": 100.0, "top_k": k} for i in range(4) for k in (0, 1, 2, 30)]
+    drawn = draw(logits.expand(16, -1).contiguous().to(DEVICE), parameters(*rows).to(DEVICE))
+    assert set(drawn.tolist()) == {7, 31}
+
+
+# -- batches, and backends against each other --------------------------------------------------------------------------
+
+
+def mixed(seed: int, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Rows of all kinds, each with parameters of its own."""
+    pick = random.Random(seed)
+    rows = [
+        {
+            "temperature": pick.choice([0.0, 0.3, 1.0, 1.0, 2.5, 100.0]),
+            "top_k": pick.choice([0, 0, 1, 5, size // 3, size - 1, size + 1]),
+            "top_p": pick.choice([1.0, 0.95, 0.95, 0.5, 1e-6, 0.9999]),
+            "min_p": pick.choice([0.0, 0.0, 1e-3, 0.3, 1.0]),
+            "uniform": pick.random(),
+        }
+        for _ in range(count)
+    ]
+    kinds = [name for _, name in zip(range(count), sorted(KINDS) * count)]
+    logits = torch.stack([logits_of(kind, size, pick.randrange(2**32)) for kind in kinds])
+    return logits.to(DEVICE), parameters(*rows).to(DEVICE)
+
+
+def test_a_row_draws_the_same_alone_and_anywhere_in_a_batch(seed: int, draw: Draw) -> None:
+    count, size = (4, 40) if INTERPRETED else (11, 1500)
+    logits, rows = mixed(seed, count, size)
+    together = draw(logits, rows)
+    alone = torch.cat([draw(logits[i : i + 1], rows[i : i + 1]) for i in range(count)])
+    assert torch.equal(together, alone)
+    order = torch.randperm(count, device=DEVICE)
+    assert torch.equal(draw(logits[order], rows[order]), together[order])
+    wide = torch.full((count, size + 13), float("nan"), device=DEVICE)
+    wide[:, :size] = logits
+    assert torch.equal(draw(wide[:, :size], rows), together)
+
+
+if INTERPRETED:
+
+    @pytest.fixture
+    def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rows of few tokens take as many blocks, passes and candidates as those of large vocabularies."""
+        monkeypatch.setattr(kernel, "BLOCK", 64)
+        monkeypatch.setattr(kernel, "LONG_BLOCK", 32)
+        monkeypatch.setattr(kernel, "CANDIDATES", 8)
+
+    @pytest.mark.parametrize(("size", "by_value"), [(1, 4), (96, 2)])
+    def test_the_kernel_draws_the_references_tokens(
+        seed: int, short_passes: None, monkeypatch: pytest.MonkeyPatch, size: int, by_value: int
+    ) -> None:
+        monkeypatch.setattr(kernel, "BY_VALUE", by_value)
+        logits, rows = mixed(seed, len(KINDS), size)
+        assert torch.equal(kernel.draw_tokens(logits, rows), reference.draw_tokens(logits, rows))
+
+    def test_a_vocabulary_of_many_blocks() -> None:
+        torch.manual_seed(3)
+        logits, row = torch.randn(1, 9001), parameters({"top_p": 0.95, "uniform": 0.6})
+        assert torch.equal(kernel.draw_tokens(logits, row), reference.draw_tokens(logits, row))
+
+
+if ON_GPU:
+
+    @pytest.mark.parametrize("size", [1, 4097, 49152, 128256])
+    def test_the_kernel_draws_the_references_tokens(seed: int, size: int) -> None:
+        logits, rows = mixed(seed, 2 * len(KINDS), size)
+        assert torch.equal(kernel.draw_tokens(logits, rows), reference.draw_tokens(logits, rows))
+
+    def test_scratch_is_what_is_counted() -> None:
+        logits, rows = torch.randn(16, 128256, device="cuda"), parameters(*[{"top_p": 0.95}] * 16).cuda()
+        kernel.draw_tokens(logits, rows)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kernel.draw_tokens(logits, rows)
+        assert torch.cuda.max_memory_allocated() - before <= 16 * SCRATCH_BYTES + 1024
