@@ -41,6 +41,7 @@ ENGINE: dict[str, Any] = {
     "kv_rank": 32,
     "kv_budget": 1.0,
     "kv_outliers": 4,
+    "kv_dense_below": 0,
 }
 """Fields of EngineConfig; prompts of up to 136 tokens stay dense, longer ones are sealed."""
 

@@ -37,6 +37,7 @@ class EngineConfig:
     kv_budget: float | int | None = None
     kv_chunk: int | None = None
     kv_outliers: int | None = None
+    kv_dense_below: int | str = "auto"
     gpu_memory_utilization: float | None = None
     host_memory_gib: float | None = None
     fetch_buffer: float | None = None
@@ -63,6 +64,8 @@ class EngineConfig:
             for name, known in (("dtype", DTYPES), ("load_format", LOAD_FORMATS))
             if getattr(self, name) not in known
         ]
+        if self.kv_dense_below != "auto" and not (isinstance(self.kv_dense_below, int) and self.kv_dense_below >= 0):
+            bad.append(f"kv_dense_below={self.kv_dense_below!r} must be 'auto' or a number of tokens of at least 0")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.host_memory_gib is not None and not self.host_memory_gib >= 0:
@@ -76,7 +79,15 @@ class EngineConfig:
 
     def spec(self) -> KVSpec:
         """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
-        return preset(self.kv, rank=self.kv_rank, budget=self.kv_budget, chunk=self.kv_chunk, outliers=self.kv_outliers)
+        dense_below = None if isinstance(self.kv_dense_below, str) else self.kv_dense_below
+        return preset(
+            self.kv,
+            rank=self.kv_rank,
+            budget=self.kv_budget,
+            chunk=self.kv_chunk,
+            outliers=self.kv_outliers,
+            dense_below=dense_below,
+        )
 
     @property
     def policy(self) -> str:
@@ -167,6 +178,14 @@ class EngineConfig:
         add(kv, "--kv-outliers", type=int, help="exact chunks per kv head")
         add(
             kv,
+            "--kv-dense-below",
+            type=parse_dense_below,
+            metavar="auto|TOKENS",
+            help="shorter sequences stay dense; auto: where compressing costs more than it saves, by model, policy and "
+            "batch; 0: as few as can be (default: %(default)s)",
+        )
+        add(
+            kv,
             "--gpu-memory-utilization",
             type=float,
             metavar="SHARE",
@@ -196,6 +215,11 @@ def policy_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def parse_dense_below(text: str) -> int | str:
+    """``--kv-dense-below`` as given on a command line; what is no number is for the config to refuse."""
+    return int(text) if text.isdecimal() else text
 
 
 def parse_budget(text: str) -> float | int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.crossover import dense_below
 from shadowkv.engine.devices import device_of
-from shadowkv.engine.sizing import GIB, size_cache
+from shadowkv.engine.sizing import GIB, likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
@@ -35,7 +37,13 @@ def load_engine_parts(
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, fetch_buffer)
+    parts = build_parts(spec, shape, dtype)
+    layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
+    if spec.seals and spec.dense_below is None:
+        cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
+        below = dense_below(loaded.config, layout, device.type, config.max_num_seqs, cache_bytes)
+        spec = replace(spec, dense_below=below)
+        layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, fetch_buffer)
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, loaded.config)
     cache = KVCache(

@@ -11,6 +11,7 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
@@ -28,18 +29,19 @@ DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 HOST_SHARE = 0.5
 """Of the host memory that is free, the most that values take without being told."""
 
-GRAM_BYTES = 64
-"""For each entry of the Gram matrix of all kv heads' keys: several copies of it in float64, and as much to work in."""
+GRAM_BYTES = 12 * STATES_AT_ONCE
+"""For each entry of the Gram matrix of all kv heads' keys: two float32 copies of every layer's, and room to work in."""
 
 
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest.
 
-    Its hidden states, and one layer's keys (before and after the rotation) and values; the largest tensors of a block
-    of tokens that are there together, which is in the MLP; and what storing the layer takes meanwhile.
+    Its hidden states, and keys (before and after the rotation) and values of the layers that are stored together; the
+    largest tensors of a block of tokens that are there together, which is in the MLP; and what storing takes meanwhile.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
-    whole = context * (model.hidden_size + 3 * kv_dim)
+    stored = max(context, min(TOKENS_AT_ONCE, STATES_AT_ONCE * context))
+    whole = context * model.hidden_size + 3 * stored * kv_dim
     in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
     storing = 2 * min(context, ROWS_AT_ONCE) * kv_dim
     return (whole + in_the_mlp + storing) * dtype.itemsize + GRAM_BYTES * kv_dim**2
@@ -101,6 +103,14 @@ def largest_batch(
     of_host = need["host"] * unit["host"]
     host = host_bytes // of_host if of_host and host_bytes is not None else None
     return LargestBatch(device, host, device if host is None else min(device, host))
+
+
+def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device) -> int | None:
+    """Device bytes for sequences, by what the card has whoever uses it now; None where it has none of its own."""
+    if device.type != "cuda":
+        return None
+    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
+    return int(torch.cuda.get_device_properties(device).total_memory * share) - weights
 
 
 def size_cache(

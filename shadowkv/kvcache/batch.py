@@ -19,9 +19,16 @@ from shadowkv.ops.select_by_sketch.draws import Draws
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""
 
-TOKENS_AT_ONCE, LAYERS_AT_ONCE = 65536, 16
-"""Layers of a short prompt are stored together, as every launch of what stores them takes as long as one of a layer's:
-so many, and so many tokens of a layer times layers, at the most."""
+TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
+"""Layers of a short prompt are stored together, and sequences that are compressed as they grow: every launch of what
+stores them takes as long as one of a layer's. At the most so many tokens of all layers, what is kept of their queries
+counted too, and fitted states of one sequence or of several."""
+
+
+def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
+    """Layers whose ``tokens``, and queries of ``observed`` tokens, are stored together."""
+    of_layer = 3 * tokens * shape.kv_dim + observed * shape.num_query_heads * shape.head_dim
+    return max(1, min(STATES_AT_ONCE, shape.num_layers, 3 * TOKENS_AT_ONCE * shape.kv_dim // of_layer))
 
 
 class SequenceNumbers(NamedTuple):
@@ -258,7 +265,8 @@ class PrefillBatch:
         ranges = [torch.arange(s.cached, s.cached + s.stop - s.start) for s in new]
         self.positions = torch.cat(ranges).to(device)
         self.num_layers = shape.num_layers
-        self.layers_at_once = max(1, min(LAYERS_AT_ONCE, shape.num_layers, TOKENS_AT_ONCE // self.num_tokens))
+        observed = sum(min(OBSERVED, s.stop - s.start) for s in new)
+        self.layers_at_once = layers_at_once(shape, self.num_tokens, observed)
         self.keys, self.rotated, self.values = (
             torch.empty(
                 self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device

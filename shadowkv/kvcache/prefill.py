@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import (
-    LAYERS_AT_ONCE,
+    STATES_AT_ONCE,
     TOKENS_AT_ONCE,
     CachedSegment,
     ExactRows,
@@ -115,13 +115,13 @@ class Prefill:
             key = len(places.tail.pages), places.sealed, places.fits, places.before
             alike.setdefault(key, []).append((sequence, places))
         for (tail, *_), found in alike.items():
-            most = max(1, TOKENS_AT_ONCE // tail)
+            most = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // tail))
             for start in range(0, len(found), most):
                 self._seal_tails(found[start : start + most], tail)
 
     def _seal_tails(self, tails: list[tuple[Sequence, Places]], length: int) -> None:
         shape = self.shape
-        step = max(1, min(LAYERS_AT_ONCE, TOKENS_AT_ONCE // (length * len(tails))))
+        step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
         for first in range(0, shape.num_layers, step):
             layers = slice(first, min(first + step, shape.num_layers))
             none = self.store.k[layers].new_empty(layers.stop - first, 0, shape.num_kv_heads, shape.head_dim)

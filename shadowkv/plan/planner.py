@@ -10,10 +10,10 @@ from shadowkv.engine.sizing import GIB, GRAPH_BYTES, LargestBatch, largest_batch
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.plan.memory import SequenceBytes, sequence_bytes
-from shadowkv.plan.traffic import StepReads, step_reads
 
 
 @dataclass(frozen=True)

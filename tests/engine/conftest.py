@@ -22,7 +22,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM(DEFAULT_MODEL, kv="shadowkv", max_num_seqs=24, max_model_len=4608)
+    return LLM(DEFAULT_MODEL, kv="shadowkv", kv_dense_below=0, max_num_seqs=24, max_model_len=4608)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(tiny: Path) -> Any:
     def build(**options: Any) -> Engine:
-        settings = {"max_num_seqs": 4, "max_cached_seqs": 2, "fetch_buffer": 2.0, **options}  # as on a GPU
+        # As on a GPU, and compressed as soon as can be.
+        settings = {"max_num_seqs": 4, "max_cached_seqs": 2, "fetch_buffer": 2.0, "kv_dense_below": 0, **options}
         return Engine(EngineConfig(model=str(tiny), load_format="dummy", **settings))
 
     return build

@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv"])
 def test_the_backend_of_every_op_that_is_called_is_said(make: Any, kv: str) -> None:
-    engine = make(kv=kv, device="cpu")
+    engine = make(kv=kv, kv_dense_below=0, device="cpu")
     lines = [line.removeprefix("kernels ").split(": ") for line in engine.notes if line.startswith("kernels ")]
     said = {name: backend for backend, names in lines for name in names.split(", ")}
     ops = engine.cache.ops
@@ -114,7 +114,9 @@ def test_references_that_need_no_host_are_captured(
     config: dict[str, Any], kv: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved(tmp_path, config)
-    engine = Engine(EngineConfig(model=str(model), load_format="dummy", kv=kv, max_model_len=4096, max_num_seqs=6))
+    engine = Engine(
+        EngineConfig(model=str(model), load_format="dummy", kv=kv, kv_dense_below=0, max_model_len=4096, max_num_seqs=6)
+    )
     assert engine.cache.ops.backends[name] == "reference"
     assert any(line.startswith(f"slow    {name} runs in PyTorch") for line in engine.notes)
     del engine
@@ -136,7 +138,8 @@ def test_what_cannot_be_captured_runs_without_graphs(
 ) -> None:
     engine = Engine(
         EngineConfig(
-            model=str(saved(tmp_path, config)), load_format="dummy", kv=kv, dtype=dtype, max_num_seqs=4,
+            model=str(saved(tmp_path, config)), load_format="dummy", kv=kv,
+            kv_dense_below=0, dtype=dtype, max_num_seqs=4,
             max_model_len=4096, gpu_memory_utilization=0.3, host_memory_gib=1.0,
         )
     )  # fmt: skip

@@ -35,7 +35,7 @@ def make_wide(tmp_path: Path) -> Any:
 
     def make(kv: str) -> Engine:
         config = EngineConfig(
-            model=str(tmp_path), load_format="dummy", kv=kv, max_num_seqs=RUNNING, max_cached_seqs=0,
+            model=str(tmp_path), load_format="dummy", kv=kv, kv_dense_below=0, max_num_seqs=RUNNING, max_cached_seqs=0,
             max_model_len=2048, gpu_memory_utilization=0.9, host_memory_gib=1.0, fetch_buffer=2.0,
         )  # fmt: skip
         engine = Engine(config)

@@ -38,7 +38,8 @@ LATER = 900
 def steps(model: Path, kv: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Logits of steps on fixed tokens, with sequences joining on the way and, at the end, with a later turn each."""
     config = EngineConfig(
-        model=str(model), load_format="dummy", kv=kv, max_num_seqs=6, enforce_eager=eager, max_model_len=4096,
+        model=str(model), load_format="dummy", kv=kv,
+        kv_dense_below=0, max_num_seqs=6, enforce_eager=eager, max_model_len=4096,
         gpu_memory_utilization=0.9,
     )  # fmt: skip
     engine = Engine(config)

@@ -29,7 +29,15 @@ def on_cpu() -> list[LoadedModel]:
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo"])
 def test_greedy_tokens_are_the_cpus(on_cpu: list[LoadedModel], kv: str) -> None:
-    llm = LLM(DEFAULT_MODEL, kv=kv, device="cuda", max_num_seqs=4, max_model_len=2048, gpu_memory_utilization=0.9)
+    llm = LLM(
+        DEFAULT_MODEL,
+        kv=kv,
+        kv_dense_below=0,
+        device="cuda",
+        max_num_seqs=4,
+        max_model_len=2048,
+        gpu_memory_utilization=0.9,
+    )
     question = llm.tokenizer.encode(" Which of them is near the river? Answer: The", add_special_tokens=False)
     prompts = [chat(llm, "Write a short text about bees."), filler(llm, 1400, seed=4) + question]
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

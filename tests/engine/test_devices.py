@@ -49,7 +49,8 @@ PARAMS = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
 def llm(model: Path, device: str, kv: str, eager: bool) -> LLM:
     return LLM(
-        str(model), load_format="dummy", kv=kv, device=device, enforce_eager=eager, max_num_seqs=4, max_cached_seqs=0,
+        str(model), load_format="dummy", kv=kv,
+        kv_dense_below=0, device=device, enforce_eager=eager, max_num_seqs=4, max_cached_seqs=0,
         max_model_len=4096, gpu_memory_utilization=0.3, host_memory_gib=1.0,
     )  # fmt: skip
 

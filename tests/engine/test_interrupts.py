@@ -46,7 +46,7 @@ class InterruptAt:
 
 
 def test_at_every_line(tiny: Path) -> None:
-    llm = LLM(str(tiny), load_format="dummy", kv="shadowkv", max_num_seqs=2, max_cached_seqs=1)
+    llm = LLM(str(tiny), load_format="dummy", kv="shadowkv", kv_dense_below=0, max_num_seqs=2, max_cached_seqs=1)
     wanted = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)]
     seen: set[tuple[str, int]] = set()
     interrupted = 0

@@ -28,7 +28,8 @@ def open_engine(folder: Path, kv: str) -> Engine:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return Engine(
         EngineConfig(
-            model=str(folder), load_format="dummy", kv=kv, max_num_seqs=len(LENGTHS), max_model_len=4096,
+            model=str(folder), load_format="dummy", kv=kv,
+            kv_dense_below=0, max_num_seqs=len(LENGTHS), max_model_len=4096,
             dtype="float32" if DEVICE == "cpu" else "bfloat16", fetch_buffer=1.5, gpu_memory_utilization=0.5,
         )
     )  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, SETTLED, Growth, Standing
 from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.parts.index_sketch import sketch_maps
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE, KVSpec
@@ -233,3 +234,28 @@ def test_segments_that_keep_everything_equal_plain_attention(name: str) -> None:
     assert len(set(counts)) > 2
     for stream in streams:
         torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_sequence_that_is_compressed_late_knows_the_last_queries_of_its_prompt(together: bool) -> None:
+    cache = make_cache(preset("turbo:dense_below=200", rank=16, budget=64, values="rotated-4bit"))
+    lengths = [150, 120, 30] if together else [150]
+    streams = [Stream(seed, cache.allocate(n, n + 200)) for seed, n in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths)), block=70)
+    assert not any(stream.sequence.path for stream in streams)
+    longest = max(lengths)
+    for stream, length in zip(streams, lengths):  # so that all are compressed in the same step
+        for _ in range(longest - length):
+            decode(cache, [stream])
+    for _ in range(60):
+        decode(cache, streams)
+    for stream, length in zip(streams, lengths):
+        (segment,) = stream.sequence.path
+        first = max(0, length - 64)
+        queries = cache.ops.rotate(
+            stream.q[:, first:length], torch.arange(first, length, device=DEVICE).expand(2, -1), cache.store.rotary
+        )
+        wanted = sketch_maps(queries, SHAPE.num_kv_heads, cache.store.rotation("sketch"))
+        for name, found in zip(("sketch_key_map", "sketch_query_map"), wanted):
+            got = cache.store.state[name][:, segment.state]
+            torch.testing.assert_close(got, found.to(got.dtype), atol=0.02, rtol=0.02)

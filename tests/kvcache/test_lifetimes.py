@@ -17,6 +17,7 @@ from shadowkv.kvcache.presets import preset
 SPECS = {
     "full": preset("full"),
     "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
+    "turbo-late": preset("turbo:dense_below=200", rank=16, budget=32, values="rotated-4bit"),
     "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
     "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
     "quest": preset("quest", budget=32),

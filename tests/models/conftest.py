@@ -34,7 +34,9 @@ def serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Serve:
     requests.write_text("")
 
     def run(model: Path, *flags: str) -> tuple[int, str]:
-        files = ["--input", str(requests), "--output", str(tmp_path / "answers.jsonl")]
+        answers = tmp_path / "answers.jsonl"
+        answers.unlink(missing_ok=True)
+        files = ["--input", str(requests), "--output", str(answers)]
         start = time.monotonic()
         with little_memory():
             code = main(["--model", str(model), "--device", "cpu", *files, *flags])

@@ -15,9 +15,9 @@ from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.rotate.tables import RopeConfig
 from shadowkv.plan.memory import sequence_bytes
-from shadowkv.plan.traffic import StepReads, step_reads
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
 ROPE = RopeConfig(head_dim=16)

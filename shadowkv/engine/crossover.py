@@ -1,0 +1,97 @@
+"""From how many tokens on compressing a sequence pays: picked once, from the model, the policy and the batch, never by
+load, so that a prompt's answer depends on none of its neighbours.
+
+A token costs its share of what a step reads, dense or compressed. A compressed sequence adds to a step what searching
+takes whatever the length, and pays once for finding its subspace and coding its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shadowkv.kvcache.growth import SETTLED
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.traffic import step_reads
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.decoder import Decoder
+
+ANSWER = 256
+"""Tokens of an answer that compressing its prompt is to pay for."""
+
+HIT_RATE = 0.6
+"""Of selected chunks, those whose values a step finds in the device's buffer (ShadowKV, arXiv:2410.21465, 4.1)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a kind of device takes, in seconds and bytes a second.
+
+    Attributes:
+        bandwidth, host_bandwidth: at which steps read tokens on the device and values on the host.
+        step: of a layer, which a step takes longer if any of its sequences is compressed.
+        row: of a layer, for each compressed sequence.
+        fit: of a prompt's subspaces and maps, in all layers.
+        seal: of a prompt's token, in all layers.
+    """
+
+    bandwidth: float
+    host_bandwidth: float
+    step: float
+    row: float
+    fit: float
+    seal: float
+
+
+COSTS = {
+    # One H200, Llama-3.1-8B: of a step of one sequence of 60K 1.2 ms are neither bytes nor the dense step's; of any
+    # prompt 62 to 80 ms, measured before several layers were fitted together; of a prompt of 60K 0.5 to 3.4 %.
+    "cuda": Costs(4.5e12, 50.7e9, step=37e-6, row=0.0, fit=0.07, seal=1e-6),
+    # Two cores, SmolLM2-135M: at 4K a step of one sequence takes `turbo` 72 to 105 ms and `full` 39 to 66.
+    "cpu": Costs(14e9, 14e9, step=0.0, row=1.1e-3, fit=0.1, seal=250e-6),
+}
+
+
+def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cache_bytes: int | None = None) -> int:
+    """The fewest tokens from which on a sequence is compressed.
+
+    Args:
+        forced: of the policy that compresses all it can, for sequences up to the longest.
+        device: its type.
+        batch: sequences that run at once at the most.
+        cache_bytes: device bytes for their pages; None is enough for all.
+    """
+    costs, longest = COSTS[device], forced.max_model_len
+    dense = Layout(KVSpec(), forced.shape, forced.dtype, build_parts(KVSpec(), forced.shape, forced.dtype), longest)
+    # An embedding table that is not the head too gives only rows.
+    outline = Decoder(model, forced.dtype, "meta")
+    weights = (outline.num_bytes - (0 if outline.head is None else outline.embedding.nbytes)) / costs.bandwidth
+    layers = forced.shape.num_layers
+
+    def seconds(layout: Layout, tokens: int) -> float:
+        """Of a token of a full batch of sequences of ``tokens``, for each of them."""
+        rows, need, unit = batch, layout.demand(tokens, tokens), layout.bytes_per_block()
+        if cache_bytes is not None:
+            rows = max(1, min(rows, cache_bytes // (need["device"] * unit["device"])))  # the others wait
+        reads = step_reads(layout, layout.parts, tokens, HIT_RATE).seconds(costs.bandwidth, costs.host_bandwidth)
+        if layout is dense:
+            return weights / rows + layers * reads
+        once = (costs.fit if layout.growth.learns else 0.0) + costs.seal * tokens
+        return (weights + layers * costs.step) / rows + layers * (reads + costs.row) + once / ANSWER
+
+    below = longest + 1
+    for tokens in reversed([*_lengths(max(SETTLED, forced.spec.dense_limit + 1), longest)]):
+        if seconds(forced, tokens) >= seconds(dense, tokens):
+            break
+        below = tokens
+    return below
+
+
+def _lengths(first: int, last: int) -> Iterator[int]:
+    """Few lengths, each a quarter longer than the one before, in whole pages of 64."""
+    tokens = first
+    while tokens <= last:
+        yield tokens
+        tokens = -(-tokens * 5 // 4 // 64) * 64

@@ -1,0 +1,64 @@
+"""From how many tokens on sequences are compressed: picked at start, by the model, the policy and the batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shadowkv.engine import crossover
+from shadowkv.engine.crossover import COSTS, dense_below
+from shadowkv.kvcache.growth import SETTLED
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.presets import preset
+from shadowkv.models.loader import load_config
+
+LLAMA = load_config("llama-3.1-8b")
+CARD = 110 * 2**30
+
+
+def below(kv: str, batch: int, longest: int = 131072, cache_bytes: int | None = CARD) -> int:
+    spec = preset(kv).resolve(LLAMA.shape)
+    layout = Layout(spec, LLAMA.shape, torch.bfloat16, build_parts(spec, LLAMA.shape, torch.bfloat16), longest)
+    return dense_below(LLAMA, layout, "cuda", batch, cache_bytes)
+
+
+@pytest.mark.parametrize("kv", ["turbo", "turbo-host", "shadowkv", "quest"])
+def test_larger_batches_compress_sooner_and_never_what_no_state_is_fitted_on_for_good(kv):
+    lengths = [below(kv, batch) for batch in (1, 8, 48, 256)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1] >= SETTLED
+
+
+def test_a_cheaper_fit_compresses_sooner(monkeypatch):
+    dear = below("turbo", 48)
+    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.01))
+    assert SETTLED < below("turbo", 48) < dear
+
+
+def test_what_never_pays_is_never_compressed(monkeypatch):
+    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], row=1.0))
+    assert below("turbo", 48) == 131073
+
+
+def test_a_card_too_small_for_a_dense_batch_compresses_sooner():
+    assert below("turbo", 256, cache_bytes=8 * 2**30) < below("turbo", 256, cache_bytes=None)
+
+
+def test_the_longest_context_changes_nothing_below_it():
+    assert below("turbo", 48) == below("turbo", 48, longest=65536)
+
+
+def test_an_engine_says_it_and_a_number_goes_before_it(make):
+    auto = make(kv="quest", kv_dense_below="auto")
+    assert auto.cache.spec.dense_below == auto.max_model_len + 1  # on a CPU so small a model never gains by it
+    assert f"all up to {auto.max_model_len}" in "\n".join(auto.notes)
+    assert make(kv="quest", kv_dense_below=700).cache.spec.dense_limit == 699
+    assert make(kv="quest:dense_below=500", kv_dense_below="auto").cache.spec.dense_limit == 499
+    assert make(kv="quest", kv_dense_below=0).cache.spec.dense_limit == make(kv="quest").cache.spec.exact_limit
+    assert make(kv="full", kv_dense_below="auto").cache.spec.dense_below is None
+
+
+@pytest.mark.parametrize("value", [-1, "many", 1.5])
+def test_what_is_no_length_is_refused(make, value):
+    with pytest.raises(ValueError, match="kv_dense_below"):
+        make(kv_dense_below=value)
