@@ -169,7 +169,7 @@ def main() -> int:
     args, found = parse(), {}
     print(f"{'attack':26}{'seconds':>9}{'p50 ms':>9}{'p99 ms':>9}{'MiB':>7}{'+ MiB':>7}{'others s':>10}  statuses")
     spawn = multiprocessing.get_context("spawn")
-    with own_server(SERVER["kv"]) as url, ProcessPoolExecutor(1, mp_context=spawn) as attackers:
+    with own_server(SERVER["kv"], 32.0) as url, ProcessPoolExecutor(1, mp_context=spawn) as attackers:
         attackers.submit(time.sleep, 0).result()
         for name in args.attacks:
             start = time.perf_counter()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
@@ -23,6 +24,7 @@ class FakeTokenizer:
     vocab_size = 0x110000
     special_tokens = {"bos_token": "\x01"}  # noqa: RUF012
     chat_template: str | None = "{% for message in messages %}…{% endfor %}"
+    chat_encoder = SimpleNamespace(prepare=lambda: None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # as a real one, no lone surrogates
@@ -43,8 +45,11 @@ class FakeTokenizer:
         *,
         parse_special: bool = False,
         add_special_tokens: bool = False,
+        check: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens)
+        text = self.apply_chat_template(messages, add_generation_prompt)
+        check(text)
+        return self.encode(text, add_special_tokens)
 
 
 class FakeEngine:
