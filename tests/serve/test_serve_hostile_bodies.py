@@ -166,6 +166,22 @@ def test_a_long_body_over_http(call, post, engine):
     assert "not valid JSON" in error["message"]
 
 
+@pytest.mark.parametrize("fault", ["no process", "closed"])
+def test_our_faults_with_a_long_body_are_ours(engine, monkeypatch, caplog, fault):
+    def no_process(*_, **__):
+        raise OSError("no more processes")
+
+    app = build_app(engine, "fake")
+    with http_server(app) as url:
+        if fault == "closed":
+            app.state.bodies.close()
+        monkeypatch.setattr(body_reader.subprocess, "Popen", no_process)
+        answer = httpx.post(f"{url}/v1/completions", content=LONG, headers=JSON, timeout=60)
+    assert "the server's log has the details" in error_of(answer, 500)["message"]
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert isinstance(record.exc_info[1], RuntimeError if fault == "closed" else OSError)
+
+
 def test_a_process_that_dies_is_replaced(reader):
     read(reader, LONG)
     (process,) = reader._idle
