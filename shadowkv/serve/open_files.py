@@ -26,7 +26,8 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
     if hard != resource.RLIM_INFINITY and hard < needed:
         most = max(1, hard - FILES_BESIDE)
         if connections > most:
-            text = f"limit_concurrency={connections} needs {needed} open files, and the system allows {hard} (ulimit -Hn)"
+            text = f"limit_concurrency={connections} needs {needed} open files"
+            text += f", and the system allows {hard} (ulimit -Hn)"
             if not or_fewer:
                 raise ValueError(f"{text}; raise that, or pass at most {most}")
             logger.warning("%s: it is %d", text, most)

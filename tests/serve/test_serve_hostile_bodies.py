@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from functools import partial
@@ -201,6 +202,28 @@ def test_a_body_that_takes_too_long(reader, monkeypatch):
     assert caught.value.status == 413
     monkeypatch.undo()
     assert read(reader, LONG).prompt
+
+
+def test_a_process_whose_time_runs_out_as_it_answers_is_not_kept(reader, monkeypatch):
+    class Late(threading.Timer):
+        def cancel(self):
+            super().cancel()
+            self.function()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(body_reader, "Timer", Late)
+        assert read(reader, LONG).prompt
+    assert not reader._idle
+    assert read(reader, LONG).prompt
+
+
+def test_an_idle_process_that_another_thread_takes_first(reader):
+    class Taken(list):
+        def __bool__(self):
+            return True
+
+    reader._idle = Taken()
+    assert read(reader, LONG).prompt and len(reader._idle) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")
