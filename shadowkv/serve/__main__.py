@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -71,7 +72,8 @@ def _run(args: argparse.Namespace) -> int:
                 files = BatchFiles(args.input, args.output, args.resume)
                 stack.enter_context(files.held())
             else:
-                allow_open_files(settings.limit_concurrency)
+                most = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
+                settings = replace(settings, limit_concurrency=most)
                 listener = stack.enter_context(_bind(args.host, args.port))
             engine = _load(config)
         except (ValueError, MemoryError, OSError) as error:

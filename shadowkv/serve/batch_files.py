@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-Answered = tuple[str | None, str | None]
-"""What tells records apart: the custom_id, and what was wrong with the line if it was no request."""
-
-
-def identity(record: dict[str, Any]) -> Answered:
-    """Of a record of the output."""
-    return record.get("custom_id"), (record.get("error") or {}).get("message")
+DIGEST = "batch_req_digest_"
+"""How the ids of records begin that tell requests apart; earlier versions gave random ones, without this word."""
 
 
 class Sink:
@@ -72,6 +67,11 @@ class BatchFiles:
         return self.target.with_name(self.target.name + ".partial")
 
     @property
+    def rewritten(self) -> Path:
+        """The partial file of a resumed run until all that it takes over is on the disk."""
+        return self.partial.with_name(self.partial.name + ".new")
+
+    @property
     def lock(self) -> Path:
         """Locked by the run that writes the output."""
         return self.target.with_name(self.target.name + ".lock")
@@ -110,7 +110,7 @@ class BatchFiles:
             raise ValueError(f"--output {self.output} cannot be written: it is no regular file")
         if not os.access(self.target.parent, os.W_OK):
             raise ValueError(f"--output {self.output} cannot be written: the folder {self.target.parent} is read-only")
-        for path in (self.target, self.partial, self.lock):
+        for path in (self.target, self.partial, self.rewritten, self.lock):
             if path.exists() and path.samefile(self.input):
                 raise ValueError(
                     f"--output {self.output} would overwrite the requests: {path} is the same file as --input "
@@ -128,52 +128,74 @@ class BatchFiles:
                 "name another --output"
             )
 
-    def begin(self) -> dict[Answered, Any]:
-        """Makes the partial file, with the records of earlier runs if they are wanted; returns those records' ids.
+    def begin(self, requests: Mapping[str, str]) -> set[str]:
+        """Makes the partial file, with the answers of earlier runs if they are wanted; returns their custom_ids.
 
-        Raises ValueError where a line of theirs is no record.
+        An answer is taken over unless ``requests`` (custom_id: id of its record) has another request of its name.
+        Failures are not: what made them may be mended. Raises ValueError, and changes nothing, where a line of an
+        earlier run is no record.
         """
-        answered: dict[Answered, Any] = {}
+        answered: set[str] = set()
         if not self.resume:
             self.partial.open("xb").close()
             return answered
-        if self.partial.exists():
-            _drop_half_a_line(self.partial)
-            answered = {identity(record): record.get("id") for record in _records(self.partial)}
-        with Sink(self.partial) as sink:
-            for record in _records(self.target) if self.target.exists() else ():
-                if identity(record) not in answered:
-                    answered[identity(record)] = record.get("id")
-                    sink.write(record)
+        self.rewritten.unlink(missing_ok=True)  # of a run that crashed here
+        try:
+            with Sink(self.rewritten) as sink:
+                for path in (self.partial, self.target):
+                    for record in _records(path, half_a_line=path == self.partial):
+                        name = record["custom_id"]
+                        if name not in answered and _answers(record, requests.get(name)):
+                            answered.add(name)
+                            sink.write(record)
+            _rename(self.rewritten, self.partial)
+        finally:
+            self.rewritten.unlink(missing_ok=True)
         return answered
 
     def finish(self) -> None:
-        """Makes the partial file the output, for good: the new name is on the disk too."""
-        self.partial.replace(self.target)
-        if os.name == "posix":  # elsewhere a folder cannot be opened
-            folder = os.open(self.target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        """Makes the partial file the output."""
+        _rename(self.partial, self.target)
 
 
-def _drop_half_a_line(path: Path) -> None:
-    """Takes off the end of a file what a crash left there of a line."""
-    with path.open("r+b") as file:
-        end = 0
-        for line in file:
-            end += len(line) if line.endswith(b"\n") else 0
-        file.truncate(end)
+def _rename(source: Path, target: Path) -> None:
+    """For good: the new name is on the disk too."""
+    source.replace(target)
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _answers(record: dict[str, Any], request: str | None) -> bool:
+    """Whether a record is an answer, and not to another request than the one with this id."""
+    name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
+    changed = request is not None and request_then.startswith(DIGEST) and request_then != request
+    return name is not None and response is not None and response.get("status_code") == 200 and not changed
+
+
+def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
+    """The records of a file, none if there is none; the last one may be ``half_a_line``, where a crash cut it off."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if half_a_line and not line.endswith(b"\n"):
+                return
             try:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict) or "custom_id" not in record:
+            if not _is_record(record):
                 raise ValueError(f"{path} line {number} is no record of a batch run; move the file away")
             yield record
+
+
+def _is_record(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("custom_id", 0), str | None)
+        and all(isinstance(record.get(part), dict | None) for part in ("response", "error"))
+    )

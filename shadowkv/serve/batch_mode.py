@@ -3,7 +3,7 @@
 A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
 the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end; a run
 that was cut short can be resumed. ``custom_id`` says which requests have been answered, and ``id``, a digest of the
-request, that they are still the same.
+request, that they are still the same; those that failed or have changed since are answered again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.serve import strict_json
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.batch_files import BatchFiles, Sink
+from shadowkv.serve.batch_files import DIGEST, BatchFiles, Sink
 from shadowkv.serve.endpoints import ENDPOINTS
 from shadowkv.serve.errors import as_api_error
 from shadowkv.serve.jobs import answer, prepare
@@ -49,7 +49,7 @@ class BadLine(Exception):
 def digest(request: Any) -> str:
     """Id of a request's record: the same whatever the order of the keys and the spaces of its line."""
     text = json.dumps(request, sort_keys=True)
-    return f"batch_req_{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+    return f"{DIGEST}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 @dataclass
@@ -68,7 +68,18 @@ class BatchRun:
     def __post_init__(self) -> None:
         self.endpoints = {url: endpoint(self.engine.tokenizer) for url, endpoint in ENDPOINTS.items()}
         self.seen: set[str] = set()
-        self.answered = self.files.begin()
+        self.answered = self.files.begin(self._requests() if self.files.resume else {})
+
+    def _requests(self) -> dict[str, str]:
+        """The digests of the file's requests, by custom_id: of two, the first one's, as the other is refused."""
+        found: dict[str, str] = {}
+        with self.files.input.open("rb") as source:
+            for line in source:
+                with suppress(json.JSONDecodeError):
+                    request = strict_json.parse(line)
+                    if isinstance(request, dict) and isinstance(request.get("custom_id"), str):
+                        found.setdefault(request["custom_id"], digest(request))
+        return found
 
     async def run(self, concurrency: int) -> None:
         """Answers every line that has no answer; raises ApiError if the engine dies, OSError if the disk is full."""
@@ -124,10 +135,8 @@ class BatchRun:
             request, record["id"] = self._parse(line)
         except BadLine as bad:
             error = {"code": bad.code, "message": f"line {number}: {bad.message}"}
-            if (bad.custom_id, error["message"]) in self.answered:
-                return None
             return {**record, "custom_id": bad.custom_id, "response": None, "error": error}
-        if (request["custom_id"], None) in self.answered:
+        if request["custom_id"] in self.answered:
             return None
         try:
             status, body = 200, await self._patiently(request)
@@ -161,9 +170,6 @@ class BatchRun:
             raise BadLine("invalid_url", f"url must be one of {', '.join(self.endpoints)}", custom_id)
         if not isinstance(request.get("body"), dict):
             raise BadLine("invalid_request", "body must be a JSON object", custom_id)
-        if self.answered.get((custom_id, None), name) != name:
-            message = f"custom_id {custom_id!r} was answered before, as another request; give it another custom_id"
-            raise BadLine("changed_request", message, custom_id)
         return request, name
 
     async def _patiently(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,10 @@ class BodyReader:
         self._threads.shutdown(cancel_futures=True)
 
     def _read_long(self, raw: bytes, model: type[B]) -> B:
-        process = self._idle.pop() if self._idle else _Process(self._memory)
+        try:
+            process = self._idle.pop()
+        except IndexError:  # and not asked for before: another thread may take the last one
+            process = _Process(self._memory)
         self._working.add(process)
         try:
             found = process.read(raw, model)
@@ -120,6 +123,9 @@ class _Process:
             return ApiError(reason, status=503, code="body_not_read")
         finally:
             timer.cancel()
+            timer.join()
+            if late.is_set():  # even if the answer came just in time: the process is about to be gone
+                self.end()
         return found
 
     def end(self) -> None:

@@ -11,11 +11,12 @@ from starlette.exceptions import HTTPException
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
+from shadowkv.serve.errors import as_api_error
 from shadowkv.serve.protocol import Body
 
 
 class BodyRefused(HTTPException):
-    """A body that is no request; FastAPI lets no other exceptions pass while it reads one."""
+    """A body that was not read; of other exceptions than this type's FastAPI makes the client's 400, unlogged."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status, error.message)
@@ -36,10 +37,11 @@ class _Request(Request):
 
     async def json(self) -> Any:
         reader: BodyReader = self.app.state.bodies
+        raw = await self.body()
         try:
-            return await reader.read(await self.body(), self.model)
-        except ApiError as error:
-            raise BodyRefused(error) from error
+            return await reader.read(raw, self.model)
+        except Exception as error:
+            raise BodyRefused(as_api_error(error)) from error
 
 
 class BodyRoute(APIRoute):

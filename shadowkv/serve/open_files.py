@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-import resource
+import logging
+
+logger = logging.getLogger(__name__)
 
 FILES_BESIDE = 512
 """Kept for everything else: the model's, and connections that were accepted and are about to be closed."""
 
 
-def allow_open_files(connections: int) -> None:
-    """Raises the limit to what so many connections need; raises ValueError where that is not allowed."""
+def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
+    """Raises the limit to what so many connections need; returns how many there may be.
+
+    Where the system allows fewer, raises ValueError; if fewer will do, warns and returns what it allows.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return connections
     needed = connections + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
+        return connections
     if hard != resource.RLIM_INFINITY and hard < needed:
-        text = f"limit_concurrency={connections} needs {needed} open files, and the system allows {hard} (ulimit -Hn)"
-        raise ValueError(f"{text}; raise that, or pass at most {max(1, hard - FILES_BESIDE)}")
+        most = max(1, hard - FILES_BESIDE)
+        if connections > most:
+            text = f"limit_concurrency={connections} needs {needed} open files"
+            text += f", and the system allows {hard} (ulimit -Hn)"
+            if not or_fewer:
+                raise ValueError(f"{text}; raise that, or pass at most {most}")
+            logger.warning("%s: it is %d", text, most)
+        connections, needed = most, hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return connections

@@ -57,13 +57,14 @@ class ServerSettings:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ServerSettings:
         """The settings that parsed flags ask for."""
-        values = {field.name: getattr(args, field.name) for field in fields(cls)}
+        given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        values = {name: value for name, value in given.items() if value is not None}
         # From the environment too: a command line is seen by every user of the machine.
         return cls(**{**values, "api_key": args.api_key or os.environ.get(KEY_VARIABLE) or None})
 
     @classmethod
     def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
-        """Adds every flag."""
+        """Adds every flag; one that is not given is None, as it is not the same as its default."""
         group.add_argument("--api-key", metavar="KEY", help=f"clients must send it (default: ${KEY_VARIABLE})")
         for flag, metavar, text in (
             ("--max-body-mib", "MIB", "longest request body"),
@@ -79,6 +80,4 @@ class ServerSettings:
         ):
             name = flag.removeprefix("--").replace("-", "_")
             default = getattr(cls, name)
-            group.add_argument(
-                flag, type=type(default), metavar=metavar, default=default, help=f"{text} (default: %(default)g)"
-            )
+            group.add_argument(flag, type=type(default), metavar=metavar, help=f"{text} (default: {default:g})")

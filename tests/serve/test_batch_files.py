@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,10 @@ def ids(path):
     return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
 
 
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def same(folder):
     return folder / "in.jsonl"
 
@@ -61,6 +66,11 @@ def partial_file_is_the_input(folder):
     return folder / "out"
 
 
+def rewritten_file_is_the_input(folder):
+    (folder / "out.partial.new").hardlink_to(folder / "in.jsonl")
+    return folder / "out"
+
+
 def lock_is_the_input(folder):
     (folder / "out.lock").symlink_to(folder / "in.jsonl")
     return folder / "out"
@@ -68,7 +78,9 @@ def lock_is_the_input(folder):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(
-    "output", [same, spelled_otherwise, symbolic_link, hard_link, partial_file_is_the_input, lock_is_the_input]
+    "output",
+    [same, spelled_otherwise, symbolic_link, hard_link]
+    + [partial_file_is_the_input, rewritten_file_is_the_input, lock_is_the_input],
 )
 def test_requests_are_not_overwritten(files, tmp_path, output, resume):
     output = output(tmp_path)
@@ -169,16 +181,57 @@ def test_a_last_record_without_its_newline_is_one(files, engine):
     assert ids(files.output) == ["a", "b", "c"]
 
 
-def test_a_request_that_has_changed_since_is_no_longer_answered(files, engine):
+def test_a_request_that_has_changed_since_is_answered_again(files, engine):
     assert go(engine, files) == 0
+    before = records(files.output)
     respelled = json.dumps(dict(reversed(json.loads(REQUESTS[0]).items())), indent=None, separators=(",", ":"))
     files.input.write_text("\n".join([respelled, REQUESTS[1].replace("Hi", "Ho"), REQUESTS[2]]) + "\n")
-    for _ in range(2):  # the second time it has been said
+    for _ in range(2):  # the second time it is the same
         assert go(engine, files, resume=True) == 0
-        assert ids(files.output) == ["a", "b", "c", "b"] and len(engine.prompts) == 3
-    error = json.loads(files.output.read_text().splitlines()[-1])["error"]
-    assert error["code"] == "changed_request"
-    assert error["message"].startswith("line 2: custom_id 'b' was answered before, as another request")
+        assert len(engine.prompts) == 4 and engine.prompts[3].endswith("Ho")
+        found = records(files.output)
+        assert found[:2] == [before[0], before[2]] and len(found) == 3
+        assert found[2]["custom_id"] == "b" and found[2]["response"]["status_code"] == 200
+
+
+def test_a_request_that_failed_is_answered_again(files, engine):
+    wrong = [REQUESTS[0].replace("prompt", "promt"), REQUESTS[1].replace("Hi", "FAIL"), REQUESTS[2], "{half"]
+    files.input.write_text("\n".join(wrong) + "\n")
+    assert go(engine, files) == 0
+    assert [record["response"] and record["response"]["status_code"] for record in records(files.output)] == [
+        *(400, 500, 200, None)
+    ]
+    files.input.write_text("\n".join(REQUESTS) + "\n")
+    assert go(engine, files, resume=True) == 0
+    assert ids(files.output) == ["c", "a", "b"]
+    assert {record["response"]["status_code"] for record in records(files.output)} == {200}
+
+
+def test_random_ids_of_earlier_versions_say_nothing_of_their_requests(files, engine):
+    assert go(engine, files) == 0
+    old = [{**record, "id": f"batch_req_{uuid.uuid4().hex}"} for record in records(files.output)]
+    files.output.write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert go(engine, files, resume=True) == 0
+    assert records(files.output) == old and len(engine.prompts) == 3
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_crash_while_a_run_resumes_loses_nothing(files, engine, monkeypatch, call, capsys):
+    assert go(engine, files) == 0
+    files.output.rename(files.partial)
+    before = files.partial.read_bytes()
+
+    def crash(*_):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Sink, "write") if call == "write" else (os, call)), crash)
+        assert go(engine, files, resume=True) == 1
+    assert "the disk is gone" in capsys.readouterr().err
+    assert files.partial.read_bytes() == before
+    files.rewritten.write_bytes(b"what a crash left\n")
+    assert go(engine, files, resume=True) == 0
+    assert files.output.read_bytes() == before and not files.rewritten.exists() and len(engine.prompts) == 3
 
 
 def test_sigterm_keeps_what_is_done_and_frees_the_files(files, engine, capsys, monkeypatch):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from shadowkv.serve import __main__ as command
+from shadowkv.serve.open_files import FILES_BESIDE
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +35,44 @@ def test_help_needs_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert "--served-model-name" in result.stdout and "--kv" in result.stdout
+
+
+def test_help_where_there_are_no_limits_of_files():
+    code = "import sys\nsys.modules['resource'] = None  # as on Windows\nimport shadowkv.serve.__main__ as m\n"
+    code += "from shadowkv.serve.open_files import allow_open_files\nassert allow_open_files(10**9) == 10**9\n"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}m.main(['--help'])"], capture_output=True, text=True, timeout=120
+    )
+    assert "--limit-concurrency N" in result.stdout and "(default: 2048)" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "hard, flags, limit",
+    [
+        (1024, [], 512),
+        (100, [], 1),
+        (4096, [], 2048),
+        (4096, ["--limit-concurrency", "3000"], 3000),
+        (1024, ["--limit-concurrency", "512"], 512),
+        (100, ["--limit-concurrency", "1"], 1),
+        (1024, ["--limit-concurrency", "2048"], None),
+    ],
+)
+def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, limit):
+    served, raised = [], []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    monkeypatch.setattr(command, "_load", lambda config: SimpleNamespace(describe=list, model_name="x", shutdown=str))
+    monkeypatch.setattr("shadowkv.serve.server.serve", lambda *args: served.append(args[-1].limit_concurrency))
+    assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
+    told = f"limit_concurrency=2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
+    if limit is None:
+        assert f"{told}; raise that, or pass at most 512" in error_line(capsys) and not served and not raised
+    else:
+        assert served == [limit] and raised == [(min(hard, limit + FILES_BESIDE), hard)]
+        assert [record.getMessage() for record in caplog.records] == (
+            [f"{told}: it is {limit}"] if not flags and limit < 2048 else []
+        )
 
 
 @pytest.mark.parametrize(
