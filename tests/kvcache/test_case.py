@@ -39,7 +39,11 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
         decode(cache, [stream])
     cache.extend(stream.sequence, stream.length + 100, stream.length + 110)
     prefill(cache, [(stream, 100)])
-    called |= {*OF_LAYERS, "write_rows"}  # which parts call that write rows as they come, and for the host
+    called |= {
+        *OF_LAYERS,
+        "draw_tokens",
+        "write_rows",
+    }  # which parts call that write rows as they come, and for the host
     assert called == cache.ops.called | (set() if cache.spec.seals else {"write_rows"})
 
 
