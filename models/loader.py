@@ -21,9 +21,10 @@ from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf_weights import gguf_shapes, stream_gguf
 from shadowkv.models.hf_fields import are_token_ids
+from shadowkv.models.quantization import refuse_quantized
 from shadowkv.models.registry import config_from_hf, family
 from shadowkv.models.safetensors_weights import SafetensorsWeights
-from shadowkv.models.sources import resolve
+from shadowkv.models.sources import is_hub_id, resolve
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import check_shapes, fill
 
@@ -81,7 +82,7 @@ def load_model(
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
-            file is corrupt: ModelFileError, a line that names it.
+            file is corrupt or says that the checkpoint is quantised: ModelFileError, a line that names it.
         OSError: a file cannot be read, or a download failed.
         MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
     """
@@ -98,6 +99,9 @@ def load_model(
         model = Decoder(config, weights_dtype, device)
         fill_dummy(model)
         return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
+    if is_hub_id(source):
+        # What cannot be run is refused before gigabytes of its weights are fetched.
+        load_config(source, max_model_len, rope_theta)
     path = resolve(source, weights=True)
     tensors: Iterator[tuple[str, Tensor]]
     if path.suffix == ".gguf":
@@ -163,6 +167,7 @@ def _config_from_directory(path: Path, max_model_len: int | None, rope_theta: fl
     if not is_there(file):
         raise FileNotFoundError(f"{path} has no config.json")
     hf = read_json(file)
+    refuse_quantized(file, hf)
     with naming(file, OTHER_MODEL):
         config = config_from_hf(hf, max_model_len)
     generation = file.with_name("generation_config.json")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from shadowkv.models.catalogue import CATALOGUE, config_file, fetch
 from shadowkv.models.files import check_regular, is_there
+from shadowkv.models.quantization import SEPARATE_FILES
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-_CONFIG_FILES = ["config.json", "generation_config.json"]
+_CONFIG_FILES = ["config.json", "generation_config.json", *SEPARATE_FILES]
 
 
 def resolve(source: str | Path, *, weights: bool) -> Path:
@@ -33,11 +34,17 @@ def resolve(source: str | Path, *, weights: bool) -> Path:
         return path
     if path.is_file():
         raise FileNotFoundError(f"{path} is neither a directory nor a .gguf file")
-    if path.suffix != ".gguf" and _HUB_ID.match(name):
+    if is_hub_id(source):
         return _from_hub(name, weights)
     raise FileNotFoundError(
         f"{name!r} is no directory, no .gguf file, no hub id (org/name) and no known name ({', '.join(CATALOGUE)})"
     )
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Whether it is fetched from the hub: of that form, and neither a known name nor a path of this machine."""
+    name, path = str(source), Path(source).expanduser()
+    return bool(_HUB_ID.match(name)) and name not in CATALOGUE and path.suffix != ".gguf" and not path.exists()
 
 
 def _from_hub(name: str, weights: bool) -> Path:

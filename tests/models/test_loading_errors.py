@@ -170,9 +170,25 @@ def test_hub_downloads_no_pickled_files(llama: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert load_model("some-org/some-model.v1").name == "some-org/some-model.v1"
     assert load_config("some-org/some-model.v1").vocab_size == 96
-    assert [name for name, _ in asked] == ["some-org/some-model.v1"] * 2
-    assert set(asked[0][1]) == {"*.safetensors", "*.json", "*.jinja"}
-    assert set(asked[1][1]) == {"config.json", "generation_config.json"}
+    assert [name for name, _ in asked] == ["some-org/some-model.v1"] * 3
+    config_first, weights, config_alone = (set(patterns) for _, patterns in asked)
+    assert weights == {"*.safetensors", "*.json", "*.jinja"}
+    assert config_first == config_alone >= {"config.json", "generation_config.json"}
+    assert all(pattern.endswith("config.json") for pattern in config_alone)
+
+
+def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    edit_config(llama, quantization_config={"quant_method": "awq"})
+    with pytest.raises(ValueError, match="'awq'"):
+        load_model("some-org/some-model")
+    assert len(asked) == 1 and "*.safetensors" not in asked[0]
 
 
 def test_hub_failure_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:

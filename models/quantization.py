@@ -1,0 +1,86 @@
+"""Quantised checkpoints of a Hugging Face directory: what its JSON files say of them, in the words of a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.registry import FAMILIES
+
+SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where GPTQ, AWQ and ModelOpt wrote it before it had a place in config.json."""
+
+_KEYS = {"quantization": "mlx", "quantization_config": None, "compression_config": "compressed-tensors"}
+"""Its names in config.json -> the method that writes it under that name and does not say which it is."""
+
+_NESTED = ("text_config", "llm_config", "language_config")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_LOAD_IN = ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")
+_TELLING = {
+    "awq": ("w_bit", "q_group_size"),
+    "gptq": ("desc_act", "damp_percent", "true_sequential"),
+    "bitsandbytes": _LOAD_IN,
+    "modelopt": ("quant_algo", "producer"),
+    "compressed-tensors": ("config_groups", "sparsity_config"),
+}
+"""Method -> fields that only its configs have, for old ones that do not name it."""
+
+_REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where there is one"
+
+
+def refuse_quantized(file: Path, hf: Mapping[str, Any]) -> None:
+    """Raises ModelFileError, naming the method and the file that states it, where a checkpoint is quantised.
+
+    Args:
+        file: its config.json, beside which older repositories have a file for it.
+        hf: content of ``file``.
+    """
+    nested = {f"{name}.": hf[name] for name in _NESTED if isinstance(hf.get(name), Mapping)}
+    for prefix, fields in {"": hf, **nested}.items():
+        for key, writer in _KEYS.items():
+            _refuse(file, f"{prefix}{key}", fields.get(key), hf.get("model_type"), writer)
+    if file.name == "config.json":
+        for other in (file.with_name(name) for name in SEPARATE_FILES):
+            if is_there(other):
+                _refuse(other, "its content", read_json(other), hf.get("model_type"))
+
+
+def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | None = None) -> None:
+    if stated is None:
+        return
+    if not isinstance(stated, Mapping):
+        raise ModelFileError(file, f"{name}={str(stated)[:60]} is not an object", _REMEDY)
+    # ModelOpt's own file has all of it one level deeper.
+    nested = stated.get("quantization")
+    stated = {**stated, **(nested if isinstance(nested, Mapping) else {})}
+    if not _asks_for_something(stated):
+        return
+    method = stated.get("quant_method") or _guess(stated) or writer
+    how = f"with {str(method)[:60]!r}" if method else f"in a way that {name} does not name"
+    kind = "fp8 checkpoints are not supported yet" if _is_fp8(stated) else "such checkpoints are not supported"
+    reasons, remedy = [f"the weights are quantised {how}: {kind}"], _REMEDY
+    if model_type not in FAMILIES:
+        reasons.append(f"model_type {str(model_type)[:60]!r} is not supported either, only {', '.join(FAMILIES)}")
+        remedy = "use another model"
+    raise ModelFileError(file, in_words(reasons), remedy)
+
+
+def _asks_for_something(stated: Mapping[str, Any]) -> bool:
+    set_fields = {key for key, value in stated.items() if value is not None} - set(_DTYPE_KEYS)
+    # bitsandbytes' defaults, which some tools write into every config.
+    switched = [stated[key] for key in _LOAD_IN if key in stated]
+    return bool(set_fields) and not (switched and not any(switched))
+
+
+def _guess(stated: Mapping[str, Any]) -> str | None:
+    return next((method for method, keys in _TELLING.items() if any(key in stated for key in keys)), None)
+
+
+def _is_fp8(stated: Mapping[str, Any]) -> bool:
+    return (
+        stated.get("quant_method") in ("fp8", "fbgemm_fp8")
+        or stated.get("format") == "float-quantized"  # compressed-tensors
+        or stated.get("quant_algo") == "FP8"  # ModelOpt
+    )
