@@ -13,6 +13,8 @@ from shadowkv.serve.merge import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
+INTERNAL_ERROR = "internal error; the server's log has the details"
+
 RETRY_SECONDS = 2
 """What a full queue advises."""
 
@@ -30,7 +32,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, DeadlineExceeded):
         return ApiError(str(error), status=504, code="timeout")
     logger.error("a request failed", exc_info=error)
-    return ApiError("internal error; the server's log has the details", status=500)
+    return ApiError(INTERNAL_ERROR, status=500)
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -37,33 +38,8 @@ from shadowkv.serve.limits import (
     MAX_TEXT_CHARS,
     MAX_TOKEN_ID,
 )
+from shadowkv.serve.request_schema import IGNORED, NEUTRAL, RESPONSE_FORMAT, complete
 from shadowkv.serve.response_format import json_schema
-
-IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation")
-)
-"""Parameters that do not change the answer."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "echo": (False,),
-    "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "tool_calls": ([],),
-    "annotations": ([],),
-}
-"""Parameters that are not supported, and the values of them that ask for nothing."""
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
@@ -74,7 +50,7 @@ Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 class Body(BaseModel):
     """Strict about types; null is the same as left out, as in the OpenAI API."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=complete)
 
     @model_validator(mode="before")
     @classmethod
@@ -123,6 +99,9 @@ LogitBias = Annotated[
 ]
 
 
+ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
+
+
 class GenerationRequest(Body):
     """What completions and chat completions have in common."""
 
@@ -143,7 +122,7 @@ class GenerationRequest(Body):
     stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     ignore_eos: bool = False
     seed: Int64 | None = None
-    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=dict[str, Any])] = None
+    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -207,10 +186,11 @@ def refusal(param: str, message: str) -> PydanticCustomError:
 Tokens = array
 """Token ids in 32 bits each: a list of a million takes as many objects, and as long to send between processes."""
 
-TokenList = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
-PromptCount = Field(max_length=MAX_PROMPTS)
-Prompt = Text | TokenList | Annotated[list[Text], PromptCount] | Annotated[list[TokenList], PromptCount]
+TokenPrompt = Annotated[TokenList, Field(min_length=1)]
+Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 def _prompts(value: Any) -> list[str | Tokens]:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
+from shadowkv.serve.answers import Detokenized, Tokenized, TokenizerInfo
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.jobs import check_model
+from shadowkv.serve.openapi import FOR_EVERY_BODY, responses
 from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest, Tokens
 from shadowkv.serve.tokenization import check_length, encode, in_turn, tokenize_limit
 
@@ -51,17 +53,17 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
                 raise ApiError(f"token id {token} is not in this model's vocabulary of {vocab}", param="tokens")
         return JSONResponse({"prompt": tokenizer.decode(tokens.tolist(), skip_special_tokens=False)})
 
-    @router.post("/tokenize", response_model=None)
+    @router.post("/tokenize", response_model=None, responses=responses(Tokenized, *FOR_EVERY_BODY))
     async def post_tokenize(body: TokenizeRequest) -> Response:
         check_model(body.model, served_name)
         return await in_turn(body.size, lambda: tokenize(body))
 
-    @router.post("/detokenize", response_model=None)
+    @router.post("/detokenize", response_model=None, responses=responses(Detokenized, *FOR_EVERY_BODY))
     async def post_detokenize(body: DetokenizeRequest) -> Response:
         check_model(body.model, served_name)
         return await in_turn(len(body.tokens), lambda: detokenize(body.tokens))
 
-    @router.get("/tokenizer_info")
+    @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 503))
     async def get_tokenizer_info() -> dict[str, Any]:
         template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
         return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}

@@ -1,0 +1,175 @@
+"""Shapes of the answers, for the OpenAPI schema; answers are written as plain objects, and not held against these."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    """An object with these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    """What is wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Body of every status from 400 on."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    """Of a prompt's tokens, those found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(Answer):
+    """Log-probabilities of a text's tokens; the first of a prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completion(Answer):
+    """Answer of ``/v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenLogprob(Answer):
+    """A token's log-probability; null bytes are part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ScoredToken(TokenLogprob):
+    """A token of the answer, with the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of a turn's tokens."""
+
+    content: list[ScoredToken]
+    refusal: None
+
+
+class AssistantMessage(Answer):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    """One turn."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Answer):
+    """Answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ServedModel(Answer):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """Answer of ``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class Tokenized(Answer):
+    """Answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """Answer of ``/tokenizer_info``, which has every special token that the tokeniser names."""
+
+    eos_token: str | None
+    vocab_size: int
+
+
+class Health(Answer):
+    """Answer of ``/health``, with 503 where the engine is dead."""
+
+    status: Literal["ok", "dead"]
+
+
+class Version(Answer):
+    """Answer of ``/version``."""
+
+    version: str

@@ -1,0 +1,49 @@
+"""What ``/openapi.json`` says of answers: every status that a route has, with its body, and none that it has not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from shadowkv.serve.answers import Error
+
+STATUSES = {
+    400: "The request is not valid.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    408: "The rest of the request did not come in time.",
+    413: "The body is too long.",
+    500: "The server has failed.",
+    503: "The server is full, or the engine is not running.",
+    504: "The request took longer than it may.",
+}
+FOR_EVERY_BODY = (400, 401, 404, 408, 413, 500, 503)
+
+
+def responses(answer: type[BaseModel] | None, *statuses: int, text: str | None = None) -> dict[int | str, Any]:
+    """FastAPI's ``responses`` of a route.
+
+    Args:
+        answer: the body of a 200 as JSON.
+        statuses: the other ones, of ``STATUSES``.
+        text: media type in which a 200 may come as well: a stream of server-sent events, or metrics.
+    """
+    well: dict[str, Any] = {} if answer is None else {"model": answer}
+    if text is not None:
+        well["content"] = {text: {"schema": {"type": "string"}}}
+    return {200: well, **{status: {"model": Error, "description": STATUSES[status]} for status in statuses}}
+
+
+class Application(FastAPI):
+    """FastAPI, without the 422 that it documents for every route that takes something: here that is a 400."""
+
+    def openapi(self) -> dict[str, Any]:
+        schema = super().openapi()
+        for route in schema["paths"].values():
+            for operation in route.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        return schema

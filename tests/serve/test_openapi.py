@@ -1,0 +1,145 @@
+"""What ``/openapi.json`` says: answers are as it has them, and bodies are taken or refused as it has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.serve import answers
+from shadowkv.serve.api import build_app
+from shadowkv.serve.request_schema import IGNORED, NEUTRAL, RANGES
+from shadowkv.serve.settings import ServerSettings
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
+    ("POST", "/v1/completions", {"prompt": "Hi"}, answers.Completion),
+    ("POST", "/v1/completions", {"prompt": "Hi", "echo": True, "logprobs": 2, "n": 2}, answers.Completion),
+    ("POST", "/v1/completions", {"prompt": "Hi", "max_tokens": 2}, answers.Completion),
+    ("POST", "/v1/chat/completions", CHAT, answers.ChatCompletion),
+    ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
+    ("POST", "/tokenize", {"prompt": "Hi", "return_token_strs": True}, answers.Tokenized),
+    ("POST", "/tokenize", CHAT, answers.Tokenized),
+    ("POST", "/detokenize", {"tokens": [72, 105]}, answers.Detokenized),
+    ("GET", "/tokenizer_info", None, answers.TokenizerInfo),
+    ("GET", "/v1/models", None, answers.ModelList),
+    ("GET", "/v1/models/fake", None, answers.ServedModel),
+    ("GET", "/health", None, answers.Health),
+    ("GET", "/version", None, answers.Version),
+]
+ERRORS = [
+    (400, "POST", "/v1/completions", {"prompt": "Hi", "n": 0}),
+    (400, "POST", "/v1/completions", None),
+    (404, "POST", "/v1/chat/completions", {**CHAT, "model": "other"}),
+    (404, "POST", "/tokenize", {"prompt": "Hi", "model": "other"}),
+    (404, "GET", "/v1/models/other", None),
+    (413, "POST", "/detokenize", {"tokens": [1] * 1000}),
+    (500, "POST", "/v1/completions", {"prompt": "BUG"}),
+    (503, "POST", "/v1/completions", {"prompt": "BUSY"}),
+]
+
+
+@pytest.fixture
+def paths(call):
+    return call("GET", "/openapi.json").json()["paths"]
+
+
+def documented(paths, method, url):
+    path = "/v1/models/{name}" if url.startswith("/v1/models/") else url
+    return paths[path][method.lower()]["responses"]
+
+
+@pytest.mark.parametrize("method, url, body, model", ANSWERS)
+def test_answers_are_as_documented(method, url, body, model, call, paths):
+    answer = call(method, url, json=body)
+    assert answer.status_code == 200
+    model.model_validate(answer.json(), strict=True)
+    content = documented(paths, method, url)["200"]["content"]
+    assert content["application/json"]["schema"]["$ref"].endswith(f"/{model.__name__}")
+
+
+@pytest.mark.parametrize("status, method, url, body", ERRORS)
+def test_errors_are_as_documented(status, method, url, body, engine, paths):
+    app = build_app(engine, "fake", ServerSettings(max_body_mib=0.001))
+
+    async def ask():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, url, json=body)
+
+    answer = asyncio.run(ask())
+    app.state.bodies.close()
+    assert answer.status_code == status
+    answers.Error.model_validate(answer.json(), strict=True)
+    schema = documented(paths, method, url)[str(status)]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/Error"}
+
+
+def test_streams_and_metrics_have_their_media_types(post, call, paths):
+    answer = post("completions", prompt="Hi", stream=True)
+    for url in ("/v1/completions", "/v1/chat/completions"):
+        content = documented(paths, "POST", url)["200"]["content"]
+        assert {*content} == {"application/json", answer.headers["content-type"].split(";")[0]}
+    assert [*documented(paths, "GET", "/metrics")["200"]["content"]] == ["text/plain"]
+
+
+def test_nothing_is_documented_that_is_never_sent(paths):
+    operations = [operation for path in paths.values() for operation in path.values()]
+    assert len(operations) > 9 and not any("422" in operation["responses"] for operation in operations)
+
+
+def test_a_method_that_the_path_has_not(call):
+    answer = call("PUT", "/v1/completions")
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    answers.Error.model_validate(answer.json(), strict=True)
+
+
+def test_a_failure_that_nobody_foresaw(engine, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(engine.tokenizer, "decode", fail)
+    app = build_app(engine, "fake")
+
+    async def ask():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/detokenize", json={"tokens": [1]})
+
+    answer = asyncio.run(ask())
+    app.state.bodies.close()
+    assert answer.status_code == 500 and "secret" not in answer.text
+    answers.Error.model_validate(answer.json(), strict=True)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES.keys() - {"max_completion_tokens", "top_logprobs"}))
+def test_ranges_are_those_of_sampling(name):
+    field, limits = RANGES[name], {"prompt_logprobs": 0} if name == "max_tokens" else {}
+    for key, outside in (("minimum", -1), ("exclusiveMinimum", 0), ("maximum", 1)):
+        if key not in field:
+            continue
+        if key != "exclusiveMinimum":
+            SamplingParams(**{name: field[key]}, **limits)
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: field[key] + outside}, **limits)
+
+
+def test_parameters_without_effect_are_in_the_schema(call, post):
+    named = call("GET", "/openapi.json").json()["components"]["schemas"]
+    for name, endpoint in (("ChatRequest", "chat"), ("CompletionRequest", "completions")):
+        properties = named[name]["properties"]
+        assert named[name]["additionalProperties"] is False
+        assert properties.keys() >= {*IGNORED, *NEUTRAL}
+        for parameter in NEUTRAL:
+            for value in properties[parameter].get("enum", ()):
+                assert post(endpoint, **{parameter: value}).status_code == 200, parameter
+        nulls = {key: None for key in properties if key not in named[name]["required"]}
+        assert all(
+            {"type": "null"} in value.get("anyOf", [{"type": "null"}])
+            for key, value in properties.items()
+            if key in nulls
+        )
+        assert post(endpoint, **nulls).status_code == 200
