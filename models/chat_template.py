@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, bounded
+from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, as_text, bounded
 
 __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
 
@@ -65,5 +65,5 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(str(message)[:_MAX_ERROR_CHARACTERS])
+def _raise(message: Any) -> NoReturn:
+    raise TemplateError(as_text(message))
