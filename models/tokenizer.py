@@ -48,8 +48,9 @@ class Tokenizer:
         eos = self._id("eos_token")
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
         self.chat_template = chat_template
-        self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.chat_encoder = ChatEncoder(backend)
+        without_marks = self.chat_encoder.without_marks  # errors may quote a message
+        self._template = None if chat_template is None else ChatTemplate(chat_template, without_marks)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
         self._own_frame = add_bos is not None or add_eos is not None
@@ -127,10 +128,7 @@ class Tokenizer:
         ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
         """
         marked = None if parse_special else self.chat_encoder.marked(messages)
-        try:
-            text = self.apply_chat_template(marked or messages, add_generation_prompt, **kwargs)
-        except ValueError as error:  # may quote a message
-            raise ValueError(self.chat_encoder.without_marks(str(error))) from error
+        text = self.apply_chat_template(marked or messages, add_generation_prompt, **kwargs)
         if check is not None:
             check(text if marked is None else self.chat_encoder.without_marks(text))
         return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)
