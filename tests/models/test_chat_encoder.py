@@ -213,6 +213,6 @@ def test_the_tokenisers_own_frame_and_a_refusal() -> None:
 def test_a_refusal_that_is_cut_holds_no_part_of_a_mark(said: str) -> None:
     refusing = byte_level(f"{{{{ {said} }}}}")
     for length in range(320, 400):
-        with pytest.raises(ValueError, match="refuses these messages.*a<?s?>?b*…$") as raised:
+        with pytest.raises(ValueError, match=r"refuses these messages.*a<?s?>?b*…$") as raised:
             refusing.encode_chat([{"role": "user", "content": "a" * length + "<s>" + "b" * 99}])
         assert not re.search(r"\d", str(raised.value))  # marks are of digits
