@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ from shadowkv.models.chat_encoder import ChatEncoder
 from shadowkv.models.chat_template import ChatTemplate
 from shadowkv.models.decode_stream import DecodeStream
 from shadowkv.models.files import ModelFileError, is_there, naming, read_json, read_text
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED, MAX_QUOTED = 5, 40
+"""Tokens that a warning names, and characters of each."""
 
 LONG_TOKENS = 1_000
 """Fewer are decoded in less than it takes another thread to come to its turn."""
@@ -146,7 +152,8 @@ def tokenizer_from_directory(
     Args:
         directory: holds ``tokenizer.json``, and maybe the other files that transformers writes for a tokeniser.
         eos_token_ids: tokens that end a generation, besides the tokeniser's own.
-        vocab_size: rows of the model's embedding, where that is known: no token may have an id beyond.
+        vocab_size: rows of the model's embedding, where that is known: no token may have an id beyond, but those added
+            to the vocabulary, which some fine-tunes never give a row.
 
     Raises FileNotFoundError where it has no tokenizer.json, ModelFileError for files that cannot be used.
     """
@@ -156,10 +163,19 @@ def tokenizer_from_directory(
     text = read_text(file)
     with naming(file), library_errors("the tokeniser"):
         backend = tokenizers.Tokenizer.from_str(text)
-        largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        added = {token: text.content for token, text in backend.get_added_tokens_decoder().items()}
+    largest = max(vocabulary.values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         reason = f"it has a token with id {largest}, beyond the model's vocabulary of {vocab_size}"
         raise ModelFileError(file, reason, "use the model's own tokenizer.json")
+    beyond = [text for token, text in added.items() if vocab_size is not None and token >= vocab_size]
+    if beyond:
+        some = ", ".join(repr(text[:MAX_QUOTED]) for text in beyond[:MAX_NAMED])
+        logger.warning(
+            "%s: %d added tokens are beyond the model's vocabulary of %d, prompts with them are refused: %s%s",
+            *(file, len(beyond), vocab_size, some, ", …" if len(beyond) > MAX_NAMED else ""),
+        )
     config_file = directory / "tokenizer_config.json"
     config, special = _read_stated(config_file), _special_tokens(directory, config_file)
     for key in ("add_bos_token", "add_eos_token"):
