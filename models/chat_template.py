@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, bounded
+from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, as_text, bounded
 
 __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
 
@@ -19,9 +19,15 @@ _MAX_ERROR_CHARACTERS = 400
 
 
 class ChatTemplate:
-    """A compiled template; raises ValueError if its source is no valid template."""
+    """A compiled template; raises ValueError if its source is no valid template.
 
-    def __init__(self, source: str) -> None:
+    Args:
+        source: in Jinja.
+        cleaned: takes out of an error what no client may see any of, before the error is cut.
+    """
+
+    def __init__(self, source: str, cleaned: Callable[[str], str] = str) -> None:
+        self._cleaned = cleaned
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise ValueError(f"the chat template has more than {MAX_SOURCE_CHARACTERS} characters")
         environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -46,17 +52,17 @@ class ChatTemplate:
                 prompt = self._template.render(messages=messages, **variables)
             prompt.encode()
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {_short(error)}") from error
+            raise ValueError(f"the chat template refuses these messages: {_short(error, self._cleaned)}") from error
         except Exception as error:  # a template is a program: it may fail in any way
-            reason = f"{type(error).__name__}: {_short(error)}"
+            reason = f"{type(error).__name__}: {_short(error, self._cleaned)}"
             raise ValueError(f"the chat template fails on these messages: {reason}") from error
         return prompt
 
 
-def _short(error: Exception) -> str:
+def _short(error: Exception, cleaned: Callable[[str], str] = str) -> str:
     """What it says, in one line."""
-    text = str(error.message if isinstance(error, TemplateSyntaxError) else error)[: _MAX_ERROR_CHARACTERS + 1]
-    text = " ".join(text.split())
+    text = cleaned(str(error.message if isinstance(error, TemplateSyntaxError) else error))
+    text = " ".join(text[: _MAX_ERROR_CHARACTERS + 1].split())
     return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:_MAX_ERROR_CHARACTERS]}…"
 
 
@@ -65,5 +71,5 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(str(message)[:_MAX_ERROR_CHARACTERS])
+def _raise(message: Any) -> NoReturn:
+    raise TemplateError(as_text(message))

@@ -13,7 +13,7 @@ import heapq
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -21,7 +21,7 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateRuntimeError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import EvalContext
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 24
@@ -38,6 +38,9 @@ MAX_WORK = 1 << 28
 
 MAX_BITS = 1 << 12
 """Of whole numbers."""
+
+_SHORT = (int, float, complex, range, Undefined)
+"""Of a few characters as text; whole numbers are bounded themselves."""
 
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\d{5}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
@@ -103,7 +106,10 @@ def _too_large() -> TemplateRuntimeError:
 
 
 def _weight(value: Any) -> int:
-    """Characters that it has, written as text; raises TemplateRuntimeError for too many."""
+    """Characters that it has, written as text.
+
+    Raises TemplateRuntimeError for too many, and for what writes other values into its text unseen: namespaces, views.
+    """
     weight = items = 0
     left = [value]
     while left:
@@ -114,10 +120,24 @@ def _weight(value: Any) -> int:
             left += [*one.keys(), *one.values()]
         elif isinstance(one, (list, tuple)):
             left += one
+        elif not (one is None or isinstance(one, _SHORT)):
+            raise TemplateRuntimeError(f"it writes a {type(one).__name__} as text")
         items += 1
         if items > MAX_ITEMS or weight > MAX_CHARACTERS or len(left) > MAX_ITEMS:
             raise _too_large()
     return weight + items
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    budget = _budget.get()
+    for item in items:
+        budget.step()
+        yield item
+
+
+def _listed(value: Any) -> Any:
+    """The items of what cannot be weighed before it is gone through."""
+    return [*_counted(value)] if isinstance(value, (Iterator, MappingView)) else value
 
 
 def _size(value: Any) -> int:
@@ -153,10 +173,10 @@ def _bounded_text(value: Any) -> Any:
     return value
 
 
-def _finalized(value: Any) -> Any:
-    if isinstance(value, (list, tuple, dict)):
-        _weight(value)
-    return value
+def as_text(value: Any) -> str:
+    """What a template's ``{{ value }}`` writes; raises TemplateRuntimeError beyond a bound."""
+    _weight(value)
+    return str(value)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +185,11 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
         _budget.get().step()
+        if name not in _READING:
+            arguments = tuple(map(_listed, arguments))
         value, *others = [one for one in arguments if not isinstance(one, (Context, EvalContext, Environment))]
+        if name not in ("default", "d"):  # the others may quote what they are given
+            _weight([others, options])
         size = 1 if isinstance(value, int) else _size(value) if name in _READING else max(_size(value), _weight(value))
         if name == "format" and isinstance(value, str):
             _check_format(value, [*others, options], _WIDE_PERCENT)
@@ -200,7 +224,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         # Not optimised: constant expressions would be computed while compiling, without bounds.
-        super().__init__(optimized=False, finalize=_finalized, **options)
+        super().__init__(optimized=False, finalize=as_text, **options)
         del self.globals["lipsum"]
         for name, function in list(self.filters.items()):
             self.add_filter(name, function)
@@ -211,14 +235,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def turns(self, iterable: Iterable[Any]) -> Iterator[Any]:
         """The items, each of which counts."""
-        budget = _budget.get()
-        for item in iterable:
-            budget.step()
-            yield item
+        return _counted(iterable)
 
     def written(self, *values: Any) -> str:
         """The values as one text."""
-        return _joined(str(_finalized(value)) for value in values)
+        return _joined(map(as_text, values))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """As Jinja's: bounds methods of texts and numbers, counts all."""
@@ -228,9 +249,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and method.__name__ in ("format", "format_map"):
             _check_format(owner, [args, kwargs], _WIDE_BRACES)
         elif isinstance(owner, (str, bytes, int)):
+            args = tuple(map(_listed, args))
             sizes = [max(_size(one), _weight(one)) for one in (*args, *kwargs.values())]
             _check_work([1 if isinstance(owner, int) else len(owner), *sizes])
+        elif isinstance(owner, (list, tuple, dict)):  # their errors quote what was looked for
+            _weight([args, kwargs])
         return _bounded_text(super().call(__context, __obj, *args, **kwargs))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """As Jinja's; the error of what is not there quotes the argument."""
+        _weight([argument.start, argument.stop, argument.step] if isinstance(argument, slice) else argument)
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """As Jinja's, where the result is within bounds."""

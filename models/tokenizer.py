@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ from shadowkv.models.chat_encoder import ChatEncoder
 from shadowkv.models.chat_template import ChatTemplate
 from shadowkv.models.decode_stream import DecodeStream
 from shadowkv.models.files import ModelFileError, is_there, naming, read_json, read_text
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED, MAX_QUOTED = 5, 40
+"""Tokens that a warning names, and characters of each."""
 
 LONG_TOKENS = 1_000
 """Fewer are decoded in less than it takes another thread to come to its turn."""
@@ -48,8 +54,9 @@ class Tokenizer:
         eos = self._id("eos_token")
         self.eos_token_ids: set[int] = set(eos_token_ids) | ({eos} if eos is not None else set())
         self.chat_template = chat_template
-        self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.chat_encoder = ChatEncoder(backend)
+        without_marks = self.chat_encoder.without_marks  # errors may quote a message
+        self._template = None if chat_template is None else ChatTemplate(chat_template, without_marks)
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
         self._own_frame = add_bos is not None or add_eos is not None
@@ -127,10 +134,7 @@ class Tokenizer:
         ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
         """
         marked = None if parse_special else self.chat_encoder.marked(messages)
-        try:
-            text = self.apply_chat_template(marked or messages, add_generation_prompt, **kwargs)
-        except ValueError as error:  # may quote a message
-            raise ValueError(self.chat_encoder.without_marks(str(error))) from error
+        text = self.apply_chat_template(marked or messages, add_generation_prompt, **kwargs)
         if check is not None:
             check(text if marked is None else self.chat_encoder.without_marks(text))
         return self._framed(self._ids if marked is None else self.chat_encoder.encode, text, add_special_tokens)
@@ -148,7 +152,8 @@ def tokenizer_from_directory(
     Args:
         directory: holds ``tokenizer.json``, and maybe the other files that transformers writes for a tokeniser.
         eos_token_ids: tokens that end a generation, besides the tokeniser's own.
-        vocab_size: rows of the model's embedding, where that is known: no token may have an id beyond.
+        vocab_size: rows of the model's embedding, where that is known: no token may have an id beyond, but those added
+            to the vocabulary, which some fine-tunes never give a row.
 
     Raises FileNotFoundError where it has no tokenizer.json, ModelFileError for files that cannot be used.
     """
@@ -158,10 +163,19 @@ def tokenizer_from_directory(
     text = read_text(file)
     with naming(file), library_errors("the tokeniser"):
         backend = tokenizers.Tokenizer.from_str(text)
-        largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        added = {token: text.content for token, text in backend.get_added_tokens_decoder().items()}
+    largest = max(vocabulary.values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         reason = f"it has a token with id {largest}, beyond the model's vocabulary of {vocab_size}"
         raise ModelFileError(file, reason, "use the model's own tokenizer.json")
+    beyond = [text for token, text in added.items() if vocab_size is not None and token >= vocab_size]
+    if beyond:
+        some = ", ".join(repr(text[:MAX_QUOTED]) for text in beyond[:MAX_NAMED])
+        logger.warning(
+            "%s: %d added tokens are beyond the model's vocabulary of %d, prompts with them are refused: %s%s",
+            *(file, len(beyond), vocab_size, some, ", …" if len(beyond) > MAX_NAMED else ""),
+        )
     config_file = directory / "tokenizer_config.json"
     config, special = _read_stated(config_file), _special_tokens(directory, config_file)
     for key in ("add_bos_token", "add_eos_token"):

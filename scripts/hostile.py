@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ import psutil
 from soak_server import SERVER, own_server
 
 from shadowkv.eval.provenance import provenance
+from shadowkv.serve.settings import ServerSettings
 
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 EVERY = 0.005
@@ -53,6 +55,13 @@ def strings(count: int, longest: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
+def references(count: int) -> dict[str, Any]:
+    """A chain of references in no order, and a name that nothing may have."""
+    rules = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in Random(0).sample(range(count), count)}
+    properties = {"a": {"$ref": "#/$defs/0"}, "b": False}
+    return {"properties": properties, "required": ["a", "b"], "$defs": {**rules, str(count): {}}}
+
+
 ATTACKS: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "a small request": (CHAT, lambda size: body(**SMALL)),
     "doubled keys": (TEXT, lambda size: b'{"prompt":"a"' + b',"a":1' * ((size - 20) // 6) + b"}"),
@@ -71,6 +80,7 @@ ATTACKS: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "a pattern of many states": (TEXT, lambda size: schema({"type": "string", "pattern": "^([a-z]{1,200}x){1,200}$"})),
     "strings of many lengths": (TEXT, lambda size: schema(strings(200, 100))),
     "strings of few lengths": (TEXT, lambda size: schema(strings(8, 900))),
+    "a chain of references": (TEXT, lambda size: schema(references(3_000))),
 }
 """By name, where to send which body, of about so many bytes."""
 
@@ -169,7 +179,10 @@ def main() -> int:
     args, found = parse(), {}
     print(f"{'attack':26}{'seconds':>9}{'p50 ms':>9}{'p99 ms':>9}{'MiB':>7}{'+ MiB':>7}{'others s':>10}  statuses")
     spawn = multiprocessing.get_context("spawn")
-    with own_server(SERVER["kv"], 32.0) as url, ProcessPoolExecutor(1, mp_context=spawn) as attackers:
+    with (
+        own_server(SERVER["kv"], ServerSettings.max_body_mib) as url,
+        ProcessPoolExecutor(1, mp_context=spawn) as attackers,
+    ):
         attackers.submit(time.sleep, 0).result()
         for name in args.attacks:
             start = time.perf_counter()

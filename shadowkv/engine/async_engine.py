@@ -37,7 +37,8 @@ class AsyncEngine:
         self.max_queued_seqs, self.kv = config.max_queued_seqs, config.policy
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
-        # Nothing can stop a compilation; a small schema does not wait for large ones.
+        # Nothing can stop a compilation; a small schema does not wait for large ones, and what has no schema for none.
+        self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
         self._compiling = ThreadPoolExecutor(1, "shadowkv-grammar")
         self._compiling_small = ThreadPoolExecutor(1, "shadowkv-small-grammar")
         self._thread = threading.Thread(target=self._run, name="shadowkv-engine", daemon=True)
@@ -72,9 +73,10 @@ class AsyncEngine:
 
         Large ones may take seconds, on a thread that only others as large wait for.
         """
-        cost = await asyncio.to_thread(check_schema, schema)
+        loop = asyncio.get_running_loop()
+        cost = await loop.run_in_executor(self._checking, check_schema, schema)
         thread = self._compiling_small if cost.is_small else self._compiling
-        await asyncio.get_running_loop().run_in_executor(thread, self.engine.compile_grammar, schema)
+        await loop.run_in_executor(thread, self.engine.compile_grammar, schema)
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
         """A request for ``generate``; raises RequestError if it can never be served.

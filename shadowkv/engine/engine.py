@@ -75,7 +75,8 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
         self.max_model_len = self.cache.max_model_len
-        self._stop_ids = frozenset(self.tokenizer.eos_token_ids) | frozenset(loaded.config.eos_token_ids)
+        stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
+        self._stop_ids = frozenset(token for token in stops if token < loaded.config.vocab_size)
         self._grammars = GrammarCompiler(self.tokenizer, loaded.config.vocab_size, self._stop_ids)
         self._prefilling: list[Running] = []
         self._prefill: Generator[None, None, tuple[Tensor, list[Tensor]]] | None = None

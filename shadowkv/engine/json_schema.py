@@ -69,28 +69,24 @@ def _check(schema: str) -> SchemaCost:
     if len(schema) > MAX_SCHEMA_CHARS:
         raise ValueError(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported")
     rules = json.loads(schema)
-    references: dict[str, None] = {}
     repeated: set[tuple[Any, ...]] = set()
     level, depth = [rules], 0
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
             raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-        references |= {one["$ref"]: None for one in level if isinstance(one, dict) and isinstance(one.get("$ref"), str)}
         for one in level:
             if isinstance(one, dict):
                 repeated |= _repeated(one)
+                _check_reference(one.get("$ref"))
         level = [child for one in level for child in _children(one)]
-    for reference in references:
-        if reference != "#" and not reference.startswith("#/"):  # the compiler would let anything through
-            raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
     states = sum(_states(*one) for one in repeated)
     if states > MAX_SCHEMA_STATES:
         raise ValueError(
             f"its patterns and lengths of strings take about {states} states, {MAX_SCHEMA_STATES} are supported; "
             "use fewer or shorter repetitions"
         )
-    if not _has_answer(rules, _answerable(rules, list(references))):
+    if not _has_answer(rules):
         raise ValueError("no finite JSON follows it: it requires itself again and again, or one of no alternatives")
     return SchemaCost(len(schema), states, bool(rules == ANY_JSON))
 
@@ -137,36 +133,58 @@ def _children(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
-def _answerable(rules: Any, references: list[str]) -> set[str]:
-    """The references that some finite JSON follows: those that hold given the ones found before, until none is new."""
-    found: set[str] = set()
-    before = -1
-    while before < len(found):
-        before = len(found)
-        for reference in references:
-            if reference not in found and _has_answer(_resolve(rules, reference), found):
-                found.add(reference)
-        references.reverse()  # chains are written down in either order
-    return found
+def _check_reference(reference: Any) -> None:
+    # The compiler would let anything through.
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
 
 
-def _has_answer(rules: Any, answerable: set[str]) -> bool:
-    """Whether some finite JSON follows ``rules``; what cannot be told counts as yes."""
-    if not isinstance(rules, dict):
-        return rules is not False
-    if "$ref" in rules:
-        return not isinstance(rules["$ref"], str) or rules["$ref"] in answerable
-    if "const" in rules or "enum" in rules:
-        return True
+def _has_answer(rules: Any) -> bool:
+    """Whether some finite JSON follows ``rules``.
+
+    Each of its parts is looked at once: what has an answer counts for those that wait for it, whatever the order and
+    number of references between them.
+    """
+    missing: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
+    left, answered = [rules], []
+    while left:
+        one = left.pop()
+        if id(one) in missing:
+            continue
+        missing[id(one)], parts = _needs(rules, one)
+        if not missing[id(one)]:
+            answered.append(id(one))
+        for part in parts:
+            waiting.setdefault(id(part), []).append(id(one))
+        left += parts
+    while answered:
+        for one in waiting.pop(answered.pop(), []):
+            missing[one] -= 1
+            if not missing[one]:
+                answered.append(one)
+    return missing[id(rules)] <= 0
+
+
+def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
+    """How many of which parts must have an answer for ``one`` to have one; none where that cannot be told."""
+    if not isinstance(one, dict):
+        return int(one is False), []
+    if "$ref" in one:
+        return (1, [_resolve(rules, one["$ref"])]) if isinstance(one["$ref"], str) else (0, [])
+    if "const" in one or "enum" in one:
+        return 0, []
     for key in ("anyOf", "oneOf"):
-        if isinstance(rules.get(key), list):
-            return any(_has_answer(one, answerable) for one in rules[key])
-    kind, properties, required = (rules.get(key) for key in ("type", "properties", "required"))
+        if isinstance(one.get(key), list):
+            return 1, one[key]
+    kind, properties, required = (one.get(key) for key in ("type", "properties", "required"))
     if kind in ("object", None) and isinstance(properties, dict) and isinstance(required, list):
-        return all(_has_answer(properties[name], answerable) for name in properties if name in required)
-    if kind == "array" and rules.get("minItems") and "prefixItems" not in rules:
-        return _has_answer(rules.get("items", True), answerable)
-    return True
+        names = {name for name in required if isinstance(name, str)}
+        parts = [properties[name] for name in properties if name in names]
+        return len(parts), parts
+    if kind == "array" and one.get("minItems") and "prefixItems" not in one:
+        return 1, [one.get("items", True)]
+    return 0, []
 
 
 def _resolve(rules: Any, reference: str) -> Any:

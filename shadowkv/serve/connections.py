@@ -37,6 +37,9 @@ HEADER_PIECE = 4096
 ACCEPTED_AT_ONCE = 64
 """Connections accepted before any of them is looked at."""
 
+IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
+"""States of a connection whose last request and its answer are over."""
+
 Owed = Literal["request", "header", "body"]
 
 
@@ -105,7 +108,18 @@ class Connection(H11Protocol):
             size = HEADER_PIECE if self._owes() == "header" else len(data)
             super().data_received(data[:size])
             data = data[size:]
+        if self._is_between_requests() and not self.transport.is_closing():
+            # The rest of a body whose answer did not wait for it has come. uvicorn's clock stopped with its first byte.
+            self._idle = True
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         self._watch_reading()
+
+    def _is_between_requests(self) -> bool:
+        answered = self.cycle is not None and self.cycle.response_complete
+        return answered and self.conn.states == IDLE and not self.conn.trailing_data[0]
 
     def on_response_complete(self) -> None:
         self._idle = True
@@ -217,20 +231,28 @@ class Connection(H11Protocol):
         self.config.metrics.cut(reason)
         self.config.owing.pop(self, None)
         _stop(self._read_clock)
+        try:
+            self._answer_cut(reason, status, message)
+        finally:
+            self.transport.close()
+
+    def _answer_cut(self, reason: str, status: int, message: str) -> None:
         asked = self.cycle is not None and not self.cycle.response_complete
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and (asked or self.conn.trailing_data[0]):
-            body = json.dumps(ApiError(message, status=status, code=reason).body()).encode()
-            headers = [
-                *self.server_state.default_headers,
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-            if asked:
-                self.cycle.disconnected = True  # whatever the application still says
-        self.transport.close()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or not (asked or self.conn.trailing_data[0]):
+            return
+        body = json.dumps(ApiError(message, status=status, code=reason).body()).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if asked and self.cycle.scope["method"] == "HEAD":
+            body = b""
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        if asked:
+            self.cycle.disconnected = True  # whatever the application still says
 
 
 def _stop(clock: asyncio.TimerHandle | None) -> None:

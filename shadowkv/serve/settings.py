@@ -44,8 +44,10 @@ class ServerSettings:
             for name in ("max_body_mib", "timeout_keep_alive", "limit_concurrency", "h11_max_incomplete_event_size")
             if not getattr(self, name) > 0
         ]
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
-            bad.append("api_key must be printable ASCII and not empty")
+        key = self.api_key
+        # Of the header that carries it, blanks around the key are no part.
+        if key is not None and not (key.isascii() and key.isprintable() and key and key == key.strip()):
+            bad.append("api_key must be printable ASCII, not empty and without blanks around it")
         if bad:
             raise ValueError("; ".join(bad))
 

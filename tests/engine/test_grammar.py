@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,6 +108,16 @@ def test_a_schema_that_would_take_ages_is_refused(compiler: GrammarCompiler, lev
 def test_a_chain_of_references_that_would_overflow_the_compiler_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(RequestError, match=f"{MAX_SCHEMA_CHARS} are supported"):
         compiler.compile(json.dumps(chain(20_000, {"type": "integer"})))
+
+
+@pytest.mark.parametrize("last", [{}, False])
+def test_references_are_checked_as_quickly_in_any_order(last: Any) -> None:
+    count = 3_500
+    rules = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in random.Random(0).sample(range(count), count)}
+    start = time.thread_time()
+    with nullcontext() if last == {} else pytest.raises(RequestError, match="no finite JSON"):
+        check_schema(json.dumps({"$ref": "#/$defs/0", "$defs": {**rules, str(count): last}}))
+    assert time.thread_time() - start < 0.7
 
 
 def test_a_dead_end_on_the_way_is_said(compiler: GrammarCompiler) -> None:

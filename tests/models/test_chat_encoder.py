@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -206,3 +207,12 @@ def test_the_tokenisers_own_frame_and_a_refusal() -> None:
     refusing = byte_level("{{ raise_exception('not ' ~ messages[0].content) }}")
     with pytest.raises(ValueError, match=r"these messages: not a<s>b$"):
         refusing.encode_chat(chat)
+
+
+@pytest.mark.parametrize("said", ["raise_exception(messages[0].content)", "messages[0][messages[0].content].x"])
+def test_a_refusal_that_is_cut_holds_no_part_of_a_mark(said: str) -> None:
+    refusing = byte_level(f"{{{{ {said} }}}}")
+    for length in range(320, 400):
+        with pytest.raises(ValueError, match=r"refuses these messages.*a<?s?>?b*…$") as raised:
+            refusing.encode_chat([{"role": "user", "content": "a" * length + "<s>" + "b" * 99}])
+        assert not re.search(r"\d", str(raised.value))  # marks are of digits

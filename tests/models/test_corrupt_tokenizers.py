@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from bad_files import Serve, assert_refused, edit_json, write_directory
 
+from shadowkv import LLM, SamplingParams
+from shadowkv.engine.request import RequestError
+
 TOKENIZER, CONFIGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
@@ -56,9 +59,6 @@ CONTENTS: dict[str, Callable[[bytes], bytes]] = {
     "merges of unknown tokens": part("model", merges=["qq zz"]),
     "merges that are numbers": part("model", merges=[3]),
     "a prefix that makes the library panic": part("model", merges=["A B"], continuing_subword_prefix="###"),
-    "added tokens past the vocabulary": whole(
-        added_tokens=[{**TOKEN, "id": 90 + i, "content": f"<{i}>", "special": True} for i in range(7)]
-    ),
     "added tokens that are texts": whole(added_tokens=["<x>"]),
     "normaliser of no kind": whole(normalizer={"type": "Klingon"}),
     "splits on no regular expression": whole(
@@ -73,6 +73,22 @@ def test_a_corrupt_tokeniser_is_refused(name: str, model: Path, serve: Serve) ->
     file = model / TOKENIZER
     file.write_bytes(CONTENTS[name](file.read_bytes()))
     assert_refused(serve(model), TOKENIZER)
+
+
+def test_added_tokens_beyond_the_embedding_are_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, names = model / TOKENIZER, ["<0>", "[PAD]", "[EOS]"]
+    tokens = [{**TOKEN, "id": 95 + i, "content": name, "special": True} for i, name in enumerate(names)]
+    vocab = {chr(ord(" ") + index): index for index in range(95)}
+    file.write_bytes(whole(added_tokens=tokens)(part("model", vocab=vocab)(file.read_bytes())))
+    edit_json(model / CONFIGS, eos_token="[EOS]")
+    llm = LLM(model=str(model), device="cpu", max_model_len=64)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{file}: 2 added tokens are beyond the model's vocabulary of 96")
+    assert warning.endswith("'[PAD]', '[EOS]'")
+    with pytest.raises(RequestError, match="token id 96 is not in this model's vocabulary of 96"):
+        llm.generate(["A[PAD]"])
+    (answer,) = llm.generate(["A<0>"], SamplingParams(max_tokens=3, min_tokens=2))
+    assert 2 <= len(answer.token_ids) <= 3
 
 
 FIELDS: list[tuple[str, Any]] = [

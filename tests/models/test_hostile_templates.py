@@ -17,6 +17,8 @@ TREE = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns
 ON_AND_ON = TWICE * 18 + "x" * 9999 + "{% endfor %}" * 18
 LIST = "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}"
 NUMBER = "{% set ns = namespace(x=9) %}{% for i in range(99) %}"
+NAMESPACES = "{% set s = namespace(v=0) %}{% for i in range(60) %}{% set s.v = namespace(a=s.v, b=s.v) %}{% endfor %}"
+VIEWS = NAMESPACES.replace("namespace(a=s.v, b=s.v)", "{1: s.v, 2: s.v}.values()")
 
 HOSTILE: dict[str, str] = {
     "loop of 10^9": "{% for i in range(10**9) %}x{% endfor %}",
@@ -52,6 +54,23 @@ HOSTILE: dict[str, str] = {
     "doubled list": LIST + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubled tree": TREE + "{{ ns.x }}",
     "doubled tree as JSON": TREE + "{{ ns.x | tojson }}",
+    "doubled namespaces": NAMESPACES + "{{ s.v }}",
+    "doubled namespaces in a list": NAMESPACES + "{{ [s.v] }}",
+    "doubled namespaces with ~": NAMESPACES + "{{ 'x' ~ s.v }}",
+    "doubled namespaces as text": NAMESPACES + "{{ s.v | string }}",
+    "doubled namespaces in a format": NAMESPACES + "{{ '%s' % s.v }}{{ '{}'.format(s.v) }}",
+    "doubled namespaces between texts": NAMESPACES + "{{ [1, 2] | join(s.v) }}",
+    "doubled namespaces as text one by one": NAMESPACES + "{{ [s.v] | map('string') | list }}",
+    "doubled namespaces in an iterator": NAMESPACES + "{{ [[s.v]] | map('first') | join }}",
+    "doubled namespaces in an error": NAMESPACES + "{{ raise_exception(s.v) }}",
+    "doubled namespaces that are no filter": NAMESPACES + "{{ [1] | map(s.v) | list }}",
+    "doubled namespaces that are no attribute": NAMESPACES + "{{ 1 | attr(s.v) }}",
+    "doubled namespaces that are no item": NAMESPACES + "{{ [][s.v].x }}",
+    "doubled namespaces that are no slice": NAMESPACES + "{{ [][s.v:].x }}",
+    "doubled lists that are not there": TREE + "{{ [1].index(ns.x) }}",
+    "doubled views": VIEWS + "{{ s.v }}",
+    "doubled views in an iterator": VIEWS + "{{ s.v | join }}",
+    "much between the items of an iterator": "{{ ('x' * 999999).join(('y' * 9999) | map('upper')) | length }}",
     "replace of all by much": "{{ ('x' * 999999).replace('x', 'y' * 999999) | length }}",
     "join by much": "{{ (range(99999) | join('y' * 999999)) | length }}",
     "indented much": "{{ (('x\n' * 99999) | indent(999999)) | length }}",
@@ -121,6 +140,14 @@ def test_real_prompts_are_far_from_the_limits() -> None:
     assert len(prompt) > 40 * 249_999 and prompt.endswith("-" * 40)
     turns = [{"role": "user", "content": "x"}] * 5000
     assert template.render(turns, tools=[]).startswith("01 user: x\n02 user: x\n")
+
+
+def test_iterators_and_views_are_joined() -> None:
+    template = ChatTemplate(
+        "{% set d = {'a': 'x', 'b': 'y'} %}{{ d.values() | join('-') }} {{ ', '.join(d | map('upper')) }} "
+        "{{ d.keys() | list }} {{ messages | map(attribute='role') | join }}{{ none }}{{ nothing }}{{ 2.5 }}"
+    )
+    assert template.render(MESSAGES) == "x-y A, B ['a', 'b'] userNone2.5"
 
 
 def test_the_longest_prompt() -> None:

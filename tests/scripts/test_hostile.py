@@ -11,7 +11,7 @@ import hostile
 
 def test_a_live_server(tmp_path):
     out = tmp_path / "hostile.json"
-    attacks = ["a small request", "messages of numbers", "text beyond the limit", "a pattern of many states"]
+    attacks = ["a small request", "messages of numbers", "text beyond the limit", "a chain of references"]
     flags = ["--mib", "0.5", "--clients", "2", "--limit-ms", "60000", "--out", str(out), "--attacks", *attacks]
     done = subprocess.run([sys.executable, hostile.__file__, *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ import pytest
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 from replies import events
+from starlette.responses import Response
 
 from shadowkv.serve.api import build_app
 from shadowkv.serve.open_files import FILES_BESIDE
@@ -132,6 +133,33 @@ def test_a_body_that_does_not_come(engine, body):
         assert metric(url, "connections_cut_total", "body_timeout") == 2
         wait_until(lambda: metric(url, "connections") == 1)
     assert not engine.prompts
+
+
+def test_the_body_of_a_head_request_does_not_come(engine):
+    async def echo(request):
+        return Response(await request.body())
+
+    app = build_app(engine, "fake", ServerSettings(client_body_timeout=0.5))
+    app.add_route("/echo", echo)
+    with http_server(app) as url, connect(url) as connection:
+        connection.sendall(b"HEAD /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n1")
+        head, end, body = rest(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408") and end and not body
+        wait_until(lambda: metric(url, "connections") == 1)
+
+
+@pytest.mark.parametrize("header_timeout", [0, 0.5])
+def test_a_body_that_comes_after_its_answer(engine, header_timeout):
+    with served(engine, client_header_timeout=header_timeout, timeout_keep_alive=2) as url, connect(url) as connection:
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
+            connection.sendall(b"12345")
+        assert rest(connection) == b"", "it is idle then, and is closed as such"
+        assert metric(url, "connections_cut_total", "header_timeout") == 0
 
 
 def test_a_slow_body_that_comes(engine):

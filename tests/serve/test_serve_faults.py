@@ -17,8 +17,10 @@ from replies import events
 from test_serve_errors import error_of
 from test_serve_long_prompts import TRIES, health_waits
 
+from shadowkv.engine import async_engine
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.json_schema import check_schema
 from shadowkv.serve.api import build_app
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -116,6 +118,23 @@ def test_a_small_schema_does_not_wait_for_large_ones(engine, monkeypatch):
         await asyncio.gather(*waiting)
 
     monkeypatch.setattr(engine.engine, "compile_grammar", compile_grammar)
+    asyncio.run(run())
+
+
+def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
+    go = threading.Event()
+
+    async def run():
+        waiting = [asyncio.create_task(engine.compile_grammar("{}")) for _ in range(64)]
+        await asyncio.sleep(0.05)
+        try:
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "read"), 10) == "read"
+        finally:
+            go.set()
+            await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(async_engine, "check_schema", lambda schema: go.wait(60) and check_schema(schema))
+    monkeypatch.setattr(engine.engine, "compile_grammar", lambda schema: None)
     asyncio.run(run())
 
 

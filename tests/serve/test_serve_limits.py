@@ -118,6 +118,17 @@ def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
         assert time.monotonic() - start >= 0.5
 
 
+@pytest.mark.parametrize("key", ["", " ", "   ", " key", "key ", "\tkey", "key\n", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused(key):
+    with pytest.raises(ValueError, match=r"api_key must be .* without blanks around it"):
+        ServerSettings(api_key=key)
+
+
+def test_a_key_with_blanks_inside(engine):
+    request = ("GET", "/v1/models", {"headers": {"Authorization": "Bearer a  key"}})
+    assert [answer.status_code for answer in asgi(engine, ServerSettings(api_key="a  key"), request)] == [200]
+
+
 def test_settings(monkeypatch):
     with pytest.raises(
         ValueError, match=r"request_timeout=-1.0.*send_timeout=nan.*max_body_mib=0.*limit_concurrency=0.*api_key"
