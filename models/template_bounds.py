@@ -13,7 +13,7 @@ import heapq
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -137,7 +137,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 def _listed(value: Any) -> Any:
     """The items of what cannot be weighed before it is gone through."""
-    return [*_counted(value)] if isinstance(value, (Iterator, MappingView)) else value
+    return [*_counted(value)] if isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)) else value
 
 
 def _size(value: Any) -> int:

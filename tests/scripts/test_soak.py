@@ -34,7 +34,7 @@ def test_a_live_server(tmp_path, flags):
     assert found["requests"] == sum(found["kinds"].values()) == 150
     # Every whole and streamed answer was compared, but those that found another prompt's tokens cached, and chats'.
     one, asked = found["cached otherwise, not compared"], found["kinds"]["whole"] + found["kinds"]["stream"]
-    assert found["same"] + found["near-ties"] >= asked - one > 50
+    assert found["same"] + found["near-ties"] >= asked - one > 20
     assert found["KV cache"] == {"sequences at once": soak.SLOTS, "bytes left": 0}
     assert found["hung up before the answer"]
     assert 0 < found["health p50 ms"] <= found["health p99 ms"] <= found["health max ms"]
