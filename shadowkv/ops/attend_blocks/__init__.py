@@ -1,0 +1,1 @@
+"""Causal prefill attention over selected blocks of keys."""

@@ -1,0 +1,34 @@
+"""Attention over selected blocks in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.select_blocks.reference import BLOCK
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+    """Attention [n, H_q, d] of the last n of m positions over blocks of k, v [m, H, d], each up to its own.
+
+    Args:
+        q: [n, H_q, d].
+        indices: int32 [H_q, tiles, blocks], ascending: the blocks of 128 keys that each tile of 128 queries of each
+            head attends to; those that hold keys of its own positions among them.
+        counts: int32 [H_q, tiles], how many of them are valid.
+    """
+    n, query_heads, dim = q.shape
+    m, heads = k.shape[:2]
+    out = torch.empty_like(q)
+    for head in range(query_heads):
+        shared = head * heads // query_heads
+        for tile in range(indices.shape[1]):
+            rows = slice(tile * BLOCK, min(n, (tile + 1) * BLOCK))
+            chosen = indices[head, tile, : int(counts[head, tile])].long()
+            keys = (chosen[:, None] * BLOCK + torch.arange(BLOCK, device=q.device)).flatten()
+            keys = keys[keys < m]
+            position = m - n + torch.arange(rows.start, rows.stop, device=q.device)
+            scores = q[rows, head].float() @ k[keys, shared].float().T * dim**-0.5
+            scores.masked_fill_(keys > position[:, None], float("-inf"))
+            out[rows, head] = (scores.softmax(-1) @ v[keys, shared].float()).to(q.dtype)
+    return out

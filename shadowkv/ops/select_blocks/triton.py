@@ -1,0 +1,133 @@
+"""Selection of blocks in two Triton kernels: sampled queries against all keys, then a choice for each tile and head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
+
+SPAN = 32
+"""Blocks of keys that a program scores."""
+
+AT_ONCE = 64
+"""Blocks of keys that are chosen from together."""
+
+
+def select_blocks(q: Tensor, k: Tensor, share: float, most: float) -> tuple[Tensor, Tensor]:
+    """As the reference; products are summed in float32."""
+    n, query_heads, dim = q.shape
+    m, heads = k.shape[:2]
+    group, tiles, blocks = query_heads // heads, triton.cdiv(n, BLOCK), triton.cdiv(m, BLOCK)
+    together = max(1, 128 // (group * SAMPLED))
+    rows = max(16, triton.next_power_of_2(together * group * SAMPLED))
+    parts = triton.cdiv(tiles, together)
+    scores = torch.empty(blocks, heads, parts, rows, dtype=torch.float32, device=q.device)
+    _score[(parts, heads, triton.cdiv(blocks, SPAN))](
+        q, k, scores, n, m, tiles, dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2],
+        DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, TOGETHER=together, ROWS=rows, SPAN=SPAN,
+        BLOCK=BLOCK, SAMPLED=SAMPLED, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32, num_warps=8,
+    )  # fmt: skip
+    indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
+    counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
+    _choose[(tiles, query_heads)](
+        scores, indices, counts, n, m, heads, parts, blocks, math.log2(share), most, GROUP=group, TOGETHER=together,
+        ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS, AT_ONCE=AT_ONCE,
+    )  # fmt: skip
+    return indices, counts
+
+
+@triton.jit
+def _score(
+    q, k, scores, n, m, tiles, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """log2 of the sums of exponentials of sampled queries of a few tiles, over each of a span of blocks of one head."""
+    part, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.arange(0, ROWS)
+    tile = part * TOGETHER + row // (SAMPLED * GROUP)
+    member, sample = row % (SAMPLED * GROUP) // SAMPLED, row % SAMPLED
+    lives = (row < TOGETHER * SAMPLED * GROUP) & (tile < tiles)
+    token = tl.minimum(tile * BLOCK + (sample + 1) * (BLOCK // SAMPLED) - 1, n - 1)
+    dim = tl.arange(0, DIM_BLOCK)
+    queries = tl.load(
+        q + token.to(tl.int64)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + dim[None, :],
+        mask=lives[:, None] & (dim < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    last = (m - n + tl.minimum(part * TOGETHER + TOGETHER, tiles) * BLOCK - BLOCK) // BLOCK - LOCAL
+    within = tl.arange(0, BLOCK)
+    out = scores + ((span.to(tl.int64) * SPAN * tl.num_programs(1) + head) * tl.num_programs(0) + part) * ROWS + row
+    step = tl.num_programs(1) * tl.num_programs(0) * ROWS
+    rows = k + head * k_head + (span * SPAN * BLOCK + within).to(tl.int64)[:, None] * k_token + dim[None, :]
+    for _ in range(span * SPAN, tl.minimum(span * SPAN + SPAN, last + 1)):
+        if DIM == DIM_BLOCK:
+            keys = tl.load(rows)
+        else:
+            keys = tl.load(rows, mask=(dim < DIM)[None, :], other=0.0)
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else "tf32") * scale
+        peak = tl.max(products, 1)
+        total = peak + tl.log2(tl.sum(tl.exp2(products - peak[:, None]), 1))
+        tl.store(out, total, mask=lives)
+        rows += BLOCK * k_token
+        out += step
+
+
+@triton.jit
+def _choose(
+    scores, indices, counts, n, m, heads, parts, blocks, least, most, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Blocks of one tile of one query head."""
+    tile, query_head = tl.program_id(0), tl.program_id(1)
+    tiles = tl.num_programs(0)
+    first = m - n + tile * BLOCK
+    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees some of
+    free_end = tl.maximum(first // BLOCK - LOCAL + 1, SINK)
+    head, member = query_head // GROUP, query_head % GROUP
+    rows = (head * parts + tile // TOGETHER) * ROWS + (tile % TOGETHER * GROUP + member) * SAMPLED
+    sample, within = tl.arange(0, SAMPLED), tl.arange(0, AT_ONCE)
+    step = heads.to(tl.int64) * parts * ROWS
+    peak = tl.full([SAMPLED], float("-inf"), tl.float32)
+    total = tl.zeros([SAMPLED], tl.float32)
+    for start in range(SINK, free_end, AT_ONCE):
+        block = start + within
+        one = tl.load(
+            scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
+            other=float("-inf"),
+        )  # fmt: skip
+        higher = tl.maximum(peak, tl.max(one, 0))
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(one - higher[None, :]), 0)
+        peak = higher
+    norm = peak + tl.log2(total)
+    allowed = (most * end).to(tl.int32)
+    kept = allowed + 1
+    least -= 1.0
+    while kept > allowed:
+        least += 1.0
+        kept = 0
+        for start in range(SINK, free_end, AT_ONCE):
+            block = start + within
+            one = tl.load(
+                scores + block[:, None] * step + rows + sample[None, :], mask=(block < free_end)[:, None],
+                other=float("-inf"),
+            )  # fmt: skip
+            kept += tl.sum((tl.max(one - norm[None, :], 1) >= least).to(tl.int32))
+    out = indices + (query_head.to(tl.int64) * tiles + tile) * blocks
+    count = 0
+    for start in range(0, end, AT_ONCE):
+        block = start + within
+        free = (block >= SINK) & (block < free_end)
+        one = tl.load(
+            scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf")
+        )
+        chosen = tl.where(free, tl.max(one - norm[None, :], 1) >= least, block < end)
+        ones = chosen.to(tl.int32)
+        tl.store(out + count + tl.cumsum(ones, 0) - ones, block, mask=chosen)
+        count += tl.sum(ones)
+    tl.store(counts + query_head * tiles + tile, count)
