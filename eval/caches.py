@@ -82,24 +82,26 @@ def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[
 def prefill_all(
     model: Decoder, caches: Sequence[KVCache], prompt: list[int], capacity: int
 ) -> tuple[list[CachedSequence], Tensor]:
-    """A prompt in a new sequence of every cache, and logits [V] of its last token.
+    """A prompt in a new sequence of every cache, and logits [caches, V] of its last token.
 
-    It is computed once, and stored once for those that store it alike: a copy takes a thousandth of the time of finding
-    the low-rank form again.
+    It is computed once for all whose prefill attends alike, and stored once for those that store it alike: a copy takes
+    a thousandth of the time of finding the low-rank form again.
     """
     alike = [
         next((first for first in range(n) if cache.stores_alike(caches[first], len(prompt))), n)
         for n, cache in enumerate(caches)
     ]
-    storing = sorted(set(alike))
-    opened = {n: caches[n].allocate(len(prompt), capacity) for n in storing}
-    fan_out = FanOut([caches[n] for n in storing])
-    logits = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])
+    opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
+    logits = {}
+    for mode in dict.fromkeys(cache.spec.prefill for cache in caches):
+        storing = [n for n in opened if caches[n].spec.prefill == mode]
+        fan_out = FanOut([caches[n] for n in storing])
+        logits[mode] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
     sequences = [
         opened[n] if n == first else cache.load(caches[first].export(opened[first]), capacity)
         for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
     ]
-    return sequences, logits[0]
+    return sequences, torch.stack([logits[cache.spec.prefill] for cache in caches])
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:

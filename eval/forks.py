@@ -84,15 +84,16 @@ class Forks:
 
     def _answer(self, prompts: list[Prompts], policies: list[Policy]) -> Iterator[Prediction]:
         caches = [self._caches[policy.label] for policy in policies]
-        first, prefill_seconds = [], []
+        first: list[list[int]] = []  # by prompt and policy
+        prefill_seconds = []
         for one in prompts:
             start = time.perf_counter()
             first.append(self._prefill(caches, one))
             prefill_seconds.append(time.perf_counter() - start)
         limit, turns = prompts[0].sample.max_new_tokens, [one.turns[1:] for one in prompts]
-        for policy, cache in zip(policies, caches, strict=True):
+        for policy, cache, tokens in zip(policies, caches, zip(*first, strict=True), strict=True):
             start = time.perf_counter()
-            answers = cache.answers(first, turns, limit, self.ends)
+            answers = cache.answers(list(tokens), turns, limit, self.ends)
             seconds = (time.perf_counter() - start) / len(prompts)
             for row, (one, figures) in enumerate(zip(prompts, cache.figures(), strict=True)):
                 texts = [self.loaded.tokenizer.decode(answer) for answer in answers[row]]
@@ -112,12 +113,12 @@ class Forks:
                 )
             cache.clear()
 
-    def _prefill(self, caches: list[Answering], one: Prompts) -> int:
-        """The prompt in every cache; returns the token after it."""
+    def _prefill(self, caches: list[Answering], one: Prompts) -> list[int]:
+        """The prompt in every cache; returns the tokens after it."""
         found, logits = prefill_all(self.loaded.model, [one.cache for one in caches], one.turns[0], one.need)
         for cache, sequence in zip(caches, found, strict=True):
             cache.sequences.append(sequence)
-        return int(logits.argmax())  # waits for the device
+        return [int(token) for token in logits.argmax(-1).tolist()]  # waits for the device
 
 
 def _kind(sample: Sample, policies: list[Policy]) -> tuple[object, ...]:

@@ -60,7 +60,7 @@ def prefill_followers(loaded: LoadedModel, followers: Sequence[Follower], prompt
     for twin, one in pairwise(followers):
         if isinstance(one.policy, ExactTails):  # what stands before it is the policy itself
             one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
-    return logits
+    return logits[0]
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:

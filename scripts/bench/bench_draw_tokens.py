@@ -47,8 +47,8 @@ def measure(case: tuple[int, int, float]) -> list[Row]:
     times = {"argmax": microseconds([lambda one=one: one.argmax(-1) for one in islice(cycle(copies), 16)])}
     for name, setting in SETTINGS.items():
         drawn = parameters(rows, setting)
-        expected = reference.draw_tokens(logits[:CHECKED], drawn[:CHECKED])
-        assert torch.equal(triton.draw_tokens(logits, drawn)[:CHECKED], expected), name
+        expected = reference.draw_tokens(logits[:CHECKED].cpu(), drawn[:CHECKED].cpu())
+        assert torch.equal(triton.draw_tokens(logits, drawn)[:CHECKED].cpu(), expected), name
         calls = [lambda one=one, drawn=drawn: triton.draw_tokens(one, drawn) for one in islice(cycle(copies), 16)]
         times[name] = microseconds(calls)
     floor = moved / READ_SPEED * 1e6

@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, PREFILLS, KVSpec
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+PREFILL = ("auto", *PREFILLS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class EngineConfig:
     kv_chunk: int | None = None
     kv_outliers: int | None = None
     kv_dense_below: int | str = "auto"
+    prefill: str = "auto"
     gpu_memory_utilization: float | None = None
     host_memory_gib: float | None = None
     fetch_buffer: float | None = None
@@ -61,7 +63,7 @@ class EngineConfig:
         ]
         bad += [
             f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
-            for name, known in (("dtype", DTYPES), ("load_format", LOAD_FORMATS))
+            for name, known in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("prefill", PREFILL))
             if getattr(self, name) not in known
         ]
         if self.kv_dense_below != "auto" and not (isinstance(self.kv_dense_below, int) and self.kv_dense_below >= 0):
@@ -87,6 +89,7 @@ class EngineConfig:
             chunk=self.kv_chunk,
             outliers=self.kv_outliers,
             dense_below=dense_below,
+            prefill=None if self.prefill == "auto" else self.prefill,
         )
 
     @property
@@ -183,6 +186,13 @@ class EngineConfig:
             metavar="auto|TOKENS",
             help="shorter sequences stay dense; auto: where compressing costs more than it saves, by model, policy and "
             "batch; 0: as few as can be (default: %(default)s)",
+        )
+        add(
+            kv,
+            "--prefill",
+            choices=PREFILL,
+            help="sparse: long prompts attend to the blocks of keys that a few of their queries choose; auto: sparse on a "
+            "GPU (default: %(default)s)",
         )
         add(
             kv,

@@ -33,6 +33,8 @@ def load_engine_parts(
     device, dtype = device_of(config.device), next(loaded.model.parameters()).dtype
     shape = loaded.config.shape
     spec = spec.resolve(shape)
+    if spec.prefill is None:
+        spec = replace(spec, prefill="sparse" if device.type == "cuda" else "dense")
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time

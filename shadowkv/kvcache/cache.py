@@ -29,6 +29,7 @@ from shadowkv.kvcache.rounding import padded, rounded
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.sparse_prefill import BlockHook
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.store import Store
 from shadowkv.kvcache.transfer import Exported, Transfer
@@ -243,6 +244,23 @@ class KVCache:
     @selection_hook.setter
     def selection_hook(self, hook: SelectionHook | None) -> None:
         self.decode.hook = hook
+
+    @property
+    def block_hook(self) -> BlockHook | None:
+        """Called with layer, rotated queries [n, H_q, d] and the blocks that a sparse prefill's tiles are to attend to
+        (``select_blocks``); what it returns is attended to. There is none where prefill is dense."""
+        return None if self.prefill.sparse is None else self.prefill.sparse.hook
+
+    @block_hook.setter
+    def block_hook(self, hook: BlockHook | None) -> None:
+        if self.prefill.sparse is None:
+            raise ValueError(f"prefill={self.spec.prefill!r} selects no blocks; use prefill='sparse'")
+        self.prefill.sparse.hook = hook
+
+    def take_attention_density(self) -> float | None:
+        """Share of the blocks of keys that sparse prefills attended to since this was asked last; None where there were
+        none. Waits for the device."""
+        return None if self.prefill.sparse is None else self.prefill.sparse.take_density()
 
     # -- what is seen from outside ---------------------------------------------------------------------------------
 

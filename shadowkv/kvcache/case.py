@@ -16,14 +16,18 @@ from shadowkv.ops.rotate.tables import RopeConfig
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
 OF_LOGITS = ("draw_tokens",)
 OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "rebuild_rows", "rotate")
+OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge_attention", "write_rows")
-"""Ops that every policy calls, the last where it seals; others are named by its parts."""
+"""Ops that every policy calls, the last two where its prefill is sparse and where it seals; others are named by its
+parts."""
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
     """The case of sequences up to the longest one of ``layout``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     ops, pages = {*OF_LAYERS, *OF_LOGITS, *OF_TOKENS}, 0
+    if spec.prefill == "sparse":
+        ops |= {*OF_BLOCKS}
     if spec.seals:
         ops |= {*OF_SEALED_PAGES, *layout.parts.ops}
         pages = spec.sealed_pages(layout.max_model_len)

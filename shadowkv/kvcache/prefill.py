@@ -31,6 +31,7 @@ from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.sparse_prefill import SparsePrefill
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.sources import DenseRows
@@ -46,6 +47,7 @@ class Prefill:
         # Of high priority: what takes little finds its way between the blocks of the kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
         self.cached = CachedTokens(store, parts)
+        self.sparse = SparsePrefill(self.ops, store.compute) if self.spec.prefill == "sparse" else None
 
     def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
@@ -312,11 +314,19 @@ class Prefill:
         self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
     ) -> Tensor:
         keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
-        if not segment.cached:
+        sparse = self.sparse
+        if sparse is not None and not sparse.pays(len(q), segment.cached + stop - segment.start):
+            sparse = None
+        if not segment.cached and sparse is None:
             return self.ops.causal_attention(q, keys, values)
+        if not segment.cached:
+            return sparse.attend(layer, q, keys, values, segment.stop - stop)
         places = batch.places_of(segment, self._places)
         k = self._behind_tail(self.store.k[layer], places.tail, keys)
         v = self._behind_tail(self.store.v[layer], places.tail, values)
+        if sparse is not None:
+            k, v = self._behind_cached(layer, places.cached, k, v)
+            return sparse.attend(layer, q, k, v, segment.stop - stop)
         if not places.cached:
             return self.ops.causal_attention(q, k, v)
         merged = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
@@ -325,6 +335,20 @@ class Prefill:
                 part = self.ops.block_attention(q, k, v)
                 merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
+
+    def _behind_cached(
+        self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Everything that segments have sealed, and keys and values [n, H, d] behind it."""
+        if not cached:
+            return k, v
+        parts = [
+            tuple(x.transpose(0, 1).clone() for x in block)  # the next block takes its place
+            for segment in cached
+            for block in self.cached.blocks(layer, segment)
+        ]
+        keys, values = zip(*parts, (k, v), strict=True)
+        return torch.cat(keys), torch.cat(values)
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor) -> Tensor:
         """The exact tail [t, H, d] in ``pages`` and behind it new tokens [n, H, d]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import PREFILLS, KVSpec
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
@@ -75,9 +75,10 @@ def _value(field: str, text: str) -> Any:
     kinds = get_type_hints(KVSpec)
     if field not in kinds:
         raise ValueError(f"{field!r} is not a field; known: {', '.join(kinds)}")
-    if field in AXES:
-        if text not in AXES[field]:
-            raise ValueError(f"{field}={text!r} is not one of {', '.join(AXES[field])}")
+    choices = {**AXES, "prefill": PREFILLS}
+    if field in choices:
+        if text not in choices[field]:
+            raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
         return text
     allowed = get_args(kinds[field]) or (kinds[field],)
     for kind in (int, float):

@@ -24,6 +24,9 @@ DEFAULT_BUDGET_FLOOR = 256
 FETCH_BUFFER = 2.0
 """Chunks that a buffer keeps of values on the host, in those that a step selects: most of them are selected again."""
 
+PREFILLS = ("dense", "sparse")
+"""Prefill attention over everything, or in long prompts over the blocks of keys that sampled queries choose."""
+
 ROTATED = "rotated"
 """Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
 
@@ -55,6 +58,7 @@ class KVSpec:
         rank: dimensions of the low-rank keys; None picks by model (see ``resolve``).
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
+        prefill: ``dense`` or ``sparse``; None is dense where no engine picks.
     """
 
     keys: str = "dense"
@@ -69,6 +73,7 @@ class KVSpec:
     local: int = 32
     rank: int | None = None
     dense_below: int | None = None
+    prefill: str | None = None
 
     def resolve(self, shape: ModelShape) -> KVSpec:
         """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
@@ -98,6 +103,8 @@ class KVSpec:
         ]
         if not reasons:
             reasons = unsupported(self, shape)
+        if self.prefill not in (None, *PREFILLS):
+            reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
         if self.chunk < 1 or PAGE % self.chunk:
             reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
         if self.outliers < 0:
@@ -204,14 +211,15 @@ class KVSpec:
 
     def in_words(self, shape: ModelShape) -> str:
         """One line that names every part and number of a resolved policy."""
+        prefill = f"{self.prefill or PREFILLS[0]} prefill"
         if not self.seals:
-            return "every key and value exact on the device, every token attended"
+            return f"every key and value exact on the device, every token attended, {prefill}"
         keys = f"{self.keys} keys" + (f" (rank {self.rank} of {shape.kv_dim})" if self.rank is not None else "")
         values = f"{self.values} values on the {self.place}"
         words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
         if self.index != "none":
             words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
-        words.append(f"newest {self.local} tokens exact, all up to {self.dense_limit}")
+        words += [f"newest {self.local} tokens exact, all up to {self.dense_limit}", prefill]
         return ", ".join(words)
 
     def _budget_in_words(self) -> str:

@@ -12,7 +12,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.pool import SequencePool, Span
 from shadowkv.kvcache.sequence import Segment, Sequence
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.kvcache.spec import PAGE, PREFILLS, KVSpec
 from shadowkv.kvcache.store import Store
 
 
@@ -81,6 +81,7 @@ class Transfer:
         self.store, self.pool, self.layout = store, pool, store.layout
         layout = store.layout
         spec = replace(layout.spec, budget=None, mass=None, drawn=0.0, local=1, place="device")
+        spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
         fields = frozenset((*layout.sealed_fields, *layout.host_fields, *layout.state_fields))
         self.form = Form(spec, layout.shape, layout.dtype, fields)
 

@@ -14,6 +14,7 @@ from shadowkv.ops.case import Case
 NAMES = (
     "add_rms_norm",
     "append_tokens",
+    "attend_blocks",
     "attend_selected",
     "block_attention",
     "causal_attention",
@@ -30,6 +31,7 @@ NAMES = (
     "rebuild_rows",
     "rms_norm",
     "rotate",
+    "select_blocks",
     "select_by_sketch",
     "select_top_chunks",
     "sign_scores",

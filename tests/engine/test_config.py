@@ -25,6 +25,7 @@ SET = EngineConfig(
     kv_chunk=4,
     kv_outliers=5,
     kv_dense_below=2048,
+    prefill="dense",
     gpu_memory_utilization=0.5,
     host_memory_gib=2.5,
     fetch_buffer=3.0,

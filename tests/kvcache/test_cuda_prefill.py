@@ -88,8 +88,8 @@ def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.M
 
     monkeypatch.setattr(cache.prefill, "_write", write_slowly)
     prefill = runner.prefill([(sequence, list(range(500)) * 6)])
-    for _ in range(3):
-        next(prefill)  # the first layer's blocks; it is stored beside the last one
+    for _ in range(6):
+        next(prefill)  # the blocks of both layers, which are stored together beside the last one
     assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
     prefill.close()
     torch.cuda.current_stream().synchronize()

@@ -254,7 +254,8 @@ if ON_GPU:
     @pytest.mark.parametrize("size", [1, 4097, 49152, 128256])
     def test_the_kernel_draws_the_references_tokens(seed: int, size: int) -> None:
         logits, rows = mixed(seed, 2 * len(KINDS), size)
-        assert torch.equal(kernel.draw_tokens(logits, rows), reference.draw_tokens(logits, rows))
+        expected = reference.draw_tokens(logits.cpu(), rows.cpu())  # hundreds of small steps a row
+        assert torch.equal(kernel.draw_tokens(logits, rows).cpu(), expected)
 
     def test_scratch_is_what_is_counted() -> None:
         logits, rows = torch.randn(16, 128256, device="cuda"), parameters(*[{"top_p": 0.95}] * 16).cuda()

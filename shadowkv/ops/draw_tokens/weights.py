@@ -13,8 +13,9 @@ from torch import Tensor
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 """Columns of the parameters, float64: counts of any size and probabilities have their place in it."""
 
-COLDEST = 1e-5
-"""Temperatures up to this are greedy: dividing by less could overflow."""
+COLDEST = 2.0**-16
+"""Temperatures up to this are greedy: dividing by less could overflow. It is the same number in float32, as which
+kernels may take it."""
 
 LARGEST = torch.finfo(torch.float32).max
 """What NaN and larger logits count as: such a row's token has no meaning, but it is one of the vocabulary."""

@@ -17,17 +17,18 @@ SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and those before a tile's own, that it always attends to."""
 
 
-def select_blocks(q: Tensor, k: Tensor, share: float, most: float) -> tuple[Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
     """The blocks of keys that each tile of the last n of m positions attends to.
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
-    Of all others, which hold nothing but keys before it, it takes those that have at least ``share`` of the softmax over
-    all these of one of its sampled queries. Where that is more than ``most`` of all blocks that it may attend to,
+    Of all others, which hold nothing but keys before it, it takes those that have at least ``share`` of the softmax of
+    one of its sampled queries over all these. Where that is more than ``most`` of all blocks that it may attend to,
     ``share`` is doubled until it is not.
 
     Args:
         q: rotated queries [n, H_q, d], n at least 1.
         k: rotated keys [m, H, d].
+        whole: tiles that hold one of so many last queries attend to all blocks.
 
     Returns:
         int32 [H_q, tiles, blocks], ascending, anything past their number; and int32 [H_q, tiles], their number.
@@ -43,7 +44,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float) -> tuple[Tens
         end = (min(first + BLOCK, m) - 1) // BLOCK + 1
         free = range(SINK_BLOCKS, max(SINK_BLOCKS, first // BLOCK - LOCAL_BLOCKS + 1))
         chosen = torch.ones(query_heads, end, dtype=torch.bool, device=q.device)
-        if len(free):
+        if len(free) and (tile + 1) * BLOCK <= n - whole:
             sampled = q[(tile * BLOCK + offsets).clamp(max=n - 1)].float().unflatten(1, (heads, -1))
             keys = k[free.start * BLOCK : free.stop * BLOCK].float()
             scores = torch.einsum("rhgd,mhd->hgrm", sampled, keys).flatten(0, 1) * dim**-0.5

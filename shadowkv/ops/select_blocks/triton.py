@@ -14,11 +14,11 @@ from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, S
 SPAN = 32
 """Blocks of keys that a program scores."""
 
-AT_ONCE = 64
+AT_ONCE = 128
 """Blocks of keys that are chosen from together."""
 
 
-def select_blocks(q: Tensor, k: Tensor, share: float, most: float) -> tuple[Tensor, Tensor]:
+def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
     """As the reference; products are summed in float32."""
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
@@ -35,7 +35,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float) -> tuple[Tens
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
     _choose[(tiles, query_heads)](
-        scores, indices, counts, n, m, heads, parts, blocks, math.log2(share), most, GROUP=group, TOGETHER=together,
+        scores, indices, counts, n, m, whole, heads, parts, blocks, math.log2(share), most, GROUP=group, TOGETHER=together,
         ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS, AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return indices, counts
@@ -79,7 +79,7 @@ def _score(
 
 @triton.jit
 def _choose(
-    scores, indices, counts, n, m, heads, parts, blocks, least, most, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
+    scores, indices, counts, n, m, whole, heads, parts, blocks, least, most, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +89,8 @@ def _choose(
     first = m - n + tile * BLOCK
     end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees some of
     free_end = tl.maximum(first // BLOCK - LOCAL + 1, SINK)
+    if (tile + 1) * BLOCK > n - whole:
+        free_end = SINK + 0 * free_end
     head, member = query_head // GROUP, query_head % GROUP
     rows = (head * parts + tile // TOGETHER) * ROWS + (tile % TOGETHER * GROUP + member) * SAMPLED
     sample, within = tl.arange(0, SAMPLED), tl.arange(0, AT_ONCE)
@@ -123,9 +125,7 @@ def _choose(
     for start in range(0, end, AT_ONCE):
         block = start + within
         free = (block >= SINK) & (block < free_end)
-        one = tl.load(
-            scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf")
-        )
+        one = tl.load(scores + block[:, None] * step + rows + sample[None, :], mask=free[:, None], other=float("-inf"))
         chosen = tl.where(free, tl.max(one - norm[None, :], 1) >= least, block < end)
         ones = chosen.to(tl.int32)
         tl.store(out + count + tl.cumsum(ones, 0) - ones, block, mask=chosen)

@@ -1,0 +1,73 @@
+"""Sparse prefill: tiles of a long prompt's queries attend to blocks of keys that a few of them choose.
+
+Nothing is calibrated: a tile keeps what holds a share of its own sampled queries' attention, so that heads and layers
+whose attention is spread keep more than others. Tiles that would keep nearly everything are cut off where attention to
+their blocks takes as long as to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops import Ops
+from shadowkv.ops.select_blocks.reference import BLOCK
+
+SHARE = 0.01
+"""Of a sampled query's softmax over all blocks that are not attended to anyway: what a block has to have."""
+
+MOST = 0.5
+"""Of the blocks that a tile may attend to, the most that it does: listed blocks are attended to at about two thirds of
+the speed of dense attention, and choosing them takes time too."""
+
+SPARSE_FROM, FEWEST_QUERIES = 16384, 1024
+"""Keys, and new tokens, from which on it pays. Below, attention is exact."""
+
+DENSE_LAST = 256
+"""Newest tokens of a prompt that attend to everything, with the others of their tiles: where a question is, each token
+may look for something else."""
+
+BlockHook = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class SparsePrefill:
+    """Attention of new tokens over blocks of what is before them.
+
+    Attributes:
+        hook: called with layer, rotated queries [n, H_q, d], and indices and counts as ``select_blocks`` returns them;
+            what it returns is attended to. None leaves them.
+    """
+
+    def __init__(self, ops: Ops, device: torch.device) -> None:
+        self.ops = ops
+        self.hook: BlockHook | None = None
+        self._kept = torch.zeros((), dtype=torch.int64, device=device)
+        self._causal = 0
+
+    @staticmethod
+    def pays(queries: int, keys: int) -> bool:
+        """Whether so many queries, the last ones of so many keys, are attended sparsely."""
+        return queries >= FEWEST_QUERIES and keys > SPARSE_FROM
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
+        """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], all rotated, before ``to_come`` more
+        tokens of the prompt."""
+        indices, counts = self.ops.select_blocks(q, k, SHARE, MOST, max(0, DENSE_LAST - to_come))
+        if self.hook is not None:
+            indices, counts = self.hook(layer, q, indices, counts)
+        self._kept += counts.sum()
+        first, last = len(k) - len(q), len(k) - 1
+        ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))
+        self._causal += q.shape[1] * sum(ends)
+        out: Tensor = self.ops.attend_blocks(q, k, v, indices, counts)
+        return out
+
+    def take_density(self) -> float | None:
+        """Share of the blocks up to each tile that were attended to since this was asked last; None where no attention
+        was sparse. Waits for the device."""
+        kept, causal = int(self._kept), self._causal
+        self._kept.zero_()
+        self._causal = 0
+        return kept / causal if causal else None
