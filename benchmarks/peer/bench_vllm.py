@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))  # packed, it lies beside this file
+sys.path.append(str(Path(__file__).resolve().parent / "../../scripts"))  # packed, it lies beside this file
 
 from peer_drive import Driver
 from peer_model import ENVIRONMENT, settings, write_model
