@@ -30,6 +30,7 @@ from sweep_engine import (
     config_of,
     greedy,
     in_fresh_process,
+    opened,
     random_prompt,
     step,
 )
@@ -85,7 +86,7 @@ def sweep(args: argparse.Namespace, cell: Cell, one: Case | GapCase) -> None:
         at_once, longest = one.decoding + 2, one.longest
     else:
         at_once, longest = min(one.requests, args.max_num_seqs or one.requests), args.max_model_len
-    engine = Engine(config_of(args, cell, max_num_seqs=at_once, max_model_len=longest))
+    engine = opened(config_of(args, cell, max_num_seqs=at_once, max_model_len=longest))
     figures = measure_gaps(engine, one) if isinstance(one, GapCase) else measure(engine, one)
     Rows(args.out, GAPS if args.gaps else MIXED).add(cell | one._asdict() | figures | about(engine))
 

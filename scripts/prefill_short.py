@@ -6,11 +6,10 @@ import argparse
 import random
 import statistics
 
-from sweep_engine import ENGINE, NEUTRAL, about, config_of, random_prompt, seconds_to_first_token
+from sweep_engine import ENGINE, NEUTRAL, about, config_of, opened, random_prompt, seconds_to_first_token
 from sweep_rows import Rows
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
@@ -27,8 +26,8 @@ def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: R
     cell = {"kv": EngineConfig.kv, **NEUTRAL}
     default, full = config_of(args, cell), config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE)
     loaded, draw = load_from_config(default), random.Random(0)
-    of_full = Engine(full, loaded)
-    engines = {"ttft_s": Engine(default, loaded), "full_ttft_s": of_full}
+    of_full = opened(full, loaded)
+    engines = {"ttft_s": opened(default, loaded), "full_ttft_s": of_full}
     for context in contexts:
         row = {"engine": ENGINE, "kv": EngineConfig.kv, "context": context}
         if rows.has(row):

@@ -29,12 +29,11 @@ from sweep_engine import (
     combinations,
     config_of,
     in_fresh_process,
+    opened,
     random_prompt,
     seconds_to_first_token,
 )
 from sweep_rows import PREFILL, SHORT, Rows
-
-from shadowkv.engine.engine import Engine
 
 BEHIND = 64
 """Tokens that a sequence has room for beside the longest prompt."""
@@ -75,7 +74,7 @@ def lengths(text: str) -> list[int]:
 def sweep(args: argparse.Namespace, cell: Cell, contexts: list[int]) -> None:
     """All rows of one engine."""
     rows, draw = Rows(args.out, PREFILL), random.Random(0)
-    engine = Engine(config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND))
+    engine = opened(config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND))
     for context in contexts:
         prompts = (random_prompt(engine, context, draw) for _ in range(1 + (args.repeats or 3)))
         first, *others = (seconds_to_first_token(engine, prompt) for prompt in prompts)

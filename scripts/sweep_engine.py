@@ -23,6 +23,7 @@ from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.presets import POLICY_HELP
+from shadowkv.models.loader import LoadedModel
 
 ENGINE = "shadowkv"
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--prefill", nargs="+", default=["dense"], choices=("dense", "sparse", "auto"))
     parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8"), help="of the weights")
+    parser.add_argument("--skip-warmup", action="store_true", help="engines compile and plan as they go")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
 
@@ -64,8 +66,15 @@ def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineCo
         del chosen["quantization"]
     if args.load_format == "dummy" and settings.get("max_model_len"):
         settings["rope_theta"] = 1e7  # random weights have no context that they were made for
-    shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype")}
+    shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "skip_warmup")}
     return EngineConfig(kv=cell["kv"], max_cached_seqs=0, **shared, **chosen, **settings)
+
+
+def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
+    """An engine as a server starts it."""
+    engine = Engine(config, loaded)
+    engine.warm_up()
+    return engine
 
 
 def _settings() -> set[str]:
