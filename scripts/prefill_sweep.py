@@ -35,6 +35,9 @@ from sweep_engine import (
 )
 from sweep_rows import PREFILL, SHORT, Rows
 
+BATCH = 4
+"""Sequences that an engine is for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
+
 BEHIND = 64
 """Tokens that a sequence has room for beside the longest prompt."""
 
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--contexts", type=lengths, help="tokens of prompts (default: 61440,124928,249856)")
-    parser.add_argument("--max-num-seqs", type=int, default=1, help="that there is room for (default: %(default)s)")
+    parser.add_argument("--max-num-seqs", type=int, default=BATCH, help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, help="prompts after the first of a length (default: 3, short ones 9)")
     parser.add_argument("--short", action="store_true", help="short prompts, the default policy against full")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
