@@ -38,7 +38,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: line {error.lineno}: {_short(error)}") from error
-        except Exception as error:  # what Python's own compiler refuses, such as 20 loops in one another
+        except Exception as error:  # templates become Python: its compiler may refuse in any way, as 20 nested loops
             raise ValueError(f"the chat template is not valid: {_short(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

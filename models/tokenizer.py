@@ -207,8 +207,8 @@ def library_errors(what: str) -> Iterator[None]:
             yield
         except (ValueError, OSError, MemoryError):
             raise
-        except BaseException as error:
-            panicked = type(error).__name__ == "PanicException"  # no subclass of Exception
+        except BaseException as error:  # refusals are plain Exceptions; a panic is none, of a type not to import
+            panicked = type(error).__name__ == "PanicException"
             if not isinstance(error, Exception) and not panicked:
                 raise
             raise ValueError(f"{what} is refused by the tokenizers library: {error}") from error

@@ -162,9 +162,9 @@ class Target:
             if self.folder is not None and not (text.startswith(str(self.folder)) and text.isprintable()):
                 return f"not a line that says where: {text[:200]!r}"
             return ""
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # all others are findings; a panic of the tokenizers library is no Exception
             return f"{type(error).__name__}: {error}"[:300]
         return None
 

@@ -44,17 +44,26 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="shadowkv-engine", daemon=True)
         self._error: BaseException | None = None
         self._stopped = False
+        self._warm, self._stopping = threading.Event(), threading.Event()
 
     def describe(self) -> list[str]:
         """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""
         return self.engine.notes
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the thread, and returns once it has warmed up; raises EngineDead where it could not."""
+        try:
+            self._thread.start()
+            self._warm.wait()
+        except BaseException:  # Ctrl-C, say: the thread is not left at work on a device that is about to go
+            self.shutdown()
+            raise
+        if self._error is not None:
+            raise EngineDead(self._reason()) from self._error
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops the thread after the step at work; requests in flight get EngineDead."""
+        self._stopping.set()
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -129,6 +138,8 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            self.engine.warm_up(self._stopping.is_set)
+            self._warm.set()
             while self._obey():
                 for output in self.engine.step():
                     sink = self._sinks.get(output.request_id)
@@ -141,6 +152,7 @@ class AsyncEngine:
             logger.exception("the engine has died")
         finally:
             self._stopped = True
+            self._warm.set()
             for sink in list(self._sinks.values()):
                 sink(EngineDead(self._reason()))
 

@@ -47,6 +47,7 @@ class EngineConfig:
     device: str = "auto"
     rope_theta: float | None = None
     enforce_eager: bool = False
+    skip_warmup: bool = False
 
     def __post_init__(self) -> None:
         bad = [
@@ -123,6 +124,7 @@ class EngineConfig:
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
         add(model, "--rope-theta", type=float, help="overrides the model's own")
         add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")
+        add(model, "--skip-warmup", action="store_true", help="compile and plan when requests first need it, on a GPU")
         batch = parser.add_argument_group("batch")
         add(
             batch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenL
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import Sequence
@@ -83,6 +84,13 @@ class Engine:
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
         self._decode_seconds = 0.0
+
+    def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Compiles and plans what first requests would wait for, where the device is one for which that is done and the
+        config does not skip it; ends early once ``stopped``. To be called on the thread that steps: plans are its own.
+        """
+        if self.device.type == "cuda" and not self.config.skip_warmup:
+            warm_up(self, stopped)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

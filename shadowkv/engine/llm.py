@@ -39,6 +39,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = Engine(EngineConfig(model=model, **options))
+        self.engine.warm_up()
         self.tokenizer = self.engine.tokenizer
         self._numbers = itertools.count()
 

@@ -171,6 +171,11 @@ class KVCache:
         """Chunks fetched from the host so far; None where there is no buffer. May be asked for on any thread."""
         return None if self.decode.fetching is None else self.decode.fetching.counts
 
+    def forget_fetches(self) -> None:
+        """Counts fetched chunks from here on."""
+        if self.decode.fetching is not None:
+            self.decode.fetching.forget()
+
     def kept_energy(self, sequence: Sequence) -> Tensor | None:
         """Share of the squared norm of a compressed sequence's keys that its low-rank form keeps, float32 [num_layers].
 

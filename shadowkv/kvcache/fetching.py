@@ -92,6 +92,11 @@ class Fetching:
         """Sends the counters to the host, which need not wait for them."""
         self._published.copy_(self._counters, non_blocking=True)
 
+    def forget(self) -> None:
+        """Counts from here on."""
+        self._counters.zero_()
+        self.publish()
+
     @property
     def counts(self) -> FetchCounts:
         """What has been published; may be asked for on any thread."""

@@ -6,6 +6,8 @@ attention 345. But it plans every shape anew, which takes the host 36 ms: few sh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +17,20 @@ LARGE = 2**24
 
 STEP = 512
 """Queries and keys of plans are multiples of this."""
+
+UNIT, SPAN = 8192, 65536
+"""Keys of most plans are multiples of a unit up to a span; longer runs are taken apart and merged. So there are few
+plans, however long a context is, and an engine can have made them all before its first prompt."""
+
+
+def spans(keys: int) -> Iterator[slice]:
+    """Runs of ``keys``, a multiple of STEP, that plans are made for."""
+    start = 0
+    while start < keys:
+        left = keys - start
+        stop = start + (SPAN if left >= SPAN else left // UNIT * UNIT or left)
+        yield slice(start, stop)
+        start = stop
 
 
 def is_large(q: Tensor, keys: int) -> bool:

@@ -40,7 +40,7 @@ class _Request(Request):
         raw = await self.body()
         try:
             return await reader.read(raw, self.model)
-        except Exception as error:
+        except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, of our own faults too
             raise BodyRefused(as_api_error(error)) from error
 
 

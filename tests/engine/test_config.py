@@ -33,6 +33,7 @@ SET = EngineConfig(
     device="cpu",
     rope_theta=5e6,
     enforce_eager=True,
+    skip_warmup=True,
 )
 
 

@@ -7,12 +7,16 @@ from plain_formulas import assert_close_like_lowp
 from shadowkv.ops.block_attention import reference
 from shadowkv.ops.causal_attention import cuda as causal
 from shadowkv.ops.causal_attention import reference as causal_reference
-from shadowkv.ops.fused_attention import LARGE, attend, is_large
+from shadowkv.ops.fused_attention import LARGE, SPAN, STEP, UNIT, attend, is_large
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 SHAPES = [(2, 4, 128), (1, 7, 128), (2, 1, 64), (2, 3, 96)]
+
+
+# The last: a span, a unit and a part of one before the queries' own.
+SIZES = [(4096, 4096), (4500, 4500), (1000, 20000), (3000, 9000), (4608, 9216), (512, SPAN + UNIT + 2 * STEP)]
 
 
 def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -43,7 +47,7 @@ def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int,
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
-@pytest.mark.parametrize(("n", "m"), [(4096, 4096), (4500, 4500), (1000, 20000), (3000, 9000), (4608, 9216)])
+@pytest.mark.parametrize(("n", "m"), SIZES)
 def test_large_blocks_of_a_prompt(n: int, m: int, heads: int, group: int, dim: int) -> None:
     q, k, v = case(n, m, heads, group, dim, torch.bfloat16)
     exact = causal_reference.causal_attention(q.double(), k.double(), v.double())

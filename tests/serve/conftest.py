@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +13,19 @@ import pytest
 from fake_engine import FakeEngine
 from http_server import http_server
 
+from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
+from shadowkv.models.sources import resolve
+from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.serve.api import build_app
+from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.batch_mode import run_batch
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """A real model's."""
+    return tokenizer_from_gguf(GGUFFile(resolve("smollm2-135m-instruct", weights=True)))
 
 
 @pytest.fixture
@@ -59,3 +72,19 @@ def url(engine: FakeEngine) -> Iterator[str]:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def run(engine: FakeEngine, tmp_path: Path) -> Callable[..., int]:
+    """A batch run of some lines by the fake engine; ``files`` of it are its files."""
+    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+    def go(lines: list[str] | None, concurrency: int = 4, resume: bool = False) -> int:
+        files = BatchFiles(go.files.input, go.files.output, resume)
+        if lines is not None:
+            files.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with files.held():
+            return run_batch(engine, "fake", files, concurrency)
+
+    go.files = files
+    return go

@@ -51,37 +51,29 @@ def spelled_otherwise(folder):
     return folder / ".." / folder.name / "in.jsonl"
 
 
-def symbolic_link(folder):
-    (folder / "link").symlink_to(folder / "in.jsonl")
-    return folder / "link"
+def linked(link, output, how):
+    """An ``output`` that is written by way of ``link``, which is the input."""
+
+    def make(folder):
+        getattr(folder / link, how)(folder / "in.jsonl")
+        return folder / output
+
+    return make
 
 
-def hard_link(folder):
-    (folder / "link").hardlink_to(folder / "in.jsonl")
-    return folder / "link"
-
-
-def partial_file_is_the_input(folder):
-    (folder / "out.partial").hardlink_to(folder / "in.jsonl")
-    return folder / "out"
-
-
-def rewritten_file_is_the_input(folder):
-    (folder / "out.partial.new").hardlink_to(folder / "in.jsonl")
-    return folder / "out"
-
-
-def lock_is_the_input(folder):
-    (folder / "out.lock").symlink_to(folder / "in.jsonl")
-    return folder / "out"
+OUTPUTS = {
+    "same": same,
+    "spelled otherwise": spelled_otherwise,
+    "symbolic link": linked("link", "link", "symlink_to"),
+    "hard link": linked("link", "link", "hardlink_to"),
+    "partial file": linked("out.partial", "out", "hardlink_to"),
+    "rewritten file": linked("out.partial.new", "out", "hardlink_to"),
+    "lock": linked("out.lock", "out", "symlink_to"),
+}
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    "output",
-    [same, spelled_otherwise, symbolic_link, hard_link]
-    + [partial_file_is_the_input, rewritten_file_is_the_input, lock_is_the_input],
-)
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
 def test_requests_are_not_overwritten(files, tmp_path, output, resume):
     output = output(tmp_path)
     before, found = files.input.read_bytes(), sorted(tmp_path.iterdir())

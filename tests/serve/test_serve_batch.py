@@ -12,27 +12,9 @@ import time
 import pytest
 from fake_engine import REPLY
 
-from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.batch_mode import run_batch
-
 
 def line(custom_id, url="/v1/completions", method="POST", **body):
     return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
-
-
-@pytest.fixture
-def run(engine, tmp_path):
-    files = BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-
-    def go(lines, concurrency=4, resume=False):
-        files = BatchFiles(go.files.input, go.files.output, resume)
-        if lines is not None:
-            files.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        with files.held():
-            return run_batch(engine, "fake", files, concurrency)
-
-    go.files = files
-    return go
 
 
 def records(path):

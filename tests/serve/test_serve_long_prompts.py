@@ -13,19 +13,11 @@ import pytest
 from fake_engine import FakeEngine
 from http_server import http_server
 
-from shadowkv.models.gguf_file import GGUFFile
-from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.sources import resolve
 from shadowkv.serve.api import build_app
 
 LONG = 100_000
 TRIES = 3
 """What else runs on the machine is not to be measured."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_from_gguf(GGUFFile(resolve("smollm2-135m-instruct", weights=True)))
 
 
 @pytest.fixture(scope="module")

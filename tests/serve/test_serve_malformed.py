@@ -6,7 +6,7 @@ import json
 
 import pytest
 from fake_engine import REPLY
-from test_serve_batch import records, run  # noqa: F401
+from test_serve_batch import records
 from test_serve_errors import error_of
 
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest
@@ -74,7 +74,7 @@ def test_content_length(call, length):
     assert call("POST", "/v1/completions", content=b"{}", headers={**JSON, "Content-Length": length}).status_code == 413
 
 
-def test_batch_lines(run, engine):  # noqa: F811
+def test_batch_lines(run, engine):
     good = json.dumps(
         {"custom_id": "good", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
     ).encode()

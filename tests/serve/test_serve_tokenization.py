@@ -9,7 +9,6 @@ import time
 import pytest
 from fake_engine import FakeEngine, FakeTokenizer
 from test_serve_errors import error_of
-from test_serve_long_prompts import tokenizer  # noqa: F401
 
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.serve import tokenization
@@ -73,13 +72,13 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_fits_exactly_is_never_refused(tokenizer, name):  # noqa: F811
+def test_what_fits_exactly_is_never_refused(tokenizer, name):
     for one in (tokenizer, byte_tokenizer(300, [256])):
         ids = one.encode(TEXTS[name])
         assert encode(one, TEXTS[name], len(ids), "prompt") == ids
 
 
-def test_text_of_few_tokens_is_looked_at_in_longer_and_longer_parts(tokenizer):  # noqa: F811
+def test_text_of_few_tokens_is_looked_at_in_longer_and_longer_parts(tokenizer):
     text = " " * 2**18
     count = len(tokenizer.encode(text))
     assert len(text) > 2 * FIRST_PART * count  # the first part does not tell

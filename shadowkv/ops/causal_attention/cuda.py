@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from shadowkv.ops.fused_attention import STEP, attend, is_large
+from shadowkv.ops.fused_attention import SPAN, STEP, UNIT, attend, is_large, spans
 from shadowkv.ops.merge_attention import triton as merge
 
 
@@ -26,5 +28,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     before = (m - n) // STEP * STEP
     if not is_large(q, before):
         return attend(q, k, v, causal=True)[0]
-    parts = [attend(q, k[:, :before], v[:, :before]), attend(q, k[:, before:], v[:, before:], causal=True)]
-    return merge.merge_attention(parts)
+    parts = [attend(q, k[:, span], v[:, span]) for span in spans(before)]
+    return merge.merge_attention([*parts, attend(q, k[:, before:], v[:, before:], causal=True)])
+
+
+def planned(q: Tensor, longest: int) -> Iterator[tuple[int, int]]:
+    """Numbers of queries and keys of calls that plan all that prompts of up to ``longest`` tokens need.
+
+    They are computed in blocks of as many queries as ``q`` [n, H_q, d] has, a multiple of UNIT, the last of fewer.
+    """
+    for before in range(0, min(longest, SPAN + 1), UNIT):
+        for n in range(STEP, min(len(q), longest - before + STEP - 1) + 1, STEP):
+            if is_large(q[:n], before or n):
+                yield n, before + n

@@ -1,0 +1,78 @@
+"""Requests through a vLLM engine, and the figures of the cases, as ``prefill_sweep.py`` and ``mixed_sweep.py`` define
+them."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+LARGEST_ID = 120000
+WARM_UP = 16384
+"""Prompt tokens, of 16 requests at the most, that come before those of a case that count."""
+
+SETTLING, MEASURED = 8, 64
+"""Steps of a whole batch that are not timed, and that are."""
+
+
+class Driver:
+    """Runs requests of random token ids; ``sampling`` makes the engine's parameters of a number of tokens."""
+
+    def __init__(self, engine: Any, sampling: Callable[[int], Any]) -> None:
+        self.engine, self._sampling, self._runs, self._draw = engine, sampling, 0, random.Random(1)
+
+    def run(self, tokens: int, outputs: list[int]) -> tuple[float, list[list[float]]]:
+        """Offers a prompt of ``tokens`` for each of ``outputs``, all at once; returns the moment before the first was
+        offered, and those at which each one's tokens came."""
+        self._runs += 1
+        prompts = [self._draw.choices(range(100, LARGEST_ID), k=tokens) for _ in outputs]
+        times: dict[str, list[float]] = {f"{self._runs}-{number}": [] for number in range(len(outputs))}
+        start = time.perf_counter()
+        for name, prompt, output in zip(times, prompts, outputs, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(output))
+        while self.engine.has_unfinished_requests():
+            done = self.engine.step()
+            now = time.perf_counter()
+            for one in done:
+                times[one.request_id] += [now] * len(one.outputs[0].token_ids)
+        came = list(times.values())
+        if [len(one) for one in came] != outputs:
+            raise RuntimeError(f"answers of {[len(one) for one in came]} tokens instead of {outputs}")
+        return start, came
+
+    def prefill(self, context: int, repeats: int) -> dict[str, Any]:
+        """Columns of a prompt length."""
+        seconds = []
+        for _ in range(1 + repeats):
+            start, ((first,),) = self.run(context, [1])
+            seconds.append(first - start)
+        return {"context": context, "ttft_s": statistics.median(seconds[1:]), "first_ttft_s": seconds[0]}
+
+    def mixed(self, requests: int, tokens: int, output: int) -> dict[str, Any]:
+        """Columns of a case."""
+        few = max(1, min(requests, 16, WARM_UP // tokens))
+        self.run(tokens, [min(8, output)] * few)
+        start, came = self.run(tokens, [output] * requests)
+        wall = max(one[-1] for one in came) - start
+        return {
+            "requests": requests,
+            "input": tokens,
+            "output": output,
+            "wall_s": wall,
+            "output_tokens_per_s": requests * output / wall,
+            "ttft_mean_s": statistics.mean(one[0] - start for one in came),
+            "tpot_ms": 1e3 * statistics.mean((one[-1] - one[0]) / (output - 1) for one in came) if output > 1 else None,
+        }
+
+    def decode(self, batch: int, context: int) -> dict[str, Any]:
+        """Columns of a batch that decodes; the engine makes keys and values up."""
+        # Prompts come one after the other, by two steps each: those that came first decode the longest.
+        outputs = [SETTLING + MEASURED + 8 + 2 * (batch - 1 - number) for number in range(batch)]
+        _, came = self.run(context, outputs)
+        together = sorted(set.intersection(*map(set, came)))[SETTLING : SETTLING + MEASURED + 1]
+        if len(together) <= MEASURED:
+            raise RuntimeError(f"{batch} x {context} never decoded together for long enough: they do not fit")
+        step = (together[-1] - together[0]) / MEASURED
+        return {"context": context, "batch": batch, "step_ms": 1e3 * step, "decode_tokens_per_s": batch / step}

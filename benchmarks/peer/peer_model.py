@@ -1,0 +1,89 @@
+"""The model that the peer runs, a config without weights, and the settings of its engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+"""Llama-3.1-8B's shapes, with room for prompts of 249,856 tokens."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_DEEP_GEMM": "0",  # compiles at run time, for which a GPU machine may lack the tools
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def write_model(folder: Path) -> None:
+    """Makes the folder that an engine loads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+
+
+def settings(folder: Path, kv: str, quantization: str, longest: int, decode: list[int]) -> dict[str, Any]:
+    """Arguments of ``LLM``; ``decode`` are the batches of an engine that only decodes and computes no prompts."""
+    chosen: dict[str, Any] = {
+        "model": os.fspath(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": max(131072, longest),
+        "max_num_seqs": 256,
+        "disable_log_stats": True,
+        "disable_cascade_attn": True,
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": "fp8" if kv == "fp8" else "auto",
+        "gpu_memory_utilization": 0.9,
+    }
+    if quantization != "none":
+        chosen["quantization"] = quantization
+    if decode:
+        from vllm.config import KVTransferConfig
+
+        filler = {"fill_mean": 0.0, "fill_std": 0.0 if kv == "fp8" else 0.5}
+        chosen |= {
+            "gpu_memory_utilization": 0.97,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 2048,
+            "compilation_config": {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, 16, 24, 32, *decode})},
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="DecodeBenchConnector", kv_role="kv_both", kv_connector_extra_config=filler
+            ),
+        }
+    return chosen

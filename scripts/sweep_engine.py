@@ -1,0 +1,127 @@
+"""What sweeps of whole engines share: their command line, an engine for each combination it asks for, and its drive."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.eval.provenance import provenance
+from shadowkv.kvcache.presets import POLICY_HELP
+from shadowkv.models.loader import LoadedModel
+
+ENGINE = "shadowkv"
+
+NEUTRAL = {"prefill": "dense", "quantization": "none"}
+"""What an engine does that has no such setting."""
+
+Cell = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of all sweeps."""
+    parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
+    parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
+    parser.add_argument("--prefill", nargs="+", default=["dense"], choices=("dense", "sparse", "auto"))
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8"), help="of the weights")
+    parser.add_argument("--skip-warmup", action="store_true", help="engines compile and plan as they go")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses what this engine has no setting for."""
+    for name in NEUTRAL.keys() - _settings():
+        for value in getattr(args, name):
+            if value != NEUTRAL[name]:
+                parser.error(f"--{name} {value}: this engine has no such setting")
+
+
+def combinations(args: argparse.Namespace) -> Iterator[Cell]:
+    """First columns of the rows that were asked for, engine by engine."""
+    for quantization, prefill, kv in itertools.product(args.quantization, args.prefill, args.kv):
+        yield {"engine": ENGINE, "kv": kv, "prefill": prefill, "quantization": quantization}
+
+
+def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineConfig:
+    """The engine of a combination; ``settings`` are further fields of its config."""
+    chosen = {name: cell[name] for name in NEUTRAL.keys() & _settings() if name in cell}
+    if chosen.get("quantization") == NEUTRAL["quantization"]:
+        del chosen["quantization"]
+    if args.load_format == "dummy" and settings.get("max_model_len"):
+        settings["rope_theta"] = 1e7  # random weights have no context that they were made for
+    shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "skip_warmup")}
+    return EngineConfig(kv=cell["kv"], max_cached_seqs=0, **shared, **chosen, **settings)
+
+
+def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
+    """An engine as a server starts it."""
+    engine = Engine(config, loaded)
+    engine.warm_up()
+    return engine
+
+
+def _settings() -> set[str]:
+    return {field.name for field in fields(EngineConfig)}
+
+
+def about(engine: Engine) -> Cell:
+    """Last columns of a row."""
+    found = provenance()
+    spec = json.dumps(asdict(engine.cache.spec), separators=(",", ":"))
+    return {"commit": found["commit"], "command": found["command"], "device": found["gpu"] or "cpu", "spec": spec}
+
+
+def in_fresh_process(function: Callable[..., None], *args: Any) -> bool:
+    """Calls ``function`` where nothing has been compiled, planned or kept; False where it ran out of memory or died."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            process.submit(function, *args).result()
+        except (MemoryError, torch.OutOfMemoryError, BrokenProcessPool) as error:
+            print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            return False
+    return True
+
+
+def random_prompt(engine: Engine, tokens: int, draw: random.Random) -> list[int]:
+    """Token ids from the whole vocabulary."""
+    return draw.choices(range(engine.model_config.vocab_size), k=tokens)
+
+
+def greedy(tokens: int) -> SamplingParams:
+    """To the last of so many tokens."""
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def step(engine: Engine) -> list[RequestOutput]:
+    """A step of the engine; raises RuntimeError for a request that failed."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id}: {output.error}")
+    return outputs
+
+
+def seconds_to_first_token(engine: Engine, prompt: list[int]) -> float:
+    """Of one request with nothing beside it."""
+    start = time.perf_counter()
+    engine.add_request("alone", prompt, greedy(1))
+    while not step(engine):
+        pass
+    return time.perf_counter() - start

@@ -1,0 +1,79 @@
+"""Rows of a sweep in a CSV file: each is appended as it is measured, and one that is there is not measured again.
+
+Knows neither shadowkv nor PyTorch: benches of other engines write the same files.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ABOUT = ("commit", "command", "device", "spec")
+"""Last columns of every file: where a row comes from."""
+
+PREFILL = (
+    ("engine", "kv", "prefill", "quantization", "context"),
+    ("ttft_s", "first_ttft_s", "attention_density"),
+)
+SHORT = ("engine", "kv", "context"), ("ttft_s", "full_ttft_s", "ratio")
+MIXED = (
+    ("engine", "kv", "prefill", "quantization", "requests", "input", "output"),
+    ("wall_s", "output_tokens_per_s", "ttft_mean_s", "tpot_ms"),
+)
+GAPS = (
+    ("engine", "kv", "prefill", "quantization", "decoding", "behind", "probe", "probe_behind"),
+    ("gap_p50_ms", "gap_p99_ms", "probe_ttft_s"),
+)
+"""What a file's rows are told apart by, and what they measured."""
+
+Row = Mapping[str, Any]
+
+
+class Rows:
+    """A file of rows; ``kind`` is PREFILL, SHORT, MIXED or GAPS.
+
+    Raises ValueError where the file has other columns.
+    """
+
+    def __init__(self, path: Path, kind: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+        self.path, (self.key, figures) = path, kind
+        self.columns = [*self.key, *figures, *ABOUT]
+        self._there: set[tuple[str, ...]] | None = None
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                found = next(csv.reader(file), [])
+            if found != self.columns:
+                raise ValueError(f"{path} has the columns {','.join(found)}, not {','.join(self.columns)}")
+            self._there = {self._name(row) for row in read(path)}
+
+    def has(self, row: Row) -> bool:
+        """Whether this was measured."""
+        return self._there is not None and self._name(row) in self._there
+
+    def add(self, row: Row) -> None:
+        """Appends a row, and shows it."""
+        shown = {name: show(row.get(name)) for name in self.columns}
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            if self._there is None:
+                writer.writeheader()
+                self._there = set()
+            writer.writerow(shown)
+        self._there.add(self._name(row))
+        print(" ".join(f"{name}={shown[name]}" for name in self.columns[: -len(ABOUT)]), flush=True)
+
+    def _name(self, row: Row) -> tuple[str, ...]:
+        return tuple(show(row[name]) for name in self.key)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """All rows of a file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def show(value: Any) -> str:
+    """A figure in a few characters; nothing for None."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

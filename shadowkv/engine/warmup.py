@@ -1,0 +1,127 @@
+"""Warm-up: what compiles, plans or is captured on first use is used once, so that the first prompt is as fast as the
+tenth.
+
+A few requests go through the engine's own steps, and are aborted before they end, so that nothing of them is kept.
+Plans of attention, which longer prompts need, come from calls of the op on made-up tokens. A thread has plans of its
+own (PyTorch's cuDNN attention), so that this belongs on the one that steps the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from shadowkv.engine.devices import current
+from shadowkv.engine.interrupts import interrupts_deferred
+from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.spec import PAGE
+
+if TYPE_CHECKING:
+    from shadowkv.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+SHORT = 48
+"""Tokens of a prompt that stays dense."""
+
+
+def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Warms ``engine`` up, which has no requests, on any device; leaves its cache empty and nothing counted.
+
+    Ends early once ``stopped``, or on Ctrl-C, with KeyboardInterrupt. What goes wrong is logged, and first requests
+    will be slower; an error that leaves the device of no use is raised.
+    """
+    began, shown = time.monotonic(), sys.stderr.isatty()
+    if not shown:
+        logger.info("warming up")
+    stages, shapes = _stages(engine), _shapes(engine)
+    bar = tqdm(total=len(stages) + len(shapes), desc="warm-up", unit="", leave=False, disable=not shown)
+    try:
+        with interrupts_deferred() as interruptible, bar, closing(_pieces(engine, stages, shapes)) as pieces:
+            for done in pieces:
+                bar.update(done)
+                interruptible()
+                if stopped():
+                    return
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        logger.warning("the warm-up ended early, first requests will be slower: %s", error, exc_info=error)
+        return
+    finally:
+        engine.cache.forget_fetches()
+    if not shown:
+        logger.info("warmed up in %.1f s", time.monotonic() - began)
+
+
+def _stages(engine: Engine) -> list[tuple[list[int], int]]:
+    """Lengths of prompts that are computed and answered together, and of the answers: one prompt, a pack of two, and
+    one of more than two blocks that is long enough to be compressed, if any is; its answer seals a page."""
+    spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
+    room = engine.max_model_len - PAGE - 2  # of a token more, which is not waited for: requests that end are kept
+    if spec.seals and spec.dense_limit + PAGE <= room:
+        longest = max(longest, spec.dense_limit + PAGE)
+    pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
+    return [([SHORT], 3), (pack, 3), ([min(longest, room)], PAGE + 1)] if room >= SHORT else []
+
+
+def _shapes(engine: Engine) -> list[tuple[int, int]]:
+    """Numbers of queries and keys that attention plans for."""
+    if engine.cache.ops.backends["causal_attention"] != "cuda":
+        return []
+    from shadowkv.ops.causal_attention.cuda import planned
+
+    return [*planned(_queries(engine), engine.max_model_len)]
+
+
+def _queries(engine: Engine) -> torch.Tensor:
+    """A block of tokens."""
+    cache = engine.cache
+    size = BLOCK_TOKENS[engine.device.type], cache.shape.num_query_heads, cache.shape.head_dim
+    return torch.zeros(size, dtype=cache.dtype, device=engine.device)
+
+
+def _pieces(
+    engine: Engine, stages: list[tuple[list[int], int]], shapes: list[tuple[int, int]]
+) -> Generator[int, None, None]:
+    """Does all of it; yields after a step 0 or, if a stage or shape is done with it, 1."""
+    for prompts, tokens in stages:
+        for _ in _answered(engine, prompts, tokens):
+            yield 0
+        yield 1
+    if not shapes:
+        return
+    cache, q = engine.cache, _queries(engine)
+    k = q.new_zeros(max(m for _, m in shapes), cache.shape.num_kv_heads, cache.shape.head_dim)
+    for n, m in shapes:
+        with current(engine.device), torch.inference_mode():
+            cache.ops.causal_attention(q[:n], k[:m], k[:m])
+        yield 1
+    torch.cuda.synchronize(engine.device)
+
+
+def _answered(engine: Engine, prompts: list[int], tokens: int) -> Iterator[None]:
+    """Steps of an engine that answers prompts of these lengths; whatever happens, nothing is left of them."""
+    drawn = SamplingParams(max_tokens=tokens + 1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
+    left = {f"warm-up-{number}": tokens for number in range(len(prompts))}
+    vocab = engine.model_config.vocab_size
+    try:
+        for name, length in zip(left, prompts, strict=True):
+            engine.add_request(name, [token % vocab for token in range(length)], drawn)
+        while any(more > 0 for more in left.values()):
+            for output in engine.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                left[output.request_id] -= 1
+            yield
+    finally:
+        for name in left:
+            engine.abort(name)

@@ -1,0 +1,203 @@
+"""A warm-up runs what first requests would compile or plan, and leaves an engine as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine import GREEDY, drain, prompt, tokens
+from test_faults import fail_next_prefill
+
+from shadowkv.engine import engine as engine_module
+from shadowkv.engine import warmup
+from shadowkv.engine.async_engine import AsyncEngine, EngineDead
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.warmup import warm_up
+from shadowkv.kvcache.fetching import FetchCounts
+
+OPTIONS = [{"max_num_seqs": 1, "max_cached_seqs": 0}, {"max_model_len": 130}, {"max_model_len": 9}]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads of 16 dimensions, as rotated values need them."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = {**json.loads((tiny / "config.json").read_text()), "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(warmup.BLOCK_TOKENS, "cpu", 256)
+
+
+def assert_unused(engine: Engine) -> None:
+    assert not engine.has_work and not engine._text and not engine._aborted
+    assert not len(engine.scheduler.finished)
+    assert engine.cache.free == engine.cache.total
+    assert engine.stats().fetches == FetchCounts()
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    for number, length in enumerate((30, 900, 5)):
+        engine.add_request(str(number), prompt(number, length), GREEDY)
+    return [tokens(one) for _, one in sorted(drain(engine).items())]
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo-host", "quest"])
+def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
+    engine, untouched = make(kv=kv), make(kv=kv)
+    prompts, sealed = [], []
+    prefill, plan = engine.runner.prefill, engine.cache.plan_decode
+
+    def watched(work: Any) -> Any:
+        prompts.append([len(tokens) for _, tokens in work])
+        return prefill(work)
+
+    def planned(sequences: Any) -> Any:
+        made = plan(sequences)
+        sealed.append(made.sealing is not None)
+        return made
+
+    monkeypatch.setattr(engine.runner, "prefill", watched)
+    monkeypatch.setattr(engine.cache, "plan_decode", planned)
+    warm_up(engine)
+    longest = max(560, engine.cache.spec.dense_limit + 64) if engine.cache.spec.seals else 560
+    assert prompts == [[48], [48, 24], [longest]]
+    assert any(sealed) == (kv != "full")
+    assert_unused(engine)
+    assert answers(engine) == answers(untouched)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 1, "max_cached_seqs": 0}, {"max_model_len": 130}, {"max_model_len": 9}]
+)
+def test_small_engines(make: Any, caplog: pytest.LogCaptureFixture, options: dict[str, int]) -> None:
+    engine = make(kv="turbo", **options)
+    warm_up(engine)
+    assert_unused(engine)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.LogCaptureFixture, number: int) -> None:
+    engine = make(kv="shadowkv")
+    start = engine._start_prefill
+    calls = []
+
+    def starts() -> None:
+        if engine.scheduler.waiting:
+            calls.append(1)
+            if len(calls) == number + 1:
+                fail_next_prefill(engine, 1, MemoryError("none left"))
+        start()
+
+    engine._start_prefill = starts
+    warm_up(engine)
+    assert len(calls) == number + 1
+    assert any("warm-up ended early" in record.getMessage() for record in caplog.records)
+    assert_unused(engine)
+
+
+@pytest.mark.parametrize("after", [0, 3, 20])
+def test_a_step_that_fails_leaves_nothing_behind(
+    make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    engine, steps = make(kv="shadowkv"), []
+    decode = engine.runner.decode
+
+    def broken(*args: Any) -> Any:
+        steps.append(args)
+        if len(steps) > after:
+            raise SystemError("boom")
+        return decode(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "decode", broken)
+        warm_up(engine)
+    assert any("boom" in record.getMessage() for record in caplog.records)
+    assert_unused(engine)
+    assert answers(engine) == answers(make(kv="shadowkv"))
+
+
+@pytest.mark.parametrize("after", [1, 4, 20])
+def test_ctrl_c_ends_it_between_two_steps(make: Any, after: int) -> None:
+    engine, steps = make(kv="shadowkv"), []
+    step = engine.step
+
+    def interrupted() -> Any:
+        steps.append(1)
+        if len(steps) == after:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    engine.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(engine)
+    assert len(steps) == after
+    assert_unused(engine)
+
+
+def test_it_ends_when_it_is_told_to(make: Any) -> None:
+    engine, pieces = make(kv="shadowkv"), []
+    warm_up(engine, lambda: pieces.append(1) or len(pieces) > 6)
+    assert len(pieces) == 7
+    assert_unused(engine)
+
+
+def test_it_says_how_long_it_took(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shadowkv.engine"):
+        warm_up(make(kv="full"))
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "warming up" and last.startswith("warmed up in ")
+
+
+def test_a_cpu_is_not_warmed_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(engine_module, "warm_up", lambda *args: called.append(args))
+    make().warm_up()
+    assert not called
+
+
+@pytest.fixture
+def served(tiny: Path) -> Any:
+    engine = AsyncEngine(EngineConfig(model=str(tiny), load_format="dummy", max_num_seqs=2))
+    yield engine
+    engine.shutdown(10)
+    assert not engine._thread.is_alive()
+
+
+def test_a_server_starts_once_its_own_thread_is_warm(served: AsyncEngine) -> None:
+    threads = []
+    served.engine.warm_up = lambda stopped: threads.append(threading.current_thread())
+    served.start()
+    assert threads == [served._thread] and served.is_alive
+
+
+def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: AsyncEngine) -> None:
+    def endless(stopped: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stopped():
+            pass
+
+    served.engine.warm_up = endless
+    with pytest.raises(KeyboardInterrupt):
+        served.start()
+    assert not served._thread.is_alive()
+
+
+def test_a_server_whose_warm_up_dies_does_not_start(served: AsyncEngine) -> None:
+    def die(stopped: Any) -> None:
+        raise SystemError("no device")
+
+    served.engine.warm_up = die
+    with pytest.raises(EngineDead, match="no device"):
+        served.start()

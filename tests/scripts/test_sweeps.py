@@ -1,0 +1,142 @@
+"""Sweeps write a row for every cell that they are asked for, once, with figures that fit together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import mixed_sweep
+import prefill_plots
+import prefill_sweep
+import pytest
+import sweep_engine
+from mixed_gaps import GapCase, measure_gaps
+from sweep_rows import PREFILL, Rows, read
+from tiny_model import tiny_model
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+
+TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture
+def model() -> Iterator[Path]:
+    with tiny_model() as path:
+        yield path
+
+
+@pytest.fixture
+def in_this_process(monkeypatch) -> list[tuple[object, ...]]:
+    """What sweeps would have done in processes of their own."""
+    calls = []
+
+    def call(function, *args) -> bool:
+        calls.append(args)
+        function(*args)
+        return True
+
+    for sweep in (prefill_sweep, mixed_sweep):
+        monkeypatch.setattr(sweep, "in_fresh_process", call)
+    return calls
+
+
+def test_every_length_of_every_policy_is_measured_once(model, tmp_path, in_this_process):
+    out = tmp_path / "new" / "summary.csv"
+    flags = ["--model", str(model), *TINY, "--out", str(out), "--repeats", "2"]
+    assert prefill_sweep.main([*flags, "--kv", "full", "--contexts", "128,64"]) == 0
+    assert prefill_sweep.main([*flags, "--kv", "full", "turbo", "--contexts", "64,200"]) == 0
+    rows = read(out)
+    assert [(row["kv"], row["context"]) for row in rows] == [
+        ("full", "64"), ("full", "128"), ("full", "200"), ("turbo", "64"), ("turbo", "200")
+    ]  # fmt: skip
+    for row in rows:
+        assert float(row["ttft_s"]) > 0 and float(row["first_ttft_s"]) > 0
+        assert (row["engine"], row["prefill"], row["quantization"]) == ("shadowkv", "dense", "none")
+        assert (row["attention_density"], row["device"]) == ("", "cpu")
+        assert '"keys":' in row["spec"]
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert len(in_this_process) == 3
+    assert prefill_sweep.main([*flags, "--kv", "full", "turbo", "--contexts", "64,200"]) == 0
+    assert len(in_this_process) == 3 and read(out) == rows
+
+
+def test_an_engine_has_a_process_of_its_own(model, tmp_path, monkeypatch):
+    out = tmp_path / "summary.csv"
+    monkeypatch.setattr(sys, "path", [*sys.path])  # what a spawned process is given
+    flags = ["--model", str(model), *TINY, "--out", str(out), "--repeats", "1", "--kv", "full"]
+    assert prefill_sweep.main([*flags, "--contexts", "64"]) == 0
+    assert len(read(out)) == 1
+    assert prefill_sweep.main([*flags, "--contexts", "64,1000000000"]) == 1  # does not fit
+    assert len(read(out)) == 1
+
+
+def test_what_the_engine_has_no_setting_for_is_refused(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep_engine, "_settings", lambda: {"kv"})
+    for flag in (["--prefill", "sparse"], ["--quantization", "fp8"]):
+        with pytest.raises(SystemExit):
+            prefill_sweep.main(["--model", str(model), *TINY, *flag, "--out", str(tmp_path / "x.csv")])
+        assert f"{' '.join(flag)}: this engine has no such setting" in capsys.readouterr().err
+
+
+def test_short_prompts_are_compared_with_full(model, tmp_path):
+    out = tmp_path / "short.csv"
+    flags = ["--model", str(model), *TINY, "--short", "--contexts", "64,100", "--repeats", "3", "--out", str(out)]
+    assert prefill_sweep.main(flags) == 0
+    rows = read(out)
+    assert [(row["kv"], row["context"]) for row in rows] == [("turbo", "64"), ("turbo", "100")]
+    for row in rows:
+        assert float(row["ratio"]) == pytest.approx(float(row["ttft_s"]) / float(row["full_ttft_s"]), rel=0.01)
+
+
+def test_a_case_of_many_requests(model, tmp_path, in_this_process):
+    out = tmp_path / "mixed.csv"
+    flags = ["--model", str(model), *TINY, "--kv", "full", "--out", str(out)]
+    for _ in range(2):
+        assert mixed_sweep.main([*flags, "--cases", "6x100+5", "3x40+1", "--max-num-seqs", "2"]) == 0
+    assert len(in_this_process) == 2
+    many, one = read(out)
+    assert (many["requests"], many["input"], many["output"]) == ("6", "100", "5")
+    wall, rate = float(many["wall_s"]), float(many["output_tokens_per_s"])
+    assert rate * wall == pytest.approx(30, rel=0.01)
+    assert 0 < float(many["ttft_mean_s"]) < wall and 0 < float(many["tpot_ms"]) / 1e3 * 4 < wall
+    assert one["tpot_ms"] == ""
+    with pytest.raises(SystemExit):
+        mixed_sweep.main([*flags, "--cases", "6x0+5"])
+
+
+def test_gaps_and_waits_beside_a_long_prompt(model):
+    case = GapCase(3, 2000, 64, 3000, prompt=100, answer=600, delay=0.0)
+    config = EngineConfig(model=str(model), load_format="dummy", device="cpu", max_num_seqs=5, max_model_len=4096)
+    engine = Engine(config)
+    figures = measure_gaps(engine, case)
+    assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"]
+    assert figures["probe_ttft_s"] > 0
+    assert not engine.has_work
+    with pytest.raises(RuntimeError, match="left no room"):
+        measure_gaps(engine, case._replace(answer=33))
+
+
+def test_rows_of_other_columns_are_not_appended_to(tmp_path):
+    out = tmp_path / "x.csv"
+    out.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="has the columns a,b"):
+        Rows(out, PREFILL)
+
+
+def test_a_plot_has_a_line_for_every_engine(tmp_path, monkeypatch):
+    rows = Rows(tmp_path / "summary.csv", PREFILL)
+    row = {"engine": "shadowkv", "kv": "turbo", "prefill": "dense", "quantization": "none", "ttft_s": 1.0}
+    for engine in ("shadowkv", "vllm 0.26.0"):
+        for context in (61440, 124928):
+            rows.add(row | {"engine": engine, "context": context})
+    from matplotlib.figure import Figure
+
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (drawn.append(self), save(self, *args, **kw)))
+    assert prefill_plots.plot(rows.path).stat().st_size > 0
+    names = [line.get_label() for line in drawn[0].axes[0].get_lines()]
+    assert names == ["shadowkv turbo, dense", "vllm 0.26.0 turbo, dense"]
+    assert drawn[0].axes[0].get_xscale() == drawn[0].axes[0].get_yscale() == "log"
