@@ -71,6 +71,7 @@ def load_from_config(config: EngineConfig) -> LoadedModel:
         adapter=config.adapter,
         rope_theta=config.rope_theta,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
     )
 
 
@@ -84,9 +85,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     total, limit = cache.total, cache.max_model_len
-    dtype = str(cache.dtype).removeprefix("torch.")
     lines = [
-        f"model   {loaded.name}: {loaded.config.num_layers} layers, {dtype} on {cache.device}",
+        f"model   {loaded.name}: {loaded.config.num_layers} layers, {loaded.model.weights_in_words} on {cache.device}",
+        *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
