@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from shadowkv.kvcache.free_memory import free_bytes
 from shadowkv.models.adapter import Adapter
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
 from shadowkv.models.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
-from shadowkv.models.fp8 import Stored, unfit
+from shadowkv.models.fp8 import Stored
 from shadowkv.models.fp8_format import FP8Format
 from shadowkv.models.fp8_weights import FP8Weights
 from shadowkv.models.gguf_config import config_from_gguf
@@ -25,13 +24,13 @@ from shadowkv.models.gguf_weights import gguf_shapes, stream_gguf
 from shadowkv.models.hf_fields import are_token_ids
 from shadowkv.models.quantization import REMEDY, read_quantization
 from shadowkv.models.registry import config_from_hf, family
+from shadowkv.models.requirements import check_hardware, check_memory
 from shadowkv.models.safetensors_weights import SafetensorsWeights
 from shadowkv.models.sources import is_hub_id, resolve
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import check_shapes, fill, quantised
 
 LOAD_FORMATS = ("auto", "dummy")
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -106,16 +105,19 @@ def load_model(
     device = torch.device(device)
     weights_dtype = _dtype(dtype, device)
 
+    # Before anything is fetched or read.
+    check_hardware(quantization, device, weights_dtype, "--quantization fp8:", "leave the flag out")
+
     def runnable(config: ModelConfig) -> ModelConfig:
-        config = _quantised(config, quantization)
-        _check_hardware(source, config, quantization, device, weights_dtype)
-        return config
+        who = f"{source}: its weights are quantised in fp8, and"
+        check_hardware(config.quantization, device, weights_dtype, who, REMEDY)
+        return _quantised(config, quantization)
 
     if load_format == "dummy":
         if adapter is not None:
             raise ValueError("an adapter has no meaning with load_format='dummy'")
         config = runnable(load_config(source, max_model_len, rope_theta))
-        _check_memory(Decoder(config, weights_dtype, "meta"), weights_dtype, device)
+        check_memory(Decoder(config, weights_dtype, "meta"), device)
         model = Decoder(config, weights_dtype, device)
         fill_dummy(model)
         return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
@@ -144,7 +146,7 @@ def load_model(
         merge = Adapter(Path(adapter))
         merge.check(shapes)
         tensors = merge.merged(tensors)
-    _check_memory(outline, weights_dtype, device)
+    check_memory(outline, device)
     model = Decoder(config, weights_dtype, device)
     fill(model, targets, tensors)
     return LoadedModel(config, model, tokenizer, name, in_fp8.notes(quantised(model, targets)) if in_fp8 else ())
@@ -153,32 +155,6 @@ def load_model(
 def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
     """With the user's override applied: what a checkpoint has in fp8 stays so."""
     return config if quantization is None else replace(config, quantization=quantization)
-
-
-def _check_hardware(
-    source: str | Path, config: ModelConfig, asked: str | None, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Raises ValueError where weights cannot run as they are quantised."""
-    reason = None if config.quantization is None else unfit(device, dtype)
-    if reason is not None and asked:
-        raise ValueError(f"--quantization {asked}: {reason}; leave the flag out")
-    if reason is not None:
-        raise ValueError(f"{source}: its weights are quantised in fp8, and {reason}; {REMEDY}")
-
-
-def _check_memory(outline: Decoder, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises MemoryError where the weights, whatever they come from, need more than is free.
-
-    Host memory that is not there would be given, and the process killed while it is filled.
-    """
-    need, free = outline.num_bytes, free_bytes(device)
-    if need > free:
-        halved = dtype == torch.float32 and need // 2 <= free
-        raise MemoryError(
-            f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
-            f"{free / GIB:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
-            "free memory"
-        )
 
 
 def _name(source: str | Path) -> str:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from shadowkv.ops import Ops
 from shadowkv.ops.quantise_tokens.reference import FP8
 
+OPS = ("quantise_tokens", "scaled_matmul")
+
 SCALE = "_scale"
 """What follows the name of a quantised weight in that of its scales."""
 

@@ -124,6 +124,11 @@ def test_errors_list_every_value_that_cannot_be():
         assert str(alone.value).count(" must ") == 1
 
 
+def test_an_unknown_quantization_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="quantization='int4' is not one of fp8"):
+        EngineConfig(quantization="int4")
+
+
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), -1.0])
 def test_a_fetch_buffer_is_a_finite_factor(factor):
     with pytest.raises(ValueError, match=f"fetch_buffer={factor} must be 0 or a finite number"):

@@ -11,11 +11,13 @@ from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import build
 from fp8_files import KINDS, compressed_tensors, dequantise, write_fp8
 from gguf_files import write_model
+from safetensors.torch import save_file
 from test_adapter import random_pairs, write_adapter
 from test_families import LENGTHS, sequences
 
 from shadowkv.layers.fp8_linear import SCALE, FP8Linear
-from shadowkv.models import Decoder, load_config, load_model, loader
+from shadowkv.models import Decoder, load_config, load_model, requirements
+from shadowkv.models.fp8 import unfit
 from shadowkv.ops.quantise_tokens.reference import FP8, quantise_tokens
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -25,7 +27,7 @@ LAYER = "model.layers.1"
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The references stand in for hardware."""
-    monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(requirements, "unfit", lambda device, dtype: None)
 
 
 def projections(model: Decoder) -> dict[str, FP8Linear]:
@@ -147,6 +149,16 @@ def test_joined_projections_in_the_files(anywhere: None, tmp_path: Path) -> None
     assert (linear.weight_scale == tensors[f"{LAYER}.self_attn.qkv_proj.weight_scale"].float()).all()
 
 
+def test_scales_may_be_in_another_file(anywhere: None, tmp_path: Path) -> None:
+    tensors = write_fp8(tmp_path, "fbgemm_fp8")
+    (tmp_path / WEIGHTS).unlink()
+    for number, scales in enumerate((False, True)):
+        part = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale") == scales}
+        save_file(part, tmp_path / f"model-{number}.safetensors")
+    linear = load_model(tmp_path, dtype="bfloat16").model.layers[1].mlp.down
+    assert torch.equal(linear.weight_scale, tensors[f"{LAYER}.mlp.down_proj.weight_scale"].float())
+
+
 def test_what_the_files_have_unquantised_is_quantised_and_said(anywhere: None, tmp_path: Path) -> None:
     tensors = write_fp8(tmp_path, "fbgemm_fp8", keep=("q_proj", "layers.0.mlp.down_proj"))
     loaded = load_model(tmp_path, dtype="bfloat16")
@@ -248,6 +260,39 @@ def test_sizes_that_tensor_cores_do_not_take_are_named(anywhere: None, tmp_path:
         "2 x num_kv_heads x head_dim is 40",
     ):
         assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "reason"),
+    [
+        ("cuda:1", (8, 9), torch.bfloat16, None),
+        ("cuda:1", (9, 0), torch.bfloat16, None),
+        ("cuda:1", (10, 3), torch.bfloat16, None),
+        ("cuda:1", (8, 6), torch.bfloat16, r"8\.9 or more \(Ada, Hopper or newer\), and An A10 \(cuda:1\) has 8\.6"),
+        ("cuda:1", (9, 0), torch.float16, "goes with --dtype bfloat16, not float16"),
+        ("cpu", (9, 0), torch.bfloat16, "and the device is cpu"),
+    ],
+)
+def test_where_fp8_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    reason: str | None,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "An A10")
+    said = unfit(torch.device(device), dtype)
+    assert (said is None) == (reason is None)
+    if reason is None:
+        return
+    build("qwen3", tmp_path / "plain")
+    with pytest.raises(ValueError, match=rf"^--quantization fp8: fp8 .*{reason}; leave the flag out$"):
+        load_model(tmp_path / "plain", device=device, dtype=dtype, quantization="fp8")
+    write_fp8(tmp_path / "fp8", "fbgemm_fp8")
+    with pytest.raises(ValueError, match=rf"fp8: its weights are quantised in fp8, and fp8 .*{reason}; use the unq"):
+        load_model(tmp_path / "fp8", device=device, dtype=dtype)
 
 
 def test_an_unknown_quantization(tmp_path: Path) -> None:
