@@ -27,9 +27,9 @@ def test_products_are_the_references(seed: int, rows: int, k: int, n: int, with_
     wanted = reference.scaled_matmul(codes, scale, weight, weight_scale, bias, torch.float32)
     got = cuda.scaled_matmul(codes, scale, weight, weight_scale, bias, torch.bfloat16)
     assert got.shape == (rows, n) and got.dtype == torch.bfloat16
-    # Numbers are around 1; sums of 14336 products lose a few of the tensor cores' 14 bits.
-    torch.testing.assert_close(got.float(), wanted, rtol=1e-2, atol=1e-2)
-    assert (got.float() - wanted).norm() < 4e-3 * wanted.norm()  # half of which is bfloat16's
+    # Numbers are around 1. Each of a sum's K / 32 steps is cut to about 14 bits; codes alone are off by 0.026.
+    torch.testing.assert_close(got.float(), wanted, rtol=4e-2, atol=4e-2)
+    assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -57,9 +57,9 @@ def test_a_run_of_rows_is_part_of_the_whole(seed: int, rows: int, bias: bool) ->
     linear, x = projection(4096, 6144, bias), torch.randn(rows, 4096, device=DEVICE).bfloat16()
     whole = linear(x)
     for start, stop in ((0, 4096), (4096, 6144), (5120, 5136)):
-        torch.testing.assert_close(linear.rows(x, start, stop), whole[:, start:stop], rtol=2e-2, atol=2e-2)
-    exact = torch.nn.functional.linear(x.float(), linear.weight.float() * linear.weight_scale, linear.bias)
-    assert (whole.float() - exact).norm() < 0.04 * exact.norm()  # what activations lose
+        torch.testing.assert_close(linear.rows(x, start, stop), whole[:, start:stop], rtol=3e-2, atol=3e-2)
+    exact = x.float() @ (linear.weight.float() * linear.weight_scale).t() + (linear.bias if bias else 0)
+    assert (whole.float() - exact).norm() < 0.05 * exact.norm()  # what activations lose
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -81,7 +81,7 @@ def test_on_a_gpu_as_by_the_references(seed: int) -> None:
     fast, slow = projection(4096, 6144, True), projection(4096, 6144, True, dict.fromkeys(names, "reference"))
     assert [fast.ops.backends[name] for name in names] == ["triton", "cuda"]
     x = torch.randn(76, 4096, device=DEVICE).bfloat16()
-    torch.testing.assert_close(fast(x), slow(x), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(fast(x), slow(x), rtol=3e-2, atol=3e-2)
 
 
 def test_this_gpu_runs_fp8_in_bfloat16_alone() -> None:

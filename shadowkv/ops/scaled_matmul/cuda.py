@@ -32,8 +32,7 @@ def scaled_matmul(
         raise ValueError(f"scaled_matmul on a GPU takes multiples of {MULTIPLE}, not {out_features} x {in_features}")
     if not len(codes):
         return codes.new_empty(0, out_features, dtype=dtype)
-    # Sums in the tensor cores' own precision, as in vLLM: on a Hopper twice as fast as sums in float32, and what they
-    # lose is little beside codes of three bits of mantissa.
+    # Summed in the tensor cores' own precision, as in vLLM: what that loses is less than codes of three bits do.
     return torch._scaled_mm(
         codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
     )
