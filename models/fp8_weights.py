@@ -16,7 +16,10 @@ from shadowkv.models.safetensors_weights import DTYPES, FLOAT8, SafetensorsWeigh
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names beside ``weight``. Both are multiplied with the codes: the second is the inverse of what made them."""
 
-UNUSED = ("input_scale", "input_scale_ub", "activation_scale", "k_scale", "v_scale", "q_scale")
+UNUSED = (
+    *("input_scale", "input_scale_ub", "output_scale", "activation_scale"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale"),
+)
 """Static scales of activations, which have dynamic ones here, and of keys and values, which a cache policy stores."""
 
 

@@ -9,6 +9,7 @@ from shadowkv.ops import Ops
 from shadowkv.ops.quantise_tokens.reference import FP8
 
 OPS = ("quantise_tokens", "scaled_matmul")
+"""What it calls."""
 
 SCALE = "_scale"
 """What follows the name of a quantised weight in that of its scales."""

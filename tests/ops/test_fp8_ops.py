@@ -5,7 +5,7 @@ import torch
 
 from shadowkv.ops import Ops
 from shadowkv.ops.quantise_tokens.reference import FP8
-from shadowkv.ops.scaled_matmul import cuda
+from shadowkv.ops.scaled_matmul import cuda, reference
 
 TABLE = torch.arange(256, dtype=torch.uint8).view(FP8).double()
 NUMBERS = TABLE[TABLE.isfinite()]
@@ -68,6 +68,18 @@ def test_products(seed: int, ops: Ops, rows: int, k: int, n: int, with_bias: boo
         found = ops.scaled_matmul(codes, scale, weight, weight_scale, bias, dtype)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 76])
+def test_pytorch_takes_what_a_gpu_would_be_given(seed: int, rows: int, with_bias: bool) -> None:
+    """The same call on the CPU: which side each scale is for, and that a run of rows needs no copy."""
+    codes, weight = torch.randn(rows, 64).to(FP8), torch.randn(160, 64).to(FP8)
+    scale, weight_scale = torch.rand(rows, 1), torch.rand(160, 1)
+    bias = torch.randn(160).bfloat16() if with_bias else None
+    for run in (slice(0, 160), slice(48, 96)):
+        given = codes, scale, weight[run], weight_scale[run], None if bias is None else bias[run], torch.bfloat16
+        torch.testing.assert_close(cuda.scaled_matmul(*given), reference.scaled_matmul(*given), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
