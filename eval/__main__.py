@@ -26,6 +26,9 @@ from shadowkv.eval.tokenizers import load_tokenizer
 from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenizer import Tokenizer
 
+SAME = ("suite", "adapter", "rope_theta", "dtype", "quantization", "load_format")
+"""Flags that every suite has, and that must be the same in every run that adds to ``--out``."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
     answerer, tokenizer, policies, model = _remote(args) if args.base_url else _local(args)
     samples = SUITES[args.suite](args, tokenizer)
-    same = ("suite", "adapter", "rope_theta", "dtype", "load_format", "seed", "data", "chat", "needles", "turns")
+    same = (*SAME, "seed", "data", "chat", "needles", "turns")
     settings = _settings(args, model, same)
     if args.suite == "niah":
         settings["haystack"] = haystack(args.data).name
@@ -62,8 +65,7 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
     if args.exact_tails:
         policies = with_exact_tails(policies, args.new_tokens)
     prompts = fidelity.cut(args, loaded)
-    same = ("suite", "adapter", "rope_theta", "dtype", "load_format", "text")
-    settings = _settings(args, model, (*same, "prompts", "prompt_tokens", "new_tokens", "measure_every"))
+    settings = _settings(args, model, (*SAME, "text", "prompts", "prompt_tokens", "new_tokens", "measure_every"))
     write_config(args.out, settings, policies, command)
     measured = fidelity.measure(args, loaded, policies, prompts, model)
     if args.vary:
@@ -84,6 +86,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
             adapter=args.adapter,
             load_format=args.load_format,
             dtype=args.dtype,
+            quantization=args.quantization,
             device=args.device,
             rope_theta=args.rope_theta,
             max_model_len=longest,
@@ -92,6 +95,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")  # auto depends on the machine
+    args.quantization = loaded.config.quantization  # which the files may have too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:
         names, notes = args.vary.expand(names, shape)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from shadowkv.engine.config import DTYPES, LOAD_FORMATS, EngineConfig
+from shadowkv.engine.config import DTYPES, LOAD_FORMATS, QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig
 from shadowkv.eval import niah
 from shadowkv.eval.checks import budget, variation
 from shadowkv.kvcache.presets import POLICY_HELP
@@ -66,6 +66,7 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
     model.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
     model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
     model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on a GPU, else float32")
+    model.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     model.add_argument("--rope-theta", type=float, help="overrides the model's own")
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.fp8 import Stored, dense
 from shadowkv.models.hf_fields import is_number
 from shadowkv.models.safetensors_weights import open_safetensors, read_shapes
 
@@ -90,13 +91,13 @@ class Adapter:
             reason = f"the adapter has modules that the model lacks: {in_words(sorted(left))}"
             raise ModelFileError(self._directory, reason, _OTHER)
 
-    def merged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         """The stream with the adapter, which must have been checked, added in float32."""
-        for name, tensor in tensors:
+        for name, stored in tensors:
             pair = self._pairs.get(name.removesuffix(".weight"))
             if pair is not None and name.endswith(".weight"):
-                tensor = torch.add(tensor.float(), pair["B"].float() @ pair["A"].float(), alpha=self.scale)
-            yield name, tensor
+                stored = torch.add(dense(stored).float(), pair["B"].float() @ pair["A"].float(), alpha=self.scale)
+            yield name, stored
 
 
 def _wrong_fields(config: dict[str, Any]) -> list[str]:

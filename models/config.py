@@ -8,6 +8,7 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.files import in_words
 from shadowkv.models.hf_fields import MAX_POSITIONS
 from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class ModelConfig:
         sliding_window: tokens that a query sees where the model was trained with a window, else None. Windows are not
             implemented; sequences up to the window are exact, so ``max_position`` never exceeds it.
         qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
+        quantization: of the projections' weights: ``fp8``, or None where they are not quantised.
         eos_token_ids: tokens that end a generation, any of them.
         bos_token_id: token that starts a sequence, where the model has one.
     """
@@ -41,6 +43,7 @@ class ModelConfig:
     qk_norm: bool = False
     post_norms: bool = False
     sliding_window: int | None = None
+    quantization: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -86,6 +89,20 @@ class ModelConfig:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
         if not reasons and not self.rope.is_finite:
             reasons.append(f"its rotation has frequencies that are not finite: {self.rope}")
+        if self.quantization not in (None, "fp8"):
+            reasons.append(f"quantization={self.quantization!r} is not fp8")
+        if self.quantization == "fp8":
+            widths = {
+                "hidden_size": self.hidden_size,
+                "intermediate_size": self.intermediate_size,
+                "num_query_heads x head_dim": self.num_query_heads * self.head_dim,
+                "2 x num_kv_heads x head_dim": 2 * self.num_kv_heads * self.head_dim,
+            }
+            reasons += [
+                f"fp8 weights need sizes that are multiples of {MULTIPLE}, and {name} is {width}"
+                for name, width in widths.items()
+                if width % MULTIPLE
+            ]
         if reasons:
             raise ValueError(f"this {self.architecture} config cannot be used: {in_words(reasons)}")
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shadowkv.layers.decoder_layer import DecoderLayer
+from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.config import ModelConfig
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
             out_bias=config.attention_out_bias,
             qk_norm=config.qk_norm,
             post_norms=config.post_norms,
+            quantization=config.quantization,
             dtype=dtype,
             device=self.device,
             ops=ops,
@@ -61,11 +63,17 @@ class Decoder(nn.Module):
         return F.linear(normed, head).float()
 
     @property
+    def weights_in_words(self) -> str:
+        """How weights are stored."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.config.quantization is None else f"{dtype}, {self.config.quantization} weights"
+
+    @property
     def num_parameters(self) -> int:
-        """Weights of the model, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Weights of the model, tied ones counted once; scales of quantised ones are none."""
+        return sum(weight.numel() for name, weight in self.named_parameters() if not name.endswith(f".weight{SCALE}"))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the weights, scales included."""
         return sum(parameter.nbytes for parameter in self.parameters())

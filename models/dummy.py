@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.models.decoder import Decoder
+from shadowkv.models.fp8 import fill_quantised
 
 SEED = 0
 
@@ -13,12 +15,18 @@ SEED = 0
 def fill_dummy(model: Decoder) -> None:
     """Fill the model where it lives: matrices so that activations keep their scale, norms one, biases zero."""
     generator = torch.Generator(model.device).manual_seed(SEED)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if name.removesuffix(SCALE) in parameters and name.endswith(SCALE):
+            continue  # written with its weight
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         elif name == "embedding":
             parameter.normal_(0.0, 1.0 if model.head is not None else parameter.shape[1] ** -0.5, generator=generator)
+        elif (scale := parameters.get(name + SCALE)) is not None:
+            weight = torch.empty(parameter.shape, dtype=model.dtype, device=model.device)
+            fill_quantised(parameter, scale, weight.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator))
         else:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)

@@ -56,6 +56,7 @@ def build_config(
         rope=rope,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,
+        quantization=None,  # for the loader to say
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
         **switches,

@@ -7,29 +7,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from shadowkv.kvcache.free_memory import free_bytes
 from shadowkv.models.adapter import Adapter
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
 from shadowkv.models.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
+from shadowkv.models.fp8 import Stored
+from shadowkv.models.fp8_format import FP8Format
+from shadowkv.models.fp8_weights import FP8Weights
 from shadowkv.models.gguf_config import config_from_gguf
 from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf_weights import gguf_shapes, stream_gguf
 from shadowkv.models.hf_fields import are_token_ids
-from shadowkv.models.quantization import refuse_quantized
+from shadowkv.models.quantization import REMEDY, read_quantization
 from shadowkv.models.registry import config_from_hf, family
+from shadowkv.models.requirements import check_hardware, check_memory
 from shadowkv.models.safetensors_weights import SafetensorsWeights
 from shadowkv.models.sources import is_hub_id, resolve
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
-from shadowkv.models.weights import check_shapes, fill
+from shadowkv.models.weights import check_shapes, fill, quantised
 
 LOAD_FORMATS = ("auto", "dummy")
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,29 @@ class LoadedModel:
         model: on its device.
         tokenizer: the model's, or bytes where the weights are dummies.
         name: the catalogue name or hub id it was asked for by, or the last part of its path.
+        notes: what was done to weights that the user may not expect, a line each.
     """
 
     config: ModelConfig
     model: Decoder
     tokenizer: Tokenizer
     name: str
+    notes: tuple[str, ...] = ()
 
 
-def load_config(source: str | Path, max_model_len: int | None = None, rope_theta: float | None = None) -> ModelConfig:
+def load_config(
+    source: str | Path,
+    max_model_len: int | None = None,
+    rope_theta: float | None = None,
+    quantization: str | None = None,
+) -> ModelConfig:
     """ModelConfig of a source without its weights; raises as ``load_model`` does."""
     path = resolve(source, weights=False)
     if path.suffix == ".gguf":
-        return config_from_gguf(GGUFFile(path), max_model_len, rope_theta)
-    return _config_from_directory(path, max_model_len, rope_theta)
+        config = config_from_gguf(GGUFFile(path), max_model_len, rope_theta)
+    else:
+        config, _ = _config_from_directory(path, max_model_len, rope_theta)
+    return _quantised(config, quantization)
 
 
 def load_model(
@@ -66,6 +76,7 @@ def load_model(
     adapter: str | Path | None = None,
     rope_theta: float | None = None,
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -78,11 +89,13 @@ def load_model(
         rope_theta: base of the rotation, where it differs from the config's; the longest sequence is then
             ``max_model_len``, on the user's word.
         max_model_len: longest sequence that will be run; picks LongRoPE's factors.
+        quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
-            file is corrupt or says that the checkpoint is quantised: ModelFileError, a line that names it.
+            file is corrupt or says that the checkpoint is quantised, but for fp8: ModelFileError, a line that names it.
+            Or the device has no arithmetic for fp8.
         OSError: a file cannot be read, or a download failed.
         MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
     """
@@ -91,28 +104,39 @@ def load_model(
     name = _name(source)
     device = torch.device(device)
     weights_dtype = _dtype(dtype, device)
+
+    # Before anything is fetched or read.
+    check_hardware(quantization, device, weights_dtype, "--quantization fp8:", "leave the flag out")
+
+    def runnable(config: ModelConfig) -> ModelConfig:
+        who = f"{source}: its weights are quantised in fp8, and"
+        check_hardware(config.quantization, device, weights_dtype, who, REMEDY)
+        return _quantised(config, quantization)
+
     if load_format == "dummy":
         if adapter is not None:
             raise ValueError("an adapter has no meaning with load_format='dummy'")
-        config = load_config(source, max_model_len, rope_theta)
-        _check_memory(Decoder(config, weights_dtype, "meta"), weights_dtype, device)
+        config = runnable(load_config(source, max_model_len, rope_theta))
+        check_memory(Decoder(config, weights_dtype, "meta"), device)
         model = Decoder(config, weights_dtype, device)
         fill_dummy(model)
         return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
-        load_config(source, max_model_len, rope_theta)
+        runnable(load_config(source, max_model_len, rope_theta))
     path = resolve(source, weights=True)
-    tensors: Iterator[tuple[str, Tensor]]
+    tensors: Iterator[tuple[str, Stored]]
+    in_fp8: FP8Weights | None = None
     if path.suffix == ".gguf":
         file = GGUFFile(path)
-        config = config_from_gguf(file, max_model_len, rope_theta)
+        config = runnable(config_from_gguf(file, max_model_len, rope_theta))
         tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
         shapes, tensors = gguf_shapes(file), stream_gguf(file, config)
     else:
-        config = _config_from_directory(path, max_model_len, rope_theta)
+        config, kind = _config_from_directory(path, max_model_len, rope_theta)
+        config = runnable(config)
         tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
-        weights = SafetensorsWeights(path)
+        weights = SafetensorsWeights(path) if kind is None else (in_fp8 := FP8Weights(path, kind))
         shapes, tensors = weights.shapes, weights.stream()
     # All that can be found wrong is found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
@@ -122,25 +146,15 @@ def load_model(
         merge = Adapter(Path(adapter))
         merge.check(shapes)
         tensors = merge.merged(tensors)
-    _check_memory(outline, weights_dtype, device)
+    check_memory(outline, device)
     model = Decoder(config, weights_dtype, device)
     fill(model, targets, tensors)
-    return LoadedModel(config, model, tokenizer, name)
+    return LoadedModel(config, model, tokenizer, name, in_fp8.notes(quantised(model, targets)) if in_fp8 else ())
 
 
-def _check_memory(outline: Decoder, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises MemoryError where the weights, whatever they come from, need more than is free.
-
-    Host memory that is not there would be given, and the process killed while it is filled.
-    """
-    need, free = outline.num_bytes, free_bytes(device)
-    if need > free:
-        halved = dtype == torch.float32 and need // 2 <= free
-        raise MemoryError(
-            f"the weights need {need / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')} on {device}, "
-            f"{free / GIB:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
-            "free memory"
-        )
+def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
+    """With the user's override applied: what a checkpoint has in fp8 stays so."""
+    return config if quantization is None else replace(config, quantization=quantization)
 
 
 def _name(source: str | Path) -> str:
@@ -161,15 +175,17 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     return found
 
 
-def _config_from_directory(path: Path, max_model_len: int | None, rope_theta: float | None) -> ModelConfig:
-    """From config.json; generation_config.json beside it adds its eos tokens."""
+def _config_from_directory(
+    path: Path, max_model_len: int | None, rope_theta: float | None
+) -> tuple[ModelConfig, FP8Format | None]:
+    """From config.json, and how it says the weights are stored; generation_config.json adds its eos tokens."""
     file = path / "config.json" if path.is_dir() else path
     if not is_there(file):
         raise FileNotFoundError(f"{path} has no config.json")
     hf = read_json(file)
-    refuse_quantized(file, hf)
+    kind = read_quantization(file, hf)
     with naming(file, OTHER_MODEL):
-        config = config_from_hf(hf, max_model_len)
+        config = _quantised(config_from_hf(hf, max_model_len), None if kind is None else "fp8")
     generation = file.with_name("generation_config.json")
     if path.is_dir() and is_there(generation):
         eos = read_json(generation).get("eos_token_id")
@@ -177,4 +193,4 @@ def _config_from_directory(path: Path, max_model_len: int | None, rope_theta: fl
         if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
             raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
-    return config.with_limits(max_model_len, rope_theta)
+    return config.with_limits(max_model_len, rope_theta), kind

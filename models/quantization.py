@@ -1,4 +1,4 @@
-"""Quantised checkpoints of a Hugging Face directory: what its JSON files say of them, in the words of a refusal."""
+"""Quantised checkpoints of a Hugging Face directory: what its JSON files say of them, fp8 that loads or a refusal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
+from shadowkv.models.fp8_format import FP8Format, fp8_format
 from shadowkv.models.registry import FAMILIES
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where GPTQ, AWQ and ModelOpt wrote it before it had a place in config.json."""
 
-_KEYS = {"quantization": "mlx", "quantization_config": None, "compression_config": "compressed-tensors"}
+_PLACE = "quantization_config"
+_KEYS = {"quantization": "mlx", _PLACE: None, "compression_config": "compressed-tensors"}
 """Its names in config.json -> the method that writes it under that name and does not say which it is."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
@@ -27,16 +29,22 @@ _TELLING = {
 }
 """Method -> fields that only its configs have, for old ones that do not name it."""
 
-_REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where there is one"
+LOADS = "fp8, fbgemm_fp8 or compressed-tensors' float-quantized"
+REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where there is one"
 
 
-def refuse_quantized(file: Path, hf: Mapping[str, Any]) -> None:
-    """Raises ModelFileError, naming the method and the file that states it, where a checkpoint is quantised.
+def read_quantization(file: Path, hf: Mapping[str, Any]) -> FP8Format | None:
+    """How a checkpoint is quantised, None where it is not.
+
+    Raises ModelFileError, naming the method and the file that states it, for what does not load.
 
     Args:
         file: its config.json, beside which older repositories have a file for it.
         hf: content of ``file``.
     """
+    found = fp8_format(hf.get(_PLACE))
+    if found is not None:
+        hf = {key: value for key, value in hf.items() if key != _PLACE}
     nested = {f"{name}.": hf[name] for name in _NESTED if isinstance(hf.get(name), Mapping)}
     for prefix, fields in {"": hf, **nested}.items():
         for key, writer in _KEYS.items():
@@ -45,13 +53,14 @@ def refuse_quantized(file: Path, hf: Mapping[str, Any]) -> None:
         for other in (file.with_name(name) for name in SEPARATE_FILES):
             if is_there(other):
                 _refuse(other, "its content", read_json(other), hf.get("model_type"))
+    return found
 
 
 def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | None = None) -> None:
     if stated is None:
         return
     if not isinstance(stated, Mapping):
-        raise ModelFileError(file, f"{name}={str(stated)[:60]} is not an object", _REMEDY)
+        raise ModelFileError(file, f"{name}={str(stated)[:60]} is not an object", REMEDY)
     # ModelOpt's own file has all of it one level deeper.
     nested = stated.get("quantization")
     stated = {**stated, **(nested if isinstance(nested, Mapping) else {})}
@@ -59,8 +68,8 @@ def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | N
         return
     method = stated.get("quant_method") or _guess(stated) or writer
     how = f"with {str(method)[:60]!r}" if method else f"in a way that {name} does not name"
-    kind = "fp8 checkpoints are not supported yet" if _is_fp8(stated) else "such checkpoints are not supported"
-    reasons, remedy = [f"the weights are quantised {how}: {kind}"], _REMEDY
+    which = f"fp8 loads as {LOADS} alone" if _is_fp8(stated) else "such checkpoints are not supported"
+    reasons, remedy = [f"the weights are quantised {how}: {which}"], REMEDY
     if model_type not in FAMILIES:
         reasons.append(f"model_type {str(model_type)[:60]!r} is not supported either, only {', '.join(FAMILIES)}")
         remedy = "use another model"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -14,6 +14,9 @@ from shadowkv.models.files import ModelFileError, check_regular, in_words, is_th
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Others, of quantised weights, mean nothing without their scales."""
+
+FLOAT8 = "F8_E4M3"
+"""Of fp8 checkpoints, which have the scales."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -31,46 +34,54 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a file; raises ModelFileError for types other than ``DTYPES``."""
-    shapes = {}
+    return {name: shape for name, (shape, _) in read_header(file).items()}
+
+
+def read_header(file: Path, dtypes: Sequence[str] = DTYPES) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor of a file; raises ModelFileError for types other than ``dtypes``."""
+    header = {}
     with open_safetensors(file) as opened:
         for name in opened.keys():  # noqa: SIM118 (not a mapping)
             entry = opened.get_slice(name)
             dtype = entry.get_dtype()
-            if dtype not in DTYPES:
-                reason = f"tensor {name!r} is of type {dtype}; supported: {', '.join(DTYPES)}"
+            if dtype not in dtypes:
+                reason = f"tensor {name!r} is of type {dtype}; supported: {', '.join(dtypes)}"
                 raise ModelFileError(file, reason, "use a model that is not quantised, or a GGUF file")
-            shapes[name] = tuple(entry.get_shape())
-    if not shapes:
+            header[name] = tuple(entry.get_shape()), dtype
+    if not header:
         raise ModelFileError(file, "it holds no tensors")
-    return shapes
+    return header
 
 
 class SafetensorsWeights:
     """The weights of a directory.
 
     Attributes:
-        shapes: of every tensor, as the files' headers say.
+        shapes, dtypes: of every tensor, as the files' headers say.
 
     Raises FileNotFoundError where the directory has no safetensors or lacks files that its index names, ModelFileError
     for what cannot be used.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtypes: Sequence[str] = DTYPES) -> None:
         self._files = _files(directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         for file in self._files:
-            shapes = read_shapes(file)
-            twice = sorted(self.shapes.keys() & shapes.keys())
+            header = read_header(file, dtypes)
+            twice = sorted(self.shapes.keys() & header.keys())
             if twice:
                 raise ModelFileError(file, f"tensor {twice[0]!r} is in another file of the folder too")
-            self.shapes |= shapes
+            self.shapes |= {name: shape for name, (shape, _) in header.items()}
+            self.dtypes |= {name: dtype for name, (_, dtype) in header.items()}
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and CPU tensor of every weight, read one at a time."""
+    def stream(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and CPU tensor of every weight, or of those named, read one at a time."""
         for file in self._files:
             with open_safetensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, opened.get_tensor(name)
+                    if names is None or name in names:
+                        yield name, opened.get_tensor(name)
 
 
 def _files(directory: Path) -> list[Path]:

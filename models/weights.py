@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.files import in_words
+from shadowkv.models.fp8 import Stored, dense, fill_quantised
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,27 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
 
 
 @torch.no_grad()
-def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a stream of named tensors, whose shapes were checked, one at a time, casting to the parameters' dtype."""
+def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]]) -> None:
+    """Copy a stream of named tensors, whose shapes were checked, one at a time, casting to the parameters' dtype.
+
+    Those of quantised projections are quantised on the way: the model is never there in both forms.
+    """
     parameters = dict(model.named_parameters())
-    for name, tensor in tensors:
+    for name, stored in tensors:
         target = targets.get(name)
-        if target is not None:
-            parameters[target.parameter][target.start : target.stop].copy_(tensor)
+        if target is None:
+            continue
+        rows, scale = slice(target.start, target.stop), parameters.get(target.parameter + SCALE)
+        if scale is None:
+            parameters[target.parameter][rows].copy_(dense(stored))
+        else:
+            fill_quantised(parameters[target.parameter][rows], scale[rows], stored)
+
+
+def quantised(model: nn.Module, targets: Targets) -> list[str]:
+    """Names of the tensors that become weights of quantised projections."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return [name for name, target in targets.items() if target.parameter + SCALE in parameters]
 
 
 def _is_derived(name: str) -> bool:

@@ -30,7 +30,7 @@ import torch
 from scripted_selection import ScriptedSelection
 from throughput_plots import plot
 
-from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.sizing import GIB, largest_batch
@@ -72,6 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     parser.add_argument("--context", type=int, nargs="+", default=[61440], help="tokens (default: 61440)")
     parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
@@ -117,6 +118,7 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
     return EngineConfig(
         model=args.model,
         load_format=args.load_format,
+        quantization=args.quantization,
         kv=kv,
         max_num_seqs=batch,
         max_cached_seqs=0,
@@ -137,7 +139,7 @@ def new_tokens(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
     """One cell; what does not fit is a row that says so."""
     cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
-    cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill}
+    cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill, "quantization": args.quantization}
     try:
         count = fitting(args, loaded, kv, context) if batch == "auto" else int(batch)
         cell["batch"] = count

@@ -78,6 +78,7 @@ def open_sweep(kv: str, context: int, share: float) -> Timing:
     args = argparse.Namespace(
         model=loaded.name, load_format="dummy", windows=(WARM_UP + PAIRS * STEPS) // STEPS, steps=STEPS,
         hit_rate=HIT_RATE, host_memory_gib=HOST_GIB, enforce_eager=False, synthetic_prefill=True,
+        quantization=None,
     )  # fmt: skip
     config = sweep.config_of(args, kv, count, context)
     new = sweep.new_tokens(args)

@@ -14,6 +14,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 PREFILL = ("auto", *PREFILLS)
+QUANTIZATIONS = ("fp8",)
+QUANTIZATION_HELP = "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on (default: the files' own)"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class EngineConfig:
     host_memory_gib: float | None = None
     fetch_buffer: float | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     rope_theta: float | None = None
     enforce_eager: bool = False
@@ -67,6 +70,8 @@ class EngineConfig:
             for name, known in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("prefill", PREFILL))
             if getattr(self, name) not in known
         ]
+        if self.quantization not in (None, *QUANTIZATIONS):
+            bad.append(f"quantization={self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         if self.kv_dense_below != "auto" and not (isinstance(self.kv_dense_below, int) and self.kv_dense_below >= 0):
             bad.append(f"kv_dense_below={self.kv_dense_below!r} must be 'auto' or a number of tokens of at least 0")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
@@ -121,6 +126,7 @@ class EngineConfig:
             choices=DTYPES,
             help="auto: bfloat16 on a GPU, else float32",
         )
+        add(model, "--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
         add(model, "--rope-theta", type=float, help="overrides the model's own")
         add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -193,7 +199,7 @@ class EngineConfig:
             kv,
             "--prefill",
             choices=PREFILL,
-            help="sparse: long prompts attend to the blocks of keys that a few of their queries choose; auto: sparse on a "
+            help="sparse: long prompts attend to blocks of keys that a few of their queries choose; auto: sparse on a "
             "GPU (default: %(default)s)",
         )
         add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import FETCH_BUFFER
+from shadowkv.layers.fp8_linear import OPS
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops import Ops
 
@@ -73,6 +75,7 @@ def load_from_config(config: EngineConfig) -> LoadedModel:
         adapter=config.adapter,
         rope_theta=config.rope_theta,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
     )
 
 
@@ -86,11 +89,11 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     total, limit = cache.total, cache.max_model_len
-    dtype = str(cache.dtype).removeprefix("torch.")
     lines = [
-        f"model   {loaded.name}: {loaded.config.num_layers} layers, {dtype} on {cache.device}",
+        f"model   {loaded.name}: {loaded.config.num_layers} layers, {loaded.model.weights_in_words} on {cache.device}",
+        *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
-        *backend_lines(cache.ops, cache.device, config.enforce_eager),
+        *backend_lines(cache.ops, cache.device, config.enforce_eager, OPS if loaded.config.quantization else ()),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {config.max_num_seqs} sequences at once",
     ]
@@ -101,10 +104,13 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     return lines
 
 
-def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
-    """The ops of every backend, and why one that has a faster one runs in PyTorch: on a GPU a warning too."""
+def backend_lines(ops: Ops, device: torch.device, eager: bool, more: Iterable[str] = ()) -> list[str]:
+    """The ops of every backend, and why one that has a faster one runs in PyTorch: on a GPU a warning too.
+
+    ``more`` are called beside those of the cache's case.
+    """
     of_backend: dict[str, list[str]] = {}
-    for name in sorted(ops.called):
+    for name in sorted(ops.called.union(more)):
         of_backend.setdefault(ops.backends[name], []).append(name)
     lines = [f"kernels {backend}: {', '.join(names)}" for backend, names in sorted(of_backend.items())]
     for name in of_backend.get("reference", []):

@@ -317,10 +317,10 @@ class Prefill:
         sparse = self.sparse
         if sparse is not None and not sparse.pays(len(q), segment.cached + stop - segment.start):
             sparse = None
-        if not segment.cached and sparse is None:
-            return self.ops.causal_attention(q, keys, values)
         if not segment.cached:
-            return sparse.attend(layer, q, keys, values, segment.stop - stop)
+            if sparse is not None:
+                return sparse.attend(layer, q, keys, values, segment.stop - stop)
+            return self.ops.causal_attention(q, keys, values)
         places = batch.places_of(segment, self._places)
         k = self._behind_tail(self.store.k[layer], places.tail, keys)
         v = self._behind_tail(self.store.v[layer], places.tail, values)

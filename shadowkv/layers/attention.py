@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shadowkv.layers.linear import Linear
 from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.projection import projection
 from shadowkv.layers.spec import LayerSpec
 
 
@@ -44,8 +44,8 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.query_dim = shape.num_query_heads * shape.head_dim
         self.qkv_dim = self.query_dim + 2 * shape.kv_dim
-        self.qkv = Linear(spec.hidden_size, self.qkv_dim, bias=spec.qkv_bias, dtype=spec.dtype, device=spec.device)
-        self.out = Linear(self.query_dim, spec.hidden_size, bias=spec.out_bias, dtype=spec.dtype, device=spec.device)
+        self.qkv = projection(spec, spec.hidden_size, self.qkv_dim, bias=spec.qkv_bias)
+        self.out = projection(spec, self.query_dim, spec.hidden_size, bias=spec.out_bias)
         if spec.qk_norm:
             self.query_norm, self.key_norm = (
                 RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)

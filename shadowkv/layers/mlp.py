@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shadowkv.layers.linear import Linear
+from shadowkv.layers.projection import projection
 from shadowkv.layers.spec import LayerSpec
 
 
@@ -14,10 +14,8 @@ class MLP(nn.Module):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.ops = spec.ops
-        self.gate_up = Linear(
-            spec.hidden_size, 2 * spec.intermediate_size, bias=False, dtype=spec.dtype, device=spec.device
-        )
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=False, dtype=spec.dtype, device=spec.device)
+        self.gate_up = projection(spec, spec.hidden_size, 2 * spec.intermediate_size)
+        self.down = projection(spec, spec.intermediate_size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""

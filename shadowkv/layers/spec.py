@@ -23,7 +23,8 @@ class LayerSpec:
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised per head before the rotation.
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
-        dtype: of every weight.
+        quantization: of the projections' weights: ``fp8``, or None where they are not quantised.
+        dtype: of every weight that is not.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
         ops: what the layers compute with.
     """
@@ -36,6 +37,7 @@ class LayerSpec:
     out_bias: bool
     qk_norm: bool
     post_norms: bool
+    quantization: str | None
     dtype: torch.dtype
     device: torch.device
     ops: Ops

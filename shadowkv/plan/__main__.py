@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, parse_budget
+from shadowkv.engine.config import DEFAULT_MODEL, QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, parse_budget
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 
@@ -48,6 +48,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--context", type=int, required=True, metavar="TOKENS", help="of every sequence, prompt and output together")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: bfloat16")
+    add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add("--json", action="store_true", help="unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
     kv.add_argument("--kv", nargs="+", default=["turbo"], metavar="POLICY", help=f"any of {POLICY_HELP}")
@@ -93,7 +94,7 @@ def _run(args: argparse.Namespace) -> str:
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text
 
-    config = load_config(args.model)
+    config = load_config(args.model, quantization=args.quantization)
     if args.context > config.max_position:
         raise ValueError(
             f"--context {args.context} is more than the {config.max_position} positions that {args.model} is made for"

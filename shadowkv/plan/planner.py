@@ -75,6 +75,7 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     Attributes:
+        weights: how they are stored, in words.
         weight_bytes: of the whole model.
         weight_bytes_read: of what a step reads: an embedding table that is not the head too gives only rows.
         usable_bytes: of the device beside the weights, negative where those alone do not fit.
@@ -95,7 +96,7 @@ class Planner:
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
         self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
         model = Decoder(config, dtype, "meta")
-        self.weight_bytes = model.num_bytes
+        self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
         self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)

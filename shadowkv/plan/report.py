@@ -17,7 +17,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
     head = [
         f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
-        f"of {shape.head_dim}, hidden size {config.hidden_size}, {_dtype(planner)}",
+        f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
         f"context  {planner.context} tokens per sequence, prompt and output together",
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
         f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
@@ -78,7 +78,8 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
     """Everything that the text says, unrounded."""
     return {
         "model": model,
-        "dtype": _dtype(planner),
+        "dtype": str(planner.dtype).removeprefix("torch."),
+        "quantization": planner.config.quantization,
         "context_tokens": planner.context,
         "weight_bytes": planner.weight_bytes,
         "weight_bytes_read_per_step": planner.weight_bytes_read,
@@ -112,7 +113,3 @@ def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
         "floor_batch_1": asdict(plan.single),
         "floor_largest_batch": None if plan.largest is None else asdict(plan.largest),
     }
-
-
-def _dtype(planner: Planner) -> str:
-    return str(planner.dtype).removeprefix("torch.")

@@ -30,6 +30,7 @@ SET = EngineConfig(
     host_memory_gib=2.5,
     fetch_buffer=3.0,
     dtype="bfloat16",
+    quantization="fp8",
     device="cpu",
     rope_theta=5e6,
     enforce_eager=True,
@@ -97,9 +98,9 @@ def test_words_are_no_budget():
         parse("--kv-budget", "some")
 
 
-@pytest.mark.parametrize("flag", ["--kv", "--load-format", "--dtype"])
+@pytest.mark.parametrize("flag", ["--kv", "--load-format", "--dtype", "--quantization"])
 def test_a_choice_that_is_not_known_is_refused_with_the_known_ones(flag):
-    known = {"--kv": "shadowkv", "--load-format": "dummy", "--dtype": "float16"}[flag]
+    known = {"--kv": "shadowkv", "--load-format": "dummy", "--dtype": "float16", "--quantization": "fp8"}[flag]
     with pytest.raises(argparse.ArgumentError, match=known):
         parse(flag, "nope")
 
@@ -123,6 +124,11 @@ def test_errors_list_every_value_that_cannot_be():
         with pytest.raises(ValueError, match=f"{name}={value} must") as alone:
             EngineConfig(**{name: value})
         assert str(alone.value).count(" must ") == 1
+
+
+def test_an_unknown_quantization_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="quantization='int4' is not one of fp8"):
+        EngineConfig(quantization="int4")
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), -1.0])

@@ -14,6 +14,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.presets import PRESETS
 from shadowkv.kvcache.rounding import round_up
 from shadowkv.kvcache.sequence import Sequence
+from shadowkv.ops.scaled_matmul import cuda as scaled_matmul
 
 
 def test_rounding_up_wastes_at_most_a_quarter() -> None:
@@ -35,12 +36,14 @@ LATER = 900
 """Tokens of a later turn: with a fitted state they are a segment of their own."""
 
 
-def steps(model: Path, kv: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def steps(
+    model: Path, kv: str, eager: bool, monkeypatch: pytest.MonkeyPatch, quantization: str | None = None
+) -> torch.Tensor:
     """Logits of steps on fixed tokens, with sequences joining on the way and, at the end, with a later turn each."""
     config = EngineConfig(
         model=str(model), load_format="dummy", kv=kv,
         kv_dense_below=0, max_num_seqs=6, enforce_eager=eager, max_model_len=4096,
-        gpu_memory_utilization=0.9,
+        gpu_memory_utilization=0.9, quantization=quantization,
     )  # fmt: skip
     engine = Engine(config)
     assert (engine.runner.graphs is None) == eager
@@ -74,15 +77,33 @@ def steps(model: Path, kv: str, eager: bool, monkeypatch: pytest.MonkeyPatch) ->
     return torch.cat(logits)
 
 
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 384,
+    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not scaled_matmul.available(), reason="needs a GPU of compute capability 8.9")
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_graphs_and_eager_steps_agree_with_fp8_weights(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    eager, graphs = (steps(tmp_path, kv, eager, monkeypatch, "fp8") for eager in (True, False))
+    assert graphs.isfinite().all()
+    error = (eager - graphs).norm(dim=1) / eager.norm(dim=1)
+    assert error.max() < 0.05, error
+    if kv == "full":
+        exact = steps(tmp_path, kv, True, monkeypatch)
+        error = (eager - exact).norm(dim=1) / exact.norm(dim=1)
+        assert 0.02 < error.median() < 0.25, error  # 0.04 of each of twelve products in a row
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:drawn=0.0"])
 def test_graphs_and_eager_steps_agree(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 384,
-        "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     eager, graphs = (steps(tmp_path, kv, eager, monkeypatch) for eager in (True, False))
     assert graphs.isfinite().all()
     error = (eager - graphs).norm(dim=1) / eager.norm(dim=1)

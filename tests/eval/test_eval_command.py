@@ -44,6 +44,7 @@ def test_a_run_and_its_files(niah: list[str], tmp_path: Path, capsys: pytest.Cap
     assert config["policies"]["quest@80"]["budget"] == 80
     assert config["runs"][0]["command"][3:] == niah
     assert (config["settings"]["seed"], config["settings"]["dtype"]) == (0, "float32")
+    assert config["settings"]["quantization"] is None
 
 
 def test_going_on_where_a_run_was_torn(niah: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

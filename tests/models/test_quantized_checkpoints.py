@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 from bad_files import Serve, assert_refused, edit_json, write_directory
+from fp8_files import compressed_tensors
 
 from shadowkv.models import load_config, load_model
 
 CONFIGS, REMEDY = "config.json", "use the unquantised checkpoint, or a GGUF file"
-FP8 = "fp8 checkpoints are not supported yet"
+FP8 = "fp8 loads as fp8, fbgemm_fp8 or compressed-tensors' float-quantized alone"
+HARDWARE = "weights are quantised in fp8, and fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer)"
 
 NAMED = [
     "awq",
     "gptq",
     "bitsandbytes",
     "compressed-tensors",
-    "fp8",
-    "fbgemm_fp8",
     "mxfp4",
     "nvfp4",
     "torchao",
@@ -50,8 +50,12 @@ UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
 FLOAT8: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "compressed-tensors": compressed_tensors("channel"),
+}
+OTHER_FLOAT8: dict[str, dict[str, Any]] = {
+    "compressed-tensors, of no groups": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "fp8 in another format": {"quant_method": "fp8", "fmt": "e5m2"},
 }
 NOTHING: dict[str, Any] = {
     "null": None,
@@ -81,14 +85,26 @@ def test_the_method_is_named(method: str, model: Path, serve: Serve) -> None:
     edit_json(model / CONFIGS, quantization_config={"quant_method": method, "bits": 4})
     answer = serve(model)
     assert_refused(answer, str(model / CONFIGS), f"quantised with '{method}'")
-    assert REMEDY in answer[1]
-    assert (FP8 in answer[1]) == (method in ("fp8", "fbgemm_fp8"))
+    assert REMEDY in answer[1] and "fp8" not in answer[1]
 
 
 @pytest.mark.parametrize("name", FLOAT8)
-def test_fp8_is_not_supported_yet(name: str, model: Path, serve: Serve) -> None:
+def test_fp8_needs_a_gpu_that_has_it(name: str, model: Path, serve: Serve) -> None:
     edit_json(model / CONFIGS, quantization_config=FLOAT8[name])
-    assert_refused(serve(model), CONFIGS, FP8)
+    for flags in ([], ["--load-format", "dummy"], ["--dtype", "bfloat16"]):
+        answer = serve(model, *flags)
+        assert_refused(answer, str(model), HARDWARE)
+        assert "the device is cpu" in answer[1] and REMEDY in answer[1]
+    answer = serve(model, "--quantization", "fp8")
+    assert_refused(answer, "--quantization fp8", "the device is cpu; leave the flag out")
+
+
+@pytest.mark.parametrize("name", OTHER_FLOAT8)
+def test_fp8_of_other_kinds(name: str, model: Path, serve: Serve) -> None:
+    edit_json(model / CONFIGS, quantization_config=OTHER_FLOAT8[name])
+    answer = serve(model)
+    assert_refused(answer, CONFIGS, FP8)
+    assert REMEDY in answer[1]
 
 
 @pytest.mark.parametrize("name", UNNAMED)

@@ -13,6 +13,7 @@ from torch import Tensor
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
 from shadowkv.ops.attend_selected.sources import DenseRows
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.registry import NAMES, Ops
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.ops.select_by_sketch.draws import Draws
@@ -190,9 +191,16 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "paged_attention": no_exact_tokens,
     "project_latents": no_latents_to_write,
     "quantise_rows": no_codes_to_write,
+    "quantise_tokens": lambda ops: returns(ops.quantise_tokens(floats(0, D)), ((0, D), None), ((0, 1), None)),
     "rebuild_rows": no_pages_to_rebuild,
     "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
     "rotate": lambda ops: returns(ops.rotate(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),
+    "scaled_matmul": lambda ops: returns(
+        ops.scaled_matmul(
+            floats(0, D).to(FP8), whole(0, 1).float(), floats(H * D, D).to(FP8), whole(H * D, 1).float(), None, DTYPE
+        ),
+        ((0, H * D), None),
+    ),
     "select_by_sketch": nothing_to_find,
     "select_top_chunks": no_chunks_to_choose_from,
     "sign_scores": nothing_to_score,

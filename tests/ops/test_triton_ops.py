@@ -35,6 +35,8 @@ else:
     from shadowkv.ops.merge_attention import triton as merge_triton
     from shadowkv.ops.min_max_scores import reference as min_max_reference
     from shadowkv.ops.min_max_scores import triton as min_max_triton
+    from shadowkv.ops.quantise_tokens import reference as quantise_tokens_reference
+    from shadowkv.ops.quantise_tokens import triton as quantise_tokens_triton
     from shadowkv.ops.rms_norm import reference as rms_norm_reference
     from shadowkv.ops.rms_norm import triton as rms_norm_triton
     from shadowkv.ops.rotate import reference as rotate_reference
@@ -83,6 +85,25 @@ else:
         append_reference.append_tokens(k, v, positions, tables, *wanted, pages, positions % 64)
         torch.testing.assert_close(got[0], wanted[0], **TOLERANCE[dtype])
         assert torch.equal(got[1], wanted[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("size", [16, 300, 1024])
+    def test_quantise_tokens(size: int, dtype: torch.dtype) -> None:
+        if ON_GPU and torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("this GPU has no 8-bit floats")
+        x = random(9, 2 * size, dtype=dtype)[:, size:]  # rows of a joined tensor are not contiguous
+        x[1] *= torch.exp2(-torch.arange(size, device=DEVICE) / 10)  # down to codes below the smallest
+        x[2] = 0
+        x[3, 5] = 3e4
+        x[4] = torch.arange(size, device=DEVICE) / 8  # numbers half way between two codes
+        x[5] = 1e-36  # whose scale would be subnormal
+        x[6, 3], x[7, 3] = float("nan"), float("inf")
+        got, wanted = (op.quantise_tokens(x) for op in (quantise_tokens_triton, quantise_tokens_reference))
+        if not INTERPRETED:  # which makes a number of a NaN
+            assert got[0].float().isnan().any(1).tolist() == [row in (6, 7) for row in range(9)]
+        kept = [0, 1, 2, 3, 4, 5, 8]
+        assert torch.equal(got[0][kept].float(), wanted[0][kept].float())
+        assert torch.equal(got[1][kept], wanted[1][kept])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("dim", [64, 96])

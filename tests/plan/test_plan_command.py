@@ -87,6 +87,18 @@ def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None
     assert slower["equivalent_bandwidth_tbs"] == pytest.approx(2)
 
 
+def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    exact, low = run_json(capsys), run_json(capsys, "--quantization", "fp8")
+    assert (exact["quantization"], low["quantization"]) == (None, "fp8")
+    sizes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # a byte less a weight, a scale more a row
+    saved = 32 * sum(rows * columns - 4 * rows for rows, columns in sizes)
+    for name, sign in (("weight_bytes", -1), ("weight_bytes_read_per_step", -1), ("device_cache_bytes", 1)):
+        assert low[name] == exact[name] + sign * saved
+    assert low["plans"][0]["largest_batch"] > exact["plans"][0]["largest_batch"]
+    assert main([*COMMAND, "--quantization", "fp8"]) == 0
+    assert "hidden size 4096, bfloat16, fp8 weights\n" in capsys.readouterr().out
+
+
 def test_text_has_a_column_per_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--kv", *PRESETS]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -122,6 +134,7 @@ def test_a_model_that_does_not_fit_has_no_largest_batch(capsys: pytest.CaptureFi
         (["--context", "many"], "--context"),
         ([], "--context"),
         (["--context", "1000", "--dtype", "int3"], "--dtype"),
+        (["--context", "1000", "--quantization", "int4"], "--quantization"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,10 @@ TOTAL = 20 * GIB
 @pytest.mark.parametrize("host_gib", [2.0, 100.0])
 def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, host_gib):
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    args = Namespace(model="", load_format="dummy", windows=3, steps=20, host_memory_gib=host_gib, enforce_eager=True)
+    args = Namespace(
+        model="", load_format="dummy", quantization=None, windows=3, steps=20, host_memory_gib=host_gib,
+        enforce_eager=True,
+    )  # fmt: skip
     with tiny_model(**shape, max_position_embeddings=65536) as path:
         config = EngineConfig(model=str(path), load_format="dummy", device="cpu", dtype="bfloat16")
         loaded = load_from_config(config)

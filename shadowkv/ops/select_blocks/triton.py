@@ -35,8 +35,9 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
     _choose[(tiles, query_heads)](
-        scores, indices, counts, n, m, whole, heads, parts, blocks, math.log2(share), most, GROUP=group, TOGETHER=together,
-        ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS, AT_ONCE=AT_ONCE,
+        scores, indices, counts, n, m, whole, heads, parts, blocks, math.log2(share), most, GROUP=group,
+        TOGETHER=together, ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS,
+        AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return indices, counts
 
@@ -79,9 +80,9 @@ def _score(
 
 @triton.jit
 def _choose(
-    scores, indices, counts, n, m, whole, heads, parts, blocks, least, most, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr, LOCAL: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    scores, indices, counts, n, m, whole, heads, parts, blocks, least, most, GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
+    LOCAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Blocks of one tile of one query head."""
     tile, query_head = tl.program_id(0), tl.program_id(1)

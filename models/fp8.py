@@ -1,0 +1,63 @@
+"""Weights in 8-bit floats: where they can run, and how tensors of any kind get into a quantised projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.quantise_tokens.reference import quantise_tokens
+from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
+
+ROWS_AT_ONCE = 1024
+"""Rows that are quantised together: what they take in float32 is little beside the weights."""
+
+
+@dataclass(frozen=True)
+class FP8Weight:
+    """A weight as a file has it in 8-bit floats.
+
+    Attributes:
+        codes: float8_e4m3fn [N, K].
+        scale: float32 [N, 1], or [1, 1] for all rows.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
+Stored = Tensor | FP8Weight
+"""What a file has of a weight."""
+
+
+def dense(stored: Stored) -> Tensor:
+    """The weight as plain numbers, float32 where it was quantised."""
+    return stored if isinstance(stored, Tensor) else stored.codes.float() * stored.scale
+
+
+@torch.no_grad()
+def fill_quantised(weight: Tensor, scale: Tensor, stored: Stored) -> None:
+    """Write rows [N, K] of a projection and their scales [N, 1]: codes as they are, other numbers quantised per row."""
+    if isinstance(stored, FP8Weight):
+        weight.copy_(stored.codes)
+        scale.copy_(stored.scale)
+        return
+    for start in range(0, len(stored), ROWS_AT_ONCE):
+        run = slice(start, start + ROWS_AT_ONCE)
+        codes, scales = quantise_tokens(stored[run].to(weight.device))
+        weight[run].copy_(codes)
+        scale[run].copy_(scales)
+
+
+def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model cannot run there with fp8 weights, beside which everything else is ``dtype``; None if it can."""
+    least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*LEAST_CAPABILITY)
+    if device.type != "cuda":
+        return f"{least}, and the device is {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"{least}, and {torch.cuda.get_device_name(device)} ({device}) has {capability[0]}.{capability[1]}"
+    if dtype != torch.bfloat16:
+        return f"fp8 goes with --dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+    return None

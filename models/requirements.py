@@ -1,0 +1,33 @@
+"""What a model needs of its device, memory and arithmetic: refused in a line before any weight is read or made."""
+
+from __future__ import annotations
+
+import torch
+
+from shadowkv.kvcache.free_memory import free_bytes
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.fp8 import unfit
+
+GIB = 2**30
+
+
+def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:
+    """Raises ValueError where weights cannot run as they are quantised: for whom, why, and what to do."""
+    reason = unfit(device, dtype) if quantization == "fp8" else None
+    if reason is not None:
+        raise ValueError(f"{who} {reason}; {remedy}")
+
+
+def check_memory(outline: Decoder, device: torch.device) -> None:
+    """Raises MemoryError where the weights, whatever they come from, need more than is free.
+
+    Host memory that is not there would be given, and the process killed while it is filled.
+    """
+    need, free = outline.num_bytes, free_bytes(device)
+    if need > free:
+        halved = outline.dtype == torch.float32 and need // 2 <= free
+        raise MemoryError(
+            f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
+            f"{free / GIB:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
+            "free memory"
+        )

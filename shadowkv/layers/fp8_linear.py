@@ -1,0 +1,52 @@
+"""Linear projection with weights in 8-bit floats, a scale for every output row, and activations quantised per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shadowkv.ops import Ops
+from shadowkv.ops.quantise_tokens.reference import FP8
+
+OPS = ("quantise_tokens", "scaled_matmul")
+"""What it calls."""
+
+SCALE = "_scale"
+"""What follows the name of a quantised weight in that of its scales."""
+
+
+class FP8Linear(nn.Module):
+    """y = x Wᵀ + b over packed tokens. The weights are uninitialised until a loader fills them.
+
+    Attributes:
+        weight: float8_e4m3fn [out_features, in_features].
+        weight_scale: float32 [out_features, 1].
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device, ops: Ops
+    ) -> None:
+        super().__init__()
+
+        def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.weight = empty(out_features, in_features, dtype=FP8)
+        self.weight_scale = empty(out_features, 1, dtype=torch.float32)
+        self.bias = empty(out_features, dtype=dtype) if bias else None
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
+        return self.rows(x, 0, len(self.weight))
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop`` only: [T, in_features] -> [T, stop - start]; no weight is copied."""
+        codes, scale = self.ops.quantise_tokens(x)
+        bias = None if self.bias is None else self.bias[start:stop]
+        product: Tensor = self.ops.scaled_matmul(
+            codes, scale, self.weight[start:stop], self.weight_scale[start:stop], bias, x.dtype
+        )
+        return product

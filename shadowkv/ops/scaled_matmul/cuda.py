@@ -1,0 +1,38 @@
+"""Matrix products of scaled 8-bit floats on tensor cores, by the libraries that come with PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEAST_CAPABILITY = (8, 9)
+"""Ada; Hopper is 9.0. Older GPUs have no tensor cores for 8-bit floats."""
+
+MULTIPLE = 16
+"""What K and N must be multiples of."""
+
+
+def available() -> bool:
+    """Whether the current GPU multiplies 8-bit floats."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+
+
+def scaled_matmul(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """As the reference, into bfloat16, with a bias in bfloat16; all rows must be dense.
+
+    Raises:
+        ValueError: another dtype, or sizes K or N that are no multiples of 16.
+    """
+    out_features, in_features = weight.shape
+    if dtype != torch.bfloat16:
+        raise ValueError(f"scaled_matmul on a GPU gives torch.bfloat16, not {dtype}")
+    if out_features % MULTIPLE or in_features % MULTIPLE:
+        raise ValueError(f"scaled_matmul on a GPU takes multiples of {MULTIPLE}, not {out_features} x {in_features}")
+    if not len(codes):
+        return codes.new_empty(0, out_features, dtype=dtype)
+    # Summed in the tensor cores' own precision, as in vLLM: what that loses is less than codes of three bits do.
+    return torch._scaled_mm(
+        codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
+    )
