@@ -32,6 +32,8 @@ from sweep_engine import (
     in_fresh_process,
     opened,
     random_prompt,
+    replay_blocks,
+    replayed_density,
     step,
 )
 from sweep_rows import GAPS, MIXED, Rows
@@ -67,8 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     args.max_model_len = args.max_model_len or max(one.input + one.output for one in args.cases)
     for cell in combinations(args):
         for one in [GAP_CASE] if args.gaps else args.cases:
-            if not rows.has(cell | one._asdict()):
-                well &= in_fresh_process(sweep, args, cell, one)
+            for densities in args.replay if cell["prefill"] != "dense" else [{}]:
+                longest = one.behind if isinstance(one, GapCase) else one.input
+                cell["replayed_density"] = replayed_density(densities, longest)
+                if not rows.has(cell | one._asdict()):
+                    well &= in_fresh_process(sweep, args, cell, one)
     return 0 if well else 1
 
 
@@ -87,6 +92,7 @@ def sweep(args: argparse.Namespace, cell: Cell, one: Case | GapCase) -> None:
     else:
         at_once, longest = min(one.requests, args.max_num_seqs or one.requests), args.max_model_len
     engine = opened(config_of(args, cell, max_num_seqs=at_once, max_model_len=longest))
+    replay_blocks(engine, cell.get("replayed_density"))
     figures = measure_gaps(engine, one) if isinstance(one, GapCase) else measure(engine, one)
     Rows(args.out, GAPS if args.gaps else MIXED).add(cell | one._asdict() | figures | about(engine))
 

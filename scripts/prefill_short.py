@@ -23,7 +23,7 @@ def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: R
 
     The engines are as they are by default, for the longest sequences of the model too.
     """
-    cell = {"kv": EngineConfig.kv, **NEUTRAL}
+    cell = {"kv": EngineConfig.kv, **NEUTRAL, "prefill": EngineConfig.prefill}
     default, full = config_of(args, cell), config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE)
     loaded, draw = load_from_config(default), random.Random(0)
     of_full = opened(full, loaded)

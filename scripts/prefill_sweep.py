@@ -31,6 +31,8 @@ from sweep_engine import (
     in_fresh_process,
     opened,
     random_prompt,
+    replay_blocks,
+    replayed_density,
     seconds_to_first_token,
 )
 from sweep_rows import PREFILL, SHORT, Rows
@@ -61,7 +63,13 @@ def main(argv: list[str] | None = None) -> int:
     args.longest = max(contexts)
     rows = Rows(args.out, PREFILL)
     for cell in combinations(args):
-        left = [context for context in contexts if not rows.has(cell | {"context": context})]
+        left = [
+            (context, density)
+            for densities in (args.replay if cell["prefill"] != "dense" else [{}])
+            for context in contexts
+            for density in [replayed_density(densities, context)]
+            if not rows.has(cell | {"context": context, "replayed_density": density})
+        ]
         if left:
             well &= in_fresh_process(sweep, args, cell, left)
     if args.out.exists():
@@ -74,14 +82,22 @@ def lengths(text: str) -> list[int]:
     return sorted({int(one) for one in text.split(",")})
 
 
-def sweep(args: argparse.Namespace, cell: Cell, contexts: list[int]) -> None:
-    """All rows of one engine."""
+def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | None]]) -> None:
+    """All rows of one engine: of prompt lengths and densities."""
     rows, draw = Rows(args.out, PREFILL), random.Random(0)
     engine = opened(config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND))
-    for context in contexts:
+    for context, density in left:
+        replay_blocks(engine, density)
         prompts = (random_prompt(engine, context, draw) for _ in range(1 + (args.repeats or 3)))
+        engine.cache.take_attention_density()
         first, *others = (seconds_to_first_token(engine, prompt) for prompt in prompts)
-        figures = {"context": context, "ttft_s": statistics.median(others), "first_ttft_s": first}
+        figures = {
+            "context": context,
+            "ttft_s": statistics.median(others),
+            "first_ttft_s": first,
+            "attention_density": engine.cache.take_attention_density(),
+            "replayed_density": density,
+        }
         rows.add(cell | figures | about(engine))
 
 

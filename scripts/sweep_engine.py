@@ -16,6 +16,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+from replayed_blocks import replayed
 
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
@@ -38,11 +39,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
-    parser.add_argument("--prefill", nargs="+", default=["dense"], choices=("dense", "sparse", "auto"))
+    parser.add_argument("--prefill", nargs="+", default=["auto"], choices=("dense", "sparse", "auto"))
     parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8"), help="of the weights")
+    parser.add_argument(
+        "--replay",
+        nargs="+",
+        type=replay,
+        default=[{}],
+        metavar="DENSITY",
+        help="blocks of sparse prefills are random ones, as large a share: of every prompt (0.1), or by its tokens "
+        "(61440=0.06,124928=0.03)",
+    )
     parser.add_argument("--skip-warmup", action="store_true", help="engines compile and plan as they go")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+
+
+def replay(text: str) -> dict[int | None, float]:
+    """Densities by prompt length, None for any."""
+    found: dict[int | None, float] = {}
+    for part in text.split(","):
+        tokens, named, density = part.rpartition("=")
+        found[int(tokens) if named else None] = float(density)
+    if not all(0 < density <= 1 for density in found.values()):
+        raise ValueError(text)
+    return found
+
+
+def replayed_density(densities: dict[int | None, float], tokens: int) -> float | None:
+    """That of a prompt."""
+    return densities.get(tokens, densities.get(None))
+
+
+def replay_blocks(engine: Engine, density: float | None) -> None:
+    """Gives sparse prefills of ``engine`` their blocks from now on, or leaves them to choose."""
+    if engine.cache.spec.prefill == "sparse":
+        engine.cache.block_hook = None if density is None else replayed(density)
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+REPLAYED = ("replayed_density",)
+"""The share of blocks that a sparse prefill was given, where it did not choose them."""
+
 ABOUT = ("commit", "command", "device", "spec")
 """Last columns of every file: where a row comes from."""
 
@@ -38,8 +41,8 @@ class Rows:
     """
 
     def __init__(self, path: Path, kind: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
-        self.path, (self.key, figures) = path, kind
-        self.columns = [*self.key, *figures, *ABOUT]
+        self.path, (key, figures) = path, kind
+        self.key, self.columns = (*key, *REPLAYED), [*key, *figures, *REPLAYED, *ABOUT]
         self._there: set[tuple[str, ...]] | None = None
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
@@ -62,10 +65,10 @@ class Rows:
                 self._there = set()
             writer.writerow(shown)
         self._there.add(self._name(row))
-        print(" ".join(f"{name}={shown[name]}" for name in self.columns[: -len(ABOUT)]), flush=True)
+        print(" ".join(f"{name}={shown[name]}" for name in self.columns[: -len(ABOUT)] if shown[name]), flush=True)
 
     def _name(self, row: Row) -> tuple[str, ...]:
-        return tuple(show(row[name]) for name in self.key)
+        return tuple(show(row.get(name)) for name in self.key)
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -22,6 +22,7 @@ from shadowkv.engine.devices import current
 from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 
 if TYPE_CHECKING:
@@ -79,7 +80,10 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
         return []
     from shadowkv.ops.causal_attention.cuda import planned
 
-    return [*planned(_queries(engine), engine.max_model_len)]
+    longest = engine.max_model_len
+    if engine.cache.spec.prefill == "sparse":  # beyond, blocks are attended to, and nothing is planned
+        longest = min(longest, SPARSE_FROM + BLOCK_TOKENS[engine.device.type])
+    return [*planned(_queries(engine), longest)]
 
 
 def _queries(engine: Engine) -> torch.Tensor:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from shadowkv.ops.rotate.tables import RotaryTables
 
+MANY = 2048
+"""Tokens from which on programs take several heads, for which they read cosines and sines once; fewer are spread."""
+
 
 def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
     """As the reference; the last dimension must be dense."""
@@ -16,33 +19,40 @@ def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = F
     flat, config = x.reshape(rows, heads, dim), rotary.config
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
     scale = 1 / config.magnitude**2 if inverse else 1.0
-    _rotate[(rows, heads)](
-        flat, positions.reshape(-1), rotary.cos, rotary.sin, out, flat.stride(0), flat.stride(1),
-        scale, -scale if inverse else 1.0, HEADS=heads,
+    tokens, together = (16, 4) if rows >= MANY else (2, 1)
+    _rotate[(triton.cdiv(rows, tokens), triton.cdiv(heads, together))](
+        flat, positions.reshape(-1), rotary.cos, rotary.sin, out, rows, heads, flat.stride(0), flat.stride(1),
+        scale, -scale if inverse else 1.0, TOKENS=tokens, HEADS=together,
         HALF=config.dim // 2, HALF_BLOCK=triton.next_power_of_2(config.dim // 2),
-        DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), INTERLEAVED=config.interleaved, num_warps=1,
+        DIM=dim, REST_BLOCK=triton.next_power_of_2(max(1, dim - config.dim)), INTERLEAVED=config.interleaved,
     )  # fmt: skip
     return out.view(x.shape)
 
 
 @triton.jit
 def _rotate(
-    x, positions, cos, sin, out, row_stride, head_stride, cos_scale, sin_scale, HEADS: tl.constexpr,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    x, positions, cos, sin, out, rows, heads, row_stride, head_stride, cos_scale, sin_scale, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM: tl.constexpr, REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    source = x + row * row_stride + head * head_stride
-    target = out + (row * HEADS + head) * DIM
-    first, second, turned, other, lives = rotated_pair(
-        source, cos, sin, tl.load(positions + row), HALF, HALF_BLOCK, INTERLEAVED, cos_scale, sin_scale
-    )
-    tl.store(target + first, turned.to(out.dtype.element_ty), mask=lives)
-    tl.store(target + second, other.to(out.dtype.element_ty), mask=lives)
-    if 2 * HALF < DIM:
-        dim = tl.arange(0, DIM_BLOCK)
-        rest = (dim >= 2 * HALF) & (dim < DIM)
-        tl.store(target + dim, tl.load(source + dim, mask=rest), mask=rest)
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there, pair = (row < rows)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
+    lives = there & (pair < HALF)
+    angle = tl.load(positions + row, mask=row < rows, other=0).to(tl.int64)[:, None] * HALF + pair
+    c = tl.load(cos + angle, mask=lives, other=0.0) * cos_scale
+    s = tl.load(sin + angle, mask=lives, other=0.0) * sin_scale
+    first, second = (2 * pair, 2 * pair + 1) if INTERLEAVED else (pair, pair + HALF)
+    rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, heads)):
+        source = x + row[:, None] * row_stride + head * head_stride
+        target = out + (row[:, None] * heads + head) * DIM
+        a = tl.load(source + first, mask=lives, other=0.0).to(tl.float32)
+        b = tl.load(source + second, mask=lives, other=0.0).to(tl.float32)
+        tl.store(target + first, (a * c - b * s).to(out.dtype.element_ty), mask=lives)
+        tl.store(target + second, (b * c + a * s).to(out.dtype.element_ty), mask=lives)
+        if 2 * HALF < DIM:
+            kept = there & (rest < DIM)
+            tl.store(target + rest, tl.load(source + rest, mask=kept), mask=kept)
 
 
 @triton.jit

@@ -1,0 +1,111 @@
+"""Sparse prefill: exact where it keeps everything and where it does not pay, and what it chooses elsewhere."""
+
+import pytest
+import torch
+from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
+
+from shadowkv.kvcache import sparse_prefill
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.ops.select_blocks.reference import BLOCK
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 1200)
+    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 200)
+
+
+POLICIES = {
+    "full": preset("full:prefill=sparse"),
+    "shadowkv": preset("shadowkv:prefill=sparse", rank=SHAPE.kv_dim, budget=1.0),
+    "turbo-without-codes": preset("turbo:keys=low-rank,values=dense,prefill=sparse", rank=SHAPE.kv_dim, budget=1.0),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_turns_that_keep_everything_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_prefill, "SHARE", 1e-30)
+    monkeypatch.setattr(sparse_prefill, "MOST", 1.0)
+    monkeypatch.setattr("shadowkv.kvcache.cached.PAGES_AT_ONCE", 3)
+    cache = make_cache(POLICIES[name])
+    lengths = [1700, 900]
+    streams = [Stream(seed, cache.allocate(n, n + 20)) for seed, n in enumerate(lengths)]
+    prefill(cache, list(zip(streams, lengths)), block=640)
+    for _ in range(20):
+        decode(cache, streams)
+    assert cache.take_attention_density() == 1.0
+    for stream in streams:
+        cache.trim(stream.sequence)
+        cache.extend(stream.sequence, stream.length + 450, stream.length + 460)
+    prefill(cache, [(stream, 450) for stream in streams], block=640)
+    assert cache.take_attention_density() == 1.0
+    for _ in range(10):
+        decode(cache, streams)
+    for stream in streams:
+        torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
+        cache.release(stream.sequence)
+    assert cache.free == cache.total
+
+
+def test_short_prompts_and_short_turns_are_exact() -> None:
+    cache = make_cache(POLICIES["full"])
+    stream = Stream(1, cache.allocate(1200, 1400))
+    prefill(cache, [(stream, 1200)])
+    cache.extend(stream.sequence, 1390, 1400)
+    prefill(cache, [(stream, 190)])
+    assert cache.take_attention_density() is None
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
+
+
+def test_a_prompts_last_tokens_attend_to_everything_wherever_blocks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_prefill, "SHARE", 0.3)
+    cache = make_cache(POLICIES["full"])
+    stream = Stream(2, cache.allocate(2250, 2250))
+    prefill(cache, [(stream, 2250)], block=1000)  # the last block has 250 tokens, six fewer than DENSE_LAST
+    error = (stream.output() - plain_attention(stream)).abs().flatten(1).amax(1)
+    assert error[:1000].max() < 5e-5
+    assert error[1000 + 6 * BLOCK : 1000 + 7 * BLOCK].max() > 1e-3, "nothing was left out: the test would show nothing"
+    assert error[1000 + 7 * BLOCK :].max() < 5e-5
+    density = cache.take_attention_density()
+    assert density is not None
+    assert 0.3 < density < 1.0
+    assert cache.take_attention_density() is None
+
+
+def test_a_hook_decides() -> None:
+    cache, calls = make_cache(POLICIES["full"]), []
+
+    def hook(layer, q, indices, counts):
+        calls.append((layer, tuple(q.shape), tuple(indices.shape)))
+        everything = torch.arange(indices.shape[2], dtype=torch.int32, device=q.device).expand_as(indices).contiguous()
+        ends = indices.shape[2] - counts.shape[1] + 1 + torch.arange(counts.shape[1], device=q.device)
+        return everything, ends.expand_as(counts).int().contiguous()
+
+    cache.block_hook = hook
+    stream = Stream(3, cache.allocate(1920, 1920))
+    prefill(cache, [(stream, 1920)], block=1280)
+    heads = SHAPE.num_query_heads
+    sparse = [((1280, heads, 16), (heads, 10, 10)), ((640, heads, 16), (heads, 5, 15))]
+    assert calls == [(layer, *one) for layer in range(SHAPE.num_layers) for one in sparse]
+    torch.testing.assert_close(stream.output(), plain_attention(stream), atol=5e-5, rtol=1e-4)
+
+
+def test_dense_caches_select_nothing_and_say_so() -> None:
+    cache = make_cache(KVSpec())
+    assert cache.take_attention_density() is None
+    with pytest.raises(ValueError, match="prefill=None selects no blocks; use prefill='sparse'"):
+        cache.block_hook = lambda *args: args[2:]
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefill='some' is not one of dense, sparse"):
+        preset("full:prefill=some")
+    with pytest.raises(ValueError, match="prefill='some' is not one of dense, sparse"):
+        KVSpec(prefill="some").resolve(SHAPE)
+
+
+def test_caches_of_other_modes_do_not_store_alike() -> None:
+    dense, sparse, unset = (make_cache(spec) for spec in (preset("full:prefill=dense"), POLICIES["full"], KVSpec()))
+    assert not sparse.stores_alike(dense, 100)
+    assert unset.stores_alike(dense, 100)

@@ -1,0 +1,142 @@
+"""Selection of blocks of keys for tiles of queries, and attention to them, against plain formulas: the references here,
+the Triton kernels on a GPU or in Triton's interpreter."""
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TRITON = ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+if not TRITON:
+
+    def test_the_kernels_in_the_interpreter() -> None:
+        """It is chosen before Triton is imported, so these tests run again in a process of their own."""
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+BACKENDS = ["reference", *(["triton"] if TRITON else [])]
+# Queries, keys, query heads, kv heads, head dim.
+SHAPES = [
+    (300, 1800, 6, 2, 64),
+    (256, 1536, 3, 3, 96),
+    (129, 1409, 4, 1, 32),
+    (1, 1200, 4, 2, 16),
+    (700, 700, 2, 1, 80),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def select(backend: str, *args: object, **settings: object) -> tuple[Tensor, Tensor]:
+    return importlib.import_module(f"shadowkv.ops.select_blocks.{backend}").select_blocks(*args, **settings)
+
+
+def attend(backend: str, *args: object) -> Tensor:
+    return importlib.import_module(f"shadowkv.ops.attend_blocks.{backend}").attend_blocks(*args)
+
+
+def inputs(n: int, m: int, query_heads: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values are views of a buffer with NaN behind them and between their tokens."""
+    buffer = torch.full((2, m + BLOCK, heads + 1, dim), float("nan"))
+    buffer[:, :m, :heads] = torch.randn(2, m, heads, dim)
+    k, v = buffer.to(DEVICE, DTYPE)[:, :m, :heads]
+    return (2 * torch.randn(n, query_heads, dim)).to(DEVICE, DTYPE), k, v
+
+
+def mask_of(indices: Tensor, counts: Tensor) -> Tensor:
+    """bool [H_q, tiles, blocks]; lists must ascend."""
+    chosen = torch.zeros(indices.shape, dtype=torch.bool)
+    for head, tile in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        listed = indices[head, tile, : counts[head, tile]].long().cpu()
+        assert (listed.diff() > 0).all()
+        chosen[head, tile, listed] = True
+    return chosen
+
+
+def shares_of(q: Tensor, k: Tensor, tile: int, head: int) -> tuple[Tensor, int, int]:
+    """Largest share of each free block in the softmax of a sampled query over all free ones, and the first and the end
+    of these."""
+    n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
+    end = max(SINK_BLOCKS, (m - n + tile * BLOCK) // BLOCK - LOCAL_BLOCKS + 1)
+    rows = [min(n - 1, tile * BLOCK + (i + 1) * BLOCK // SAMPLED - 1) for i in range(SAMPLED)]
+    keys = k[SINK_BLOCKS * BLOCK : end * BLOCK, head // group].double()
+    weights = (q[rows, head].double() @ keys.T / math.sqrt(q.shape[2])).softmax(1)
+    return weights.unflatten(1, (-1, BLOCK)).sum(2).amax(0), SINK_BLOCKS, end
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("share", "most", "whole"), [(0.2, 1.0, 0), (0.05, 0.4, 0), (0.2, 1.0, 1), (0.2, 1.0, 140)])
+def test_blocks_are_chosen_by_shares_of_sampled_queries(
+    backend: str, shape: tuple[int, ...], share: float, most: float, whole: int
+) -> None:
+    q, k, _ = inputs(*shape)
+    n, m = shape[:2]
+    chosen = mask_of(*select(backend, q, k, share, most, whole))
+    free_ones = 0
+    for head, tile in torch.cartesian_prod(*map(torch.arange, chosen.shape[:2])).tolist():
+        seen = (min(m, m - n + (tile + 1) * BLOCK) - 1) // BLOCK + 1
+        got = chosen[head, tile]
+        assert not got[seen:].any()
+        shares, first, end = shares_of(q, k, tile, head)
+        if n - whole < (tile + 1) * BLOCK or end == first:
+            assert got[:seen].all()
+            continue
+        free_ones += end - first
+        assert got[:first].all()
+        assert got[end:seen].all()
+        least = share
+        while (shares >= least).sum() > int(most * seen):
+            least *= 2
+        sure = (shares / least - 1).abs() > 1e-3
+        assert torch.equal(got[first:end][sure.cpu()], (shares >= least).cpu()[sure.cpu()])
+    assert free_ones or whole or m == n or n == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_that_of_the_listed_blocks(backend: str, shape: tuple[int, ...]) -> None:
+    q, k, v = inputs(*shape)
+    n, m, query_heads, heads, dim = shape
+    indices, counts = select("reference", q.float(), k.float(), 0.2, 1.0)
+    # What stands behind a list must not be read.
+    behind = torch.arange(indices.shape[2], device=DEVICE) >= counts.unsqueeze(2)
+    indices = indices.masked_fill(behind, 2**30)
+    out = attend(backend, q, k, v, indices, counts)
+    chosen = mask_of(indices, counts).to(DEVICE)
+    tile = torch.arange(n, device=DEVICE) // BLOCK
+    seen = chosen[:, tile].repeat_interleave(BLOCK, 2)[:, :, :m]
+    position = m - n + torch.arange(n, device=DEVICE)
+    seen &= torch.arange(m, device=DEVICE) <= position[:, None]
+    keys, values = (x.double().repeat_interleave(query_heads // heads, 1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) / math.sqrt(dim)
+    exact = torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -math.inf).softmax(2), values)
+    assert out.dtype == DTYPE
+    tolerance = 2e-5 if torch.float32 == DTYPE else 0.02
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_everything_listed_is_causal_attention(backend: str) -> None:
+    q, k, v = inputs(300, 1000, 4, 2, 64)
+    from shadowkv.ops.causal_attention.reference import causal_attention
+
+    indices, counts = select(backend, q, k, 0.5, 1.0, 300)
+    got, exact = attend(backend, q, k, v, indices, counts), causal_attention(q.float(), k.float(), v.float())
+    tolerance = 2e-5 if torch.float32 == DTYPE else 0.02
+    torch.testing.assert_close(got.float(), exact, atol=tolerance, rtol=tolerance)
