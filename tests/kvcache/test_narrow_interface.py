@@ -14,8 +14,8 @@ OUTSIDE = ("shadowkv/engine", "shadowkv/serve", "shadowkv/plan", "shadowkv/layer
 ELSEWHERE = "compared_cells.py"
 """It fills caches of earlier commits, too."""
 INSIDE = {"store", "pool", "sealing", "prefill", "decode", "transfer", "parts"}
-SET_FROM_OUTSIDE = {"selection_hook", "observe"}
-"""The latter is evaluation's own, of the class that it makes of the cache."""
+SET_FROM_OUTSIDE = {"selection_hook", "block_hook", "observe"}
+"""The last is evaluation's own, of the class that it makes of the cache."""
 
 
 def is_cache(node: ast.AST) -> bool:

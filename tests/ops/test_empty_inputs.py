@@ -210,7 +210,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "write_rows": no_rows_to_write,
 }
 
-AT_LEAST_ONE = {"block_attention", "causal_attention", "low_rank_basis"}
+AT_LEAST_ONE = {"attend_blocks", "block_attention", "causal_attention", "low_rank_basis", "select_blocks"}
 """Their docstrings ask for a query, or a row."""
 
 

@@ -12,7 +12,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
     """Attention [n, H_q, d] of the last n of m positions over blocks of k, v [m, H, d], each up to its own.
 
     Args:
-        q: [n, H_q, d].
+        q: [n, H_q, d], n at least 1.
         indices: int32 [H_q, tiles, blocks], ascending: the blocks of 128 keys that each tile of 128 queries of each
             head attends to; those that hold keys of its own positions among them.
         counts: int32 [H_q, tiles], how many of them are valid.
