@@ -15,7 +15,7 @@ from shadowkv.ops.rotate.tables import RopeConfig
 
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
 OF_LOGITS = ("draw_tokens",)
-OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "rebuild_rows", "rotate")
+OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "ragged_attention", "rebuild_rows", "rotate")
 OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls, the last where it seals; others are named by its parts."""
 

@@ -27,6 +27,7 @@ NAMES = (
     "paged_attention",
     "project_latents",
     "quantise_rows",
+    "ragged_attention",
     "rebuild_rows",
     "rms_norm",
     "rotate",
