@@ -23,9 +23,10 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Prefills can be paused after so many tokens."""
+    """Prefills can be paused after so many tokens, and are wherever they can while ``_decode_seconds`` is 0."""
     for kind in BLOCK_TOKENS:
         monkeypatch.setitem(BLOCK_TOKENS, kind, tokens)
+    monkeypatch.setattr("shadowkv.engine.engine.TOKEN_GAP", 0.0)
 
 
 def drain(engine: Engine) -> dict[str, list[RequestOutput]]:
@@ -161,7 +162,7 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
     seen = engine.step()
     if when == "prefilling":
         engine._decode_seconds = 0.0
-        assert [r.request.request_id for r in engine._prefilling] == ["victim"]
+        assert [r.request.request_id for r in engine._prefills.at_work[0].rows] == ["victim"]
     while when == "decoding" and not any(output.request_id == "victim" for output in seen):
         seen = engine.step()
     engine.abort("victim")
@@ -174,11 +175,11 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
 
 def test_an_abort_among_prompts_prefilled_together(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full")
-    small_blocks(monkeypatch, 16)
+    small_blocks(monkeypatch, 50)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine._start_prefill()
-    next(engine._prefill)
+    engine._prefills.start()
+    next(engine._prefills.at_work[0].steps)
     engine.abort("b")
     outputs = drain(engine)
     assert set(outputs) == {"a", "c"}
@@ -336,8 +337,8 @@ def test_an_aborted_id_in_prefill_cannot_be_taken_again_at_once(make: Any) -> No
     engine = make(kv="full")
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine._start_prefill()
-    next(engine._prefill)
+    engine._prefills.start()
+    next(engine._prefills.at_work[0].steps)
     engine.abort("b")
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("b", prompt(3, 40), GREEDY)
