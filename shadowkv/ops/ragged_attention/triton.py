@@ -44,7 +44,8 @@ def _attend(
     """One tile of the queries of one sequence and head."""
     tile, head = tl.program_id(0), tl.program_id(1)
     # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on, as many as it needs or one more.
-    sequence, last = 0, count - 1
+    sequence = 0
+    last = count - 1
     while sequence < last:
         middle = (sequence + last + 1) // 2
         begun = tl.load(cu_seqlens + middle) // ROWS + middle <= tile
