@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBlock, SealedBatch
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.sequence import Sequence
 
 

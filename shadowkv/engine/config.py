@@ -152,7 +152,7 @@ class EngineConfig:
             "--max-num-batched-tokens",
             type=int,
             metavar="TOKENS",
-            help="prompt tokens prefilled together (default: %(default)s)",
+            help="prompt tokens prefilled together; a prompt of more than a block goes alone (default: %(default)s)",
         )
         add(
             batch,

@@ -1,7 +1,7 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step advances the prefill at work for about as long as a few decode steps, then decodes one token for every running
-sequence; requests join and leave between any two steps.
+A step advances the prefill at work as far as the time between two tokens allows, then decodes one token for every
+running sequence; requests join and leave between any two steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from shadowkv.engine.detokenizer import Detokenizer
 from shadowkv.engine.devices import current, device_of
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
-from shadowkv.engine.pacing import Stopwatch
+from shadowkv.engine.prefills import PrefillAtWork, Prefills
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
@@ -37,9 +37,14 @@ logger = logging.getLogger(__name__)
 Scores = list[TokenLogprobs | None]
 """Log-probabilities of a prompt's tokens."""
 
-PREFILL_PER_DECODE = 3.0
-"""While sequences decode, time that prefill gets between two of their steps, in decode steps: full batches soon pay
-for the wait, and nobody waits for a whole prompt."""
+TOKEN_GAP = 0.08
+"""Seconds from token to token of a sequence while prompts are computed: so that 99 of 100 gaps are below 0.1. All that
+a decode step leaves of them is the prefill's, because steps of few sequences cost nearly what those of many do: at 4 to
+12 ms they then have 5 to 15 % of the time, and a quarter where prefill gets three steps' time between two."""
+
+PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
+"""What prefill gets at the least, in decode steps, where these take so long that little is left of the gap: full
+batches soon pay for the wait."""
 
 IDLE_PREFILL_SECONDS = 0.1
 """The same while nothing decodes: aborts and Ctrl-C are seen between steps."""
@@ -70,17 +75,15 @@ class Engine:
             loaded, self.cache, self.notes = load_engine_parts(config, loaded)
             graphs = self.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
             self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
-            self._stopwatch = Stopwatch(self.device)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
+        self._prefills = Prefills(self.runner, self.scheduler)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self._stop_ids = frozenset(token for token in stops if token < loaded.config.vocab_size)
         self._grammars = GrammarCompiler(self.tokenizer, loaded.config.vocab_size, self._stop_ids)
-        self._prefilling: list[Running] = []
-        self._prefill: Generator[None, None, tuple[Tensor, list[Tensor]]] | None = None
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
         self._decode_seconds = 0.0
@@ -174,20 +177,20 @@ class Engine:
         running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
         if running is not None:
             self.scheduler.finish(running, keep=False)
-        elif any(r.request.request_id == request_id for r in self._prefilling):
+        elif (prefill := self._prefills.of(request_id)) is not None:
             self._aborted.add(request_id)
-            if all(r.request.request_id in self._aborted for r in self._prefilling):
-                self._drop_prefill()
+            if all(r.request.request_id in self._aborted for r in prefill.rows):
+                self._drop_prefill(prefill)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._prefilling)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._prefills.at_work)
 
     @property
     def num_running(self) -> int:
         """Requests that own a sequence."""
-        return len(self.scheduler.running) + len(self._prefilling)
+        return len(self.scheduler.running) + self._prefills.num_requests
 
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""
@@ -200,63 +203,48 @@ class Engine:
         """One round of prefill and of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
         with current(self.device):
-            if not self._prefilling:
-                self._start_prefill()
-            if self._prefilling:
+            self._prefills.start()
+            if self._prefills.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
         return outputs
 
-    def _start_prefill(self) -> None:
-        self._prefilling = self.scheduler.admit()
-        if self._prefilling:
-            for running in self._prefilling:
-                running.request.times.scheduled = time.monotonic()
-            work = [(r.sequence, r.request.prompt_token_ids[r.request.cached_tokens :]) for r in self._prefilling]
-            self._prefill = self.runner.prefill(work)
-
     def _advance_prefill(self) -> list[RequestOutput]:
-        assert self._prefill is not None
-        pause = PREFILL_PER_DECODE * self._decode_seconds if self.scheduler.running else IDLE_PREFILL_SECONDS
-        self._stopwatch.start()
+        step, seconds = self._decode_seconds, IDLE_PREFILL_SECONDS
+        if self.scheduler.running:
+            seconds = max(TOKEN_GAP - step, PREFILL_PER_DECODE[self.device.type] * step)
         try:
-            with torch.inference_mode():
-                while True:
-                    next(self._prefill)
-                    if self._stopwatch.passed() >= pause:
-                        return []
-        except StopIteration as end:
-            return self._end_prefill(*end.value)
+            ended = self._prefills.advance(seconds)
         except BaseException as error:
-            dropped = self._drop_prefill()
+            dropped = self._drop_prefill(self._prefills.at_work[-1])
             if not isinstance(error, Exception):
                 raise
             message = _explain(error)
             return [self._error(request, message) for request in dropped]
+        return [] if ended is None else self._end_prefill(*ended)
 
-    def _end_prefill(self, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
-        done, self._prefilling, self._prefill = self._prefilling, [], None
+    def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
+        done = prefill.rows
         self.scheduler.running += done
         rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
         for one in done:
             if one.request.request_id in self._aborted:
                 self.scheduler.finish(one, keep=False)
-        self._aborted.clear()
+        self._forget_aborted(prefill)
         kept = [done[row] for row in rows]
         chosen = self.runner.sampler.sample(logits[rows], [one.request for one in kept])
         return self._take_tokens(kept, chosen, [hidden[row] for row in rows])
 
-    def _drop_prefill(self) -> list[Request]:
-        """Gives back what the prefill at work owns; returns its requests that were not aborted."""
-        assert self._prefill is not None
-        self._prefill.close()
-        dropped, self._prefilling, self._prefill = self._prefilling, [], None
-        for running in dropped:
-            self.scheduler.finish(running, keep=False)
-        wanted = [one.request for one in dropped if one.request.request_id not in self._aborted]
-        self._aborted.clear()
+    def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
+        """Gives back what a prefill owns; returns its requests that were not aborted."""
+        self._prefills.drop(prefill)
+        wanted = [one.request for one in prefill.rows if one.request.request_id not in self._aborted]
+        self._forget_aborted(prefill)
         return wanted
+
+    def _forget_aborted(self, prefill: PrefillAtWork) -> None:
+        self._aborted.difference_update(one.request.request_id for one in prefill.rows)
 
     def _decode(self) -> list[RequestOutput]:
         try:

@@ -9,16 +9,21 @@ import torch
 
 
 class Stopwatch:
-    """Seconds of the device's work since it was started; on a CPU the host's."""
+    """Seconds of the device's work since it was started; on a CPU the host's.
+
+    Attributes:
+        piece: of the work between two calls, what the last took of which it is known.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.piece = device, 0.0
         self.start()
 
     def start(self) -> None:
         """Begins with the work that is launched from now on."""
         self._start: Mark = Mark(self.device)
         self._last: Mark | None = None
+        self._passed = 0.0
 
     def passed(self) -> float:
         """Seconds from the start to the call before this one, 0 at the first; waits until the device is there.
@@ -27,7 +32,16 @@ class Stopwatch:
         """
         now = Mark(self.device)
         before, self._last = self._last if self.device.type == "cuda" else now, now
-        return 0.0 if before is None else before.since(self._start)
+        if before is not None:
+            passed = before.since(self._start)
+            self.piece, self._passed = passed - self._passed, passed
+        return self._passed
+
+    def launched(self) -> float:
+        """Seconds from the start to this call: the device is not there yet, and what it has to go on with is taken to
+        be as long as the piece before."""
+        passed = self.passed()
+        return passed + self.piece if self.device.type == "cuda" else passed
 
 
 class Mark:

@@ -61,7 +61,11 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt to be continued."""
+    """One prompt to be continued.
+
+    Attributes:
+        passed: whether shorter prompts have been taken before it.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -73,6 +77,7 @@ class Request:
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    passed: bool = False
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Who runs: admission of waiting requests, in order of arrival, against both memory budgets.
 
-A request is admitted only if every page it may need to its last token is free, so nothing that runs can run out.
+A request is admitted only if every page it may need to its last token is free, so nothing that runs can run out. Short
+prompts need not wait for long ones, and take nothing from them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from shadowkv.engine.finished import FinishedSequences
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
@@ -29,7 +31,8 @@ class Scheduler:
     Args:
         cache: whose sequences are scheduled.
         max_num_seqs: requests that run at once.
-        max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone.
+        max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone, and so does one of more
+            than a block.
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -61,24 +64,46 @@ class Scheduler:
         """Queues a request."""
         self.waiting.append(request)
 
-    def admit(self) -> list[Running]:
-        """The waiting requests to prefill together next, with their sequences."""
+    def is_long(self, new: int) -> bool:
+        """Whether so many new tokens of a prompt take more than a block: others may overtake it."""
+        return new > BLOCK_TOKENS[self.cache.device.type]
+
+    def admit(self, beside: int = 0) -> list[Running]:
+        """The waiting requests to prefill together next, with their sequences.
+
+        Args:
+            beside: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
+                them and the others, and the others have a block at the most.
+        """
         admitted: list[Running] = []
-        tokens = 0
-        while self.waiting and len(self.running) + len(admitted) < self.max_num_seqs:
-            request = self.waiting[0]
+        tokens, passed, most = 0, Blocks(), self.max_num_batched_tokens
+        if beside:
+            most = min(most, BLOCK_TOKENS[self.cache.device.type])
+        for request in tuple(self.waiting):
+            if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs:
+                break
+            length = len(request.prompt_token_ids)
+            if beside and request.passed:
+                passed += self.cache.demand(length, request.capacity)
+                continue
             # Scores of the prompt need all of it to be computed.
             scored = request.params.prompt_logprobs is not None
             found = None if scored else self.finished.match(request.prompt_token_ids)
-            new = len(request.prompt_token_ids) - (found[1] if found else 0)
-            if admitted and tokens + new > self.max_num_batched_tokens:
+            new = length - (found[1] if found else 0)
+            if beside and self.is_long(new):
+                request.passed = True
+                passed += self.cache.demand(length, request.capacity)
+                continue
+            if admitted and (tokens + new > most or self.is_long(new)):
                 break
-            sequence = self._reserve(request, found)
+            sequence = self._reserve(request, found, passed)
             if sequence is None:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             admitted.append(Running(request, sequence))
             tokens += new
+            if self.is_long(new):
+                break
         return admitted
 
     def finish(self, running: Running, keep: bool) -> None:
@@ -90,12 +115,13 @@ class Scheduler:
             return
         self.finished.keep(running.sequence, running.request.token_ids[: running.sequence.length])
 
-    def _reserve(self, request: Request, found: tuple[Sequence, int] | None) -> Sequence | None:
+    def _reserve(self, request: Request, found: tuple[Sequence, int] | None, left: Blocks) -> Sequence | None:
+        """A sequence for a request, if there is room for it and for what is to be ``left``."""
         start, cache = len(request.prompt_token_ids), self.cache
         if found:
             sequence, common = found
-            if not cache.growth(sequence, start, request.capacity).within(self._reachable(sequence)):
-                return self._reserve(request, None)
+            if not (cache.growth(sequence, start, request.capacity) + left).within(self._reachable(sequence)):
+                return self._reserve(request, None, left)
             while not cache.growth(sequence, start, request.capacity).within(cache.free):
                 self.finished.evict(spare=sequence)
             self.finished.take(sequence)
@@ -105,7 +131,7 @@ class Scheduler:
             return sequence
         need = cache.demand(start, request.capacity)
         # Nothing is evicted for a request that would have to wait all the same.
-        if not need.within(self._reachable()):
+        if not (need + left).within(self._reachable()):
             return None
         while not need.within(cache.free):
             self.finished.evict()

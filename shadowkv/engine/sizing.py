@@ -34,14 +34,18 @@ GRAM_BYTES = 12 * STATES_AT_ONCE
 
 
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
-    """Device bytes that are left free for a prefill at its longest.
+    """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
 
-    Its hidden states, and keys (before and after the rotation) and values of the layers that are stored together; the
+    Their hidden states, and keys (before and after the rotation) and values of the layers that are stored together; the
     largest tensors of a block of tokens that are there together, which is in the MLP; and what storing takes meanwhile.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
-    stored = max(context, min(TOKENS_AT_ONCE, STATES_AT_ONCE * context))
-    whole = context * model.hidden_size + 3 * stored * kv_dim
+
+    def kept(tokens: int) -> int:
+        stored = max(tokens, min(TOKENS_AT_ONCE, STATES_AT_ONCE * tokens))
+        return tokens * model.hidden_size + 3 * stored * kv_dim
+
+    whole = kept(context) + (kept(block) if context > block else 0)
     in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
     storing = 2 * min(context, ROWS_AT_ONCE) * kv_dim
     return (whole + in_the_mlp + storing) * dtype.itemsize + GRAM_BYTES * kv_dim**2

@@ -1,18 +1,15 @@
-"""What one forward pass tells the cache: which tokens of which sequences, as tensors over the whole batch."""
+"""What a decode step tells the cache: which tokens of which sequences, as tensors over the whole batch; and how much is
+stored at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from shadowkv.kvcache.sequence import Segment, Sequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.select_by_sketch.draws import Draws
 
@@ -183,152 +180,3 @@ class DecodeBatch:
             self.write_offset[rows],
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
         )
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    cached: int
-
-
-@dataclass(frozen=True)
-class ExactRows:
-    """Tokens in exact pages: granules of the pages and rows there, int64 [n] each."""
-
-    pages: Tensor
-    offsets: Tensor
-
-
-@dataclass(frozen=True)
-class CachedSegment:
-    """A segment of a cached sequence, as later tokens attend to it: a batch of one row, and its sink and outliers."""
-
-    row: SealedBatch
-    static: ExactRows
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the new tokens of a sequence go, the same in every layer: on the device, so that no layer waits for a copy.
-
-    Attributes:
-        length: tokens of the sequence with them.
-        before, sealed: tokens that are sealed already, and those that are now.
-        segment: the last segment, which they are sealed in; None where nothing is sealed.
-        fits: whether it is new: its state is to be fitted.
-        state: int64 [1].
-        observed: int64 [1], the state that learns from their last queries: that one, or the one that is held for when a
-            dense sequence is compressed; None where there is none.
-        first: position of the first token of the segment that it is of.
-        pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
-        static: where the sink and the outliers of a new segment go.
-        tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
-        exact: where the newest tokens go, or all that are new where none are sealed.
-        cached: the segments that the sequence has already.
-    """
-
-    length: int
-    before: int
-    sealed: int
-    segment: Segment | None
-    fits: bool
-    state: Tensor
-    observed: Tensor | None
-    first: int
-    pages: Tensor
-    value_pages: Tensor
-    static: ExactRows
-    tail: ExactRows
-    exact: ExactRows
-    cached: tuple[CachedSegment, ...]
-
-
-class PrefillBatch:
-    """New tokens of one or a few sequences, packed, and keys and values of them in the layers that are stored together.
-
-    Attributes:
-        new: tokens of each sequence, in order.
-        positions: int64 [T].
-        layers_at_once: g, how many are stored together.
-        keys, rotated, values: [g, T, H, d], scratch of the layers at work, reused by the next.
-        queries: the same of the last tokens of each segment, by its start: [g, w, H_q, d], rotated.
-        storing: the layer at whose end new sequences are being stored, or were last, while it attends.
-    """
-
-    def __init__(self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype) -> None:
-        self.new = new
-        self.num_tokens = new[-1].stop
-        ranges = [torch.arange(s.cached, s.cached + s.stop - s.start) for s in new]
-        self.positions = torch.cat(ranges).to(device)
-        self.num_layers = shape.num_layers
-        observed = sum(min(OBSERVED, s.stop - s.start) for s in new)
-        self.layers_at_once = layers_at_once(shape, self.num_tokens, observed)
-        self.keys, self.rotated, self.values = (
-            torch.empty(
-                self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device
-            )
-            for _ in range(3)
-        )
-        # Zeros: random keys may be stored without having been attended to.
-        self.queries = {
-            s.start: torch.zeros(
-                self.layers_at_once,
-                min(OBSERVED, s.stop - s.start),
-                shape.num_query_heads,
-                shape.head_dim,
-                dtype=dtype,
-                device=device,
-            )
-            for s in new
-        }
-        self.storing: int | None = None
-        self._places: dict[int, Places] = {}
-
-    def of(self, sequences: list[Sequence]) -> PrefillBatch:
-        """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
-        other = copy(self)
-        other.new = [replace(s, sequence=sequence) for s, sequence in zip(self.new, sequences, strict=True)]
-        other._places = {}
-        return other
-
-    def places_of(self, segment: NewTokens, find: Callable[[Sequence, int], Places]) -> Places:
-        """Where a segment's tokens go; found when first asked for."""
-        if segment.start not in self._places:
-            self._places[segment.start] = find(segment.sequence, segment.stop - segment.start)
-        return self._places[segment.start]
-
-    def stored_after(self, layer: int) -> slice | None:
-        """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""
-        place = layer % self.layers_at_once
-        if place + 1 < self.layers_at_once and layer + 1 < self.num_layers:
-            return None
-        return slice(layer - place, layer + 1)
-
-    def place(self, layer: int) -> int:
-        """Which of the layers in scratch ``layer`` is."""
-        return layer % self.layers_at_once
-
-    def keep_queries(self, layer: int, segment: NewTokens, q: Tensor, start: int) -> None:
-        """Keeps those of a segment's rotated queries [n, H_q, d], of rows ``start`` on, that are among its last."""
-        kept = self.queries[segment.start][self.place(layer)]
-        first = segment.stop - len(kept)
-        skipped = max(0, first - start)
-        if skipped < len(q):
-            kept[start + skipped - first : start + len(q) - first] = q[skipped:]
-
-    def block(self, start: int, stop: int) -> PrefillBlock:
-        """Tokens ``start`` to ``stop`` of the batch."""
-        return PrefillBlock(self, start, stop)
-
-
-@dataclass(frozen=True)
-class PrefillBlock:
-    """A run of a prefill's tokens: the unit between which it can be paused."""
-
-    batch: PrefillBatch
-    start: int
-    stop: int

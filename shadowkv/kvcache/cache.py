@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, PrefillBatch, PrefillBlock, SealedBatch
+from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch
 from shadowkv.kvcache.case import case_of
 from shadowkv.kvcache.decode import Decode, SelectionHook
 from shadowkv.kvcache.fetching import FetchCounts
@@ -25,6 +25,7 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
+from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
 from shadowkv.kvcache.rounding import padded, rounded
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import CachedSegment, SealedBatch
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.prefill_batch import CachedSegment
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 

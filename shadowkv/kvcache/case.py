@@ -15,8 +15,8 @@ from shadowkv.ops.rotate.tables import RopeConfig
 
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
 OF_LOGITS = ("draw_tokens",)
-OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "rebuild_rows", "rotate")
 OF_BLOCKS = ("attend_blocks", "select_blocks")
+OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "ragged_attention", "rebuild_rows", "rotate")
 OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls, the last two where its prefill is sparse and where it seals; others are named by its
 parts."""

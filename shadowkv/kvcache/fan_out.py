@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 
 from torch import Tensor
 
-from shadowkv.kvcache.batch import PrefillBatch, PrefillBlock
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
 from shadowkv.kvcache.sequence import Sequence
 
 

@@ -13,24 +13,25 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import (
-    STATES_AT_ONCE,
-    TOKENS_AT_ONCE,
+from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
+from shadowkv.kvcache.cached import CachedTokens
+from shadowkv.kvcache.growth import fitted_with_earlier
+from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
+from shadowkv.kvcache.placing import Placing, to_store
+from shadowkv.kvcache.pool import SequencePool
+from shadowkv.kvcache.prefill_batch import (
     CachedSegment,
     ExactRows,
     NewTokens,
     Places,
     PrefillBatch,
     PrefillBlock,
-    SealedBatch,
+    Run,
+    ToStore,
 )
-from shadowkv.kvcache.cached import CachedTokens
-from shadowkv.kvcache.growth import fitted_with_earlier
-from shadowkv.kvcache.parts import Parts
-from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
-from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.sparse_prefill import SparsePrefill
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
@@ -46,8 +47,8 @@ class Prefill:
         self.spec, self.shape = store.layout.spec, store.layout.shape
         # Of high priority: what takes little finds its way between the blocks of the kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
-        self.cached = CachedTokens(store, parts)
         self.sparse = SparsePrefill(self.ops, store.compute) if self.spec.prefill == "sparse" else None
+        self.cached, self._places = CachedTokens(store, parts), Placing(pool).find
 
     def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
@@ -73,19 +74,14 @@ class Prefill:
         """
         batch = block.batch
         q = self.ops.rotate(q, batch.positions[block.start : block.stop], self.store.rotary)
-        out = torch.empty_like(q)
-        here = []
-        for segment in batch.new:
-            start, stop = max(block.start, segment.start), min(block.stop, segment.stop)
-            if start < stop:
-                rows = slice(start - block.start, stop - block.start)
-                batch.keep_queries(layer, segment, q[rows], start)
-                here.append((segment, start, stop, rows))
+        batch.keep_queries(layer, block, q)
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
-        for segment, start, stop, rows in here:
-            out[rows] = self._attend_segment(layer, q[rows], batch, segment, start, stop)
-        return out
+        out = [
+            self._attend_run(layer, q[run.start - block.start : run.stop - block.start], batch, run)
+            for run in block.runs
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
         """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
@@ -93,9 +89,9 @@ class Prefill:
         layers = batch.stored_after(layer)
         if layers is None:
             return
-        for segment in batch.new:
-            if segment.cached or batch.storing != layer:
-                self._store(layers, batch, segment)
+        if batch.storing != layer:
+            self._store(layers, batch, cached=False)
+        self._store(layers, batch, cached=True)
         self.join()
 
     def join(self) -> None:
@@ -106,20 +102,23 @@ class Prefill:
     def end(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences."""
         for segment in batch.new:
-            self._commit(segment.sequence, batch.places_of(segment, self._places))
+            places = batch.places_of(segment, self._places)
+            if places.observed is not None:
+                segment.sequence.observed = not places.sealed
+            self._commit(segment.sequence, places)
 
     def seal_tails(self, sequences: list[Sequence]) -> None:
         """Makes the tails of sequences that have outgrown their last states, if they have one, segments with their own:
         those that are alike together."""
         alike: dict[tuple[int, ...], list[tuple[Sequence, Places]]] = {}
-        for sequence in sequences:
-            places = self._places(sequence, 0)
+        found = self._places([(sequence, 0) for sequence in sequences])
+        for sequence, places in zip(sequences, found, strict=True):
             key = len(places.tail.pages), places.sealed, places.fits, places.before
             alike.setdefault(key, []).append((sequence, places))
-        for (tail, *_), found in alike.items():
+        for (tail, *_), same in alike.items():
             most = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // tail))
-            for start in range(0, len(found), most):
-                self._seal_tails(found[start : start + most], tail)
+            for start in range(0, len(same), most):
+                self._seal_tails(same[start : start + most], tail)
 
     def _seal_tails(self, tails: list[tuple[Sequence, Places]], length: int) -> None:
         shape = self.shape
@@ -127,10 +126,11 @@ class Prefill:
         for first in range(0, shape.num_layers, step):
             layers = slice(first, min(first + step, shape.num_layers))
             none = self.store.k[layers].new_empty(layers.stop - first, 0, shape.num_kv_heads, shape.head_dim)
-            gone = none.new_empty(len(none), 0, shape.num_query_heads, shape.head_dim)
-            for sequence, places in tails:
-                if places.observed is not None and not sequence.observed:
-                    self._observe(layers, places, gone)
+            learning = [one.observed for sequence, one in tails if one.observed is not None and not sequence.observed]
+            if learning:  # their queries are gone
+                gone = none.new_empty(len(none), len(learning), 0, shape.num_query_heads, shape.head_dim)
+                states = torch.cat(learning)
+                self._observe(layers, states, gone, torch.zeros_like(states))
             self._write(layers, [places for _, places in tails], [(none, none, none)] * len(tails))
         for sequence, places in tails:
             sequence.observed = False
@@ -146,78 +146,37 @@ class Prefill:
         layers = batch.stored_after(layer)
         if layers is None:
             return
-        new = [segment for segment in batch.new if not segment.cached]
-        for segment in new:
-            batch.places_of(segment, self._places)  # on this stream: the host waits for it
+        self._to_store(batch, cached=False)  # on this stream: the host waits for it
         side.wait_stream(torch.cuda.current_stream(self.store.compute))
         with torch.cuda.stream(side):
-            for segment in new:
-                self._store(layers, batch, segment)
+            self._store(layers, batch, cached=False)
         batch.storing = layer
 
-    def _store(self, layers: slice, batch: PrefillBatch, segment: NewTokens) -> None:
-        count, rows = layers.stop - layers.start, slice(segment.start, segment.stop)
-        places = batch.places_of(segment, self._places)
-        if places.observed is not None:
-            self._observe(layers, places, batch.queries[segment.start][:count])
-            segment.sequence.observed = not places.sealed
-        keys, rotated, values = (x[:count, rows] for x in (batch.keys, batch.rotated, batch.values))
-        self._write(layers, [places], [(keys, rotated, values)])
+    def _store(self, layers: slice, batch: PrefillBatch, cached: bool) -> None:
+        """Stores layers of the sequences that have something cached, or of the new ones."""
+        count, what = layers.stop - layers.start, self._to_store(batch, cached)
+        for some in what.observed:
+            self._observe(layers, some.states, batch.queries[:count][:, some.rows], some.first)
+        for rows, exact in what.exact:
+            self._write_exact(layers, exact, batch.rotated[:count, rows], batch.values[:count, rows])
+        for rows, places in what.sealed:
+            keys, rotated, values = (x[:count, rows] for x in (batch.keys, batch.rotated, batch.values))
+            self._write(layers, [places], [(keys, rotated, values)])
 
-    def _observe(self, layers: slice, places: Places, queries: Tensor) -> None:
-        """Lets the parts learn from the last queries [L, w, H_q, d] of new tokens."""
-        assert places.observed is not None
-        first = places.length - queries.shape[1] - places.first
+    def _to_store(self, batch: PrefillBatch, cached: bool) -> ToStore:
+        return batch.to_store(
+            cached, lambda some: to_store(batch, [(x, batch.places_of(x, self._places)) for x in some])
+        )
+
+    def _observe(self, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+        """Lets the parts learn from the last queries [L, n, w, H_q, d] of new tokens."""
         for part in self.parts:
-            part.observe(self.store, layers, places.observed, queries.unsqueeze(1), first)
-
-    def _places(self, sequence: Sequence, count: int) -> Places:
-        """Where ``count`` new tokens of a sequence go; it has a new segment if their state is to be fitted."""
-        start, before, device = sequence.length, sequence.sealed, self.store.compute
-        length = start + count
-        after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
-        tail, cached = self._tail_rows(sequence), tuple(map(self._cached, sequence.path))
-        if after.fits:
-            self.pool.begin_segment(sequence, length)
-        sealed, reserve = after.tokens - before, sequence.sealed_reserve
-        values = sequence.host_reserve if self.layout.host_fields else reserve
-        pages, value_pages = (
-            torch.tensor(names[: sealed // PAGE], dtype=torch.int64, device=device) for names in (reserve, values)
-        )
-        segment, reserved = sequence.path[-1] if sequence.path else None, sequence.state_reserve
-        observed = None
-        if after.fits and segment is not None and segment.state is not None:
-            observed = segment.state
-        elif segment is None and reserved:
-            observed = reserved[0]
-        static = segment.static_tokens if segment is not None and after.fits else 0
-        state = None if segment is None else segment.state
-        ring = sequence.dense if segment is None else sequence.ring
-        return Places(
-            length=length,
-            before=before,
-            sealed=sealed,
-            segment=segment,
-            fits=after.fits,
-            state=torch.tensor([state or 0], device=device),
-            observed=None if observed is None else torch.tensor([observed], device=device),
-            first=before,
-            pages=pages,
-            value_pages=value_pages,
-            static=self._exact_rows(segment.static if segment is not None else [], 0, static),
-            tail=tail,
-            exact=self._exact_rows(ring, after.tokens if sealed else start, length),
-            cached=cached,
-        )
+            part.observe(self.store, layers, states, queries, first)
 
     def _write(self, layers: slice, all_places: list[Places], new: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Stores tokens of layers of sequences that are sealed alike, as many of each: those that were exact and
         the new ones, keys, rotated keys and values [L, n, H, d]."""
         places = all_places[0]
-        if not places.sealed:
-            for one, (_, rotated, values) in zip(all_places, new, strict=True):
-                self._write_exact(layers, one.exact, rotated, values)
-            return
         joined = [self._behind_exact(layers, one, *tokens) for one, tokens in zip(all_places, new, strict=True)]
         keys, rotated, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
         states, count, excluded = torch.cat([one.state for one in all_places]), places.sealed, None
@@ -288,16 +247,6 @@ class Prefill:
         bits.scatter_(2, chosen, True)
         return bits.unflatten(2, (-1, PAGE // chunk)).transpose(1, 2)
 
-    def _exact_rows(self, pages: list[int], start: int, stop: int) -> ExactRows:
-        """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact pages."""
-        position = torch.arange(start, stop)
-        names = torch.tensor(pages, dtype=torch.int64)[position // PAGE % max(1, len(pages))]
-        return ExactRows(*torch.stack((names, position % PAGE)).to(self.store.compute))
-
-    def _tail_rows(self, sequence: Sequence) -> ExactRows:
-        """Where the exact tail is, oldest first."""
-        return self._exact_rows(sequence.ring if sequence.path else sequence.dense, sequence.sealed, sequence.length)
-
     def _write_exact(self, layers: slice, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
         """Writes tokens [L, n, H, d] to exact pages."""
         for exact, tokens in ((self.store.k, rotated), (self.store.v, values)):
@@ -309,6 +258,12 @@ class Prefill:
             self.pool.seal(sequence, places.before + places.sealed)
 
     # -- attending -------------------------------------------------------------------------------------------------
+
+    def _attend_run(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run) -> Tensor:
+        if run.alone is not None:
+            return self._attend_segment(layer, q, batch, run.alone, run.start, run.stop)
+        keys, values = (x[batch.place(layer), run.start : run.stop] for x in (batch.rotated, batch.values))
+        return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
 
     def _attend_segment(
         self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
@@ -358,24 +313,6 @@ class Prefill:
         self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, joined[:whole].transpose(0, 1), False)
         joined[count : count + len(new)] = new
         return joined[: count + len(new)]
-
-    def _cached(self, segment: Segment) -> CachedSegment:
-        """A segment that later tokens attend to all of."""
-        device, count = self.store.compute, len(segment.pages)
-        row, num_pages = (torch.tensor([number], device=device) for number in (segment.row, count))
-        chunks = num_pages * PAGE // self.spec.chunk
-        sealed = SealedBatch(
-            rows=row,
-            states=torch.tensor([segment.state or 0], device=device),
-            first=torch.tensor([segment.first], device=device),
-            pages=self.tables.pages[row, :count].long(),
-            value_pages=self.tables.value_pages[row, :count].long(),
-            num_pages=num_pages,
-            num_chunks=chunks,
-            budget=chunks,
-            max_budget=count * PAGE // self.spec.chunk,
-        )
-        return CachedSegment(sealed, self._exact_rows(segment.static, 0, segment.static_tokens))
 
 
 def _stacked(tokens: Items[Tensor]) -> Tensor:

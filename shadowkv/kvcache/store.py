@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import ExactRows
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
+from shadowkv.kvcache.prefill_batch import ExactRows
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops import Ops
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer

@@ -29,6 +29,7 @@ NAMES = (
     "project_latents",
     "quantise_rows",
     "quantise_tokens",
+    "ragged_attention",
     "rebuild_rows",
     "rms_norm",
     "rotate",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shadowkv import SamplingParams
-from shadowkv.engine.engine import Engine
+from shadowkv.engine.engine import PREFILL_PER_DECODE, Engine
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import RequestError, RequestOutput
 from shadowkv.kvcache.memory import Blocks
@@ -23,9 +23,11 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Prefills can be paused after so many tokens."""
+    """Prefills can be paused after so many tokens, and are wherever they can while others decode."""
     for kind in BLOCK_TOKENS:
         monkeypatch.setitem(BLOCK_TOKENS, kind, tokens)
+        monkeypatch.setitem(PREFILL_PER_DECODE, kind, 0.0)
+    monkeypatch.setattr("shadowkv.engine.engine.TOKEN_GAP", 0.0)
 
 
 def drain(engine: Engine) -> dict[str, list[RequestOutput]]:
@@ -157,11 +159,9 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
     while not engine.scheduler.running:
         engine.step()
     engine.add_request("victim", prompt(2, 1500), SamplingParams(max_tokens=60, ignore_eos=True))
-    engine._decode_seconds = 0.0
     seen = engine.step()
     if when == "prefilling":
-        engine._decode_seconds = 0.0
-        assert [r.request.request_id for r in engine._prefilling] == ["victim"]
+        assert [r.request.request_id for r in engine._prefills.at_work[0].rows] == ["victim"]
     while when == "decoding" and not any(output.request_id == "victim" for output in seen):
         seen = engine.step()
     engine.abort("victim")
@@ -174,11 +174,11 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
 
 def test_an_abort_among_prompts_prefilled_together(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full")
-    small_blocks(monkeypatch, 16)
+    small_blocks(monkeypatch, 50)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine._start_prefill()
-    next(engine._prefill)
+    engine._prefills.start()
+    next(engine._prefills.at_work[0].steps)
     engine.abort("b")
     outputs = drain(engine)
     assert set(outputs) == {"a", "c"}
@@ -193,7 +193,6 @@ def test_decodes_go_on_while_a_long_prompt_is_prefilled(make: Any, monkeypatch: 
     engine.add_request("long", prompt(2, 1500), GREEDY)
     during = 0
     while True:
-        engine._decode_seconds = 0.0  # a prefill then stops at every chance
         outputs = engine.step()
         if any(output.request_id == "long" for output in outputs):
             break
@@ -336,8 +335,8 @@ def test_an_aborted_id_in_prefill_cannot_be_taken_again_at_once(make: Any) -> No
     engine = make(kv="full")
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine._start_prefill()
-    next(engine._prefill)
+    engine._prefills.start()
+    next(engine._prefills.at_work[0].steps)
     engine.abort("b")
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("b", prompt(3, 40), GREEDY)

@@ -39,7 +39,7 @@ def test_a_prefill_that_fails_ends_its_requests_alone(make: Any, aborted: bool) 
     engine.add_request("a", prompt(1, 100), GREEDY)
     engine.add_request("b", prompt(2, 900), GREEDY)
     fail_next_prefill(engine, aborted, MemoryError("no room for /secret/path"))
-    engine._start_prefill()
+    engine._prefills.start()
     if aborted:
         engine.abort("b")
     outputs = drain(engine)
@@ -118,8 +118,8 @@ def test_an_abort_among_prompts_prefilled_together_is_not_scored(make: Any, monk
     )
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=0))
-    engine._start_prefill()
-    next(engine._prefill)
+    engine._prefills.start()
+    next(engine._prefills.at_work[0].steps)
     engine.abort("a")
     outputs = drain(engine)
     assert scored == [prompt(2, 40)] and set(outputs) == {"b"}

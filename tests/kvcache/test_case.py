@@ -35,6 +35,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
         monkeypatch.setattr(cache.ops, name, noting(name, getattr(cache.ops, name)))
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
+    prefill(cache, [(Stream(seed, cache.allocate(5, 5)), 5) for seed in (1, 2)])
     for _ in range(70):  # over a page: one is sealed on the way
         decode(cache, [stream])
     cache.extend(stream.sequence, stream.length + 100, stream.length + 110)

@@ -112,8 +112,9 @@ def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None
 
 def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
     """All sealed pages of a sequence of one segment."""
-    (segment,) = stream.sequence.path
-    return cache.prefill._cached(segment).row
+    (places,) = cache.prefill._places([(stream.sequence, 0)])
+    (segment,) = places.cached
+    return segment.row
 
 
 def rotated_keys(stream: Stream, layer: int) -> Tensor:

@@ -33,7 +33,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
     cache = KVCache(
-        preset(kv), SHAPE, ROPE, slots=2, max_model_len=4096, memory=Blocks(device=200, host=200), dtype=torch.bfloat16,
+        preset(kv), SHAPE, ROPE, slots=4, max_model_len=4096, memory=Blocks(device=300, host=300), dtype=torch.bfloat16,
         device="cuda",
     )  # fmt: skip
     config = ModelConfig(
@@ -94,3 +94,31 @@ def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.M
     prefill.close()
     torch.cuda.current_stream().synchronize()
     assert cache.prefill.side.query()
+
+
+@torch.inference_mode()
+def overtaken(kv: str, beside: bool) -> list[torch.Tensor]:
+    """What follows a long prompt and two short ones that were prefilled where it was paused, storing."""
+    cache, runner, sequence = make(kv)
+    if not beside:
+        cache.prefill.side = None
+    long = runner.prefill([(sequence, [i % 500 for i in range(TOKENS)])])
+    short = [cache.allocate(n, n + 64) for n in (300, 420)]
+    for piece in range(6):
+        next(long)
+        if piece == 2:  # the last block of the first layer, which is stored meanwhile
+            if beside:
+                slow_storing(cache)
+            for _ in runner.prefill([(one, [7, 5, 3] * (n // 3)) for one, n in zip(short, (300, 420), strict=True)]):
+                if beside:
+                    slow_storing(cache)
+    for _ in long:
+        pass
+    return [runner.decode([one], [1]) for one in (sequence, *short)]
+
+
+@pytest.mark.parametrize("kv", ["full", "shadowkv", "turbo", "turbo:dense_below=400", "turbo-host"])
+def test_a_short_prefill_where_a_long_one_is_stored_changes_neither(kv: str) -> None:
+    for got, wanted in zip(overtaken(kv, True), overtaken(kv, False), strict=True):
+        assert got.isfinite().all()
+        assert torch.equal(got, wanted)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, scatter
 
-from shadowkv.kvcache.batch import PrefillBlock
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.memory import Blocks, OutOfPages
+from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec

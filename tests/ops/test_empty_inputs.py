@@ -192,6 +192,10 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "project_latents": no_latents_to_write,
     "quantise_rows": no_codes_to_write,
     "quantise_tokens": lambda ops: returns(ops.quantise_tokens(floats(0, D)), ((0, D), None), ((0, 1), None)),
+    "ragged_attention": lambda ops: returns(
+        ops.ragged_attention(floats(0, H * G, D), floats(0, H, D), floats(0, H, D), whole(1).int(), 0),
+        ((0, H * G, D), None),
+    ),
     "rebuild_rows": no_pages_to_rebuild,
     "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
     "rotate": lambda ops: returns(ops.rotate(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),

@@ -133,13 +133,13 @@ class Part(ABC):
         """Bytes of them that a decode step reads."""
         return sum(field.nbytes for field in self.state_fields())
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Learns what it can from a prompt's last queries; before ``fit``, while a prompt is kept dense long before.
 
         Args:
             states: int64 [n].
             queries: [L, n, w, H_q, d], rotated: w is at most ``OBSERVED``, and 0 where they are gone.
-            first: token of the segment that the first one is of.
+            first: int64 [n], the token of its segment that each one's first query is of.
         """
         return
 

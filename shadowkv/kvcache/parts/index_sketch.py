@@ -74,7 +74,7 @@ class Sketch(IndexPart):
         """The map of queries: the others are for keys that are sealed."""
         return self.state_fields()[-1].nbytes
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
         for name, found in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
             store.state[name][layers][:, states] = found.to(torch.bfloat16)

@@ -46,7 +46,7 @@ class Skewed(ScoredIndex):
             Field("skew_asked", (heads, dim), torch.float32),
         )
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
         # Queries that overflowed must not stop everybody: their sequence's logits say so soon enough.

@@ -44,14 +44,14 @@ class Votes(RankedIndex):
             Field("voted", (1,), torch.int64),  # tokens before the voters
         )
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: int) -> None:
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         count = queries.shape[2]
         padded = queries.new_zeros(*queries.shape[:2], OBSERVED, *queries.shape[3:])
         padded[:, :, :count] = queries
         grouped = padded.transpose(2, 3).unflatten(2, (self.shape.num_kv_heads, -1))  # [L, n, H, G, 64, d]
         store.state["vote_queries"][layers][:, states] = grouped.flatten(3, 4)
         store.state["voters"][layers][:, states] = count
-        store.state["voted"][layers][:, states] = first if count else 0
+        store.state["voted"][layers][:, states] = first[:, None] if count else 0
 
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")

@@ -1,0 +1,103 @@
+"""Prefills at work: one, or a short one that has overtaken a long one, which is paused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.pacing import Stopwatch
+from shadowkv.engine.runner import Runner
+from shadowkv.engine.scheduler import Running, Scheduler
+
+
+@dataclass(eq=False)
+class PrefillAtWork:
+    """Requests whose prompts are computed together.
+
+    Attributes:
+        steps: of the computation, which can be paused or given up between any two.
+        watch: how long the device works at them.
+        long: whether it is a prompt of more than a block, which shorter ones may overtake.
+        owed: seconds that those had, and that it has not had since.
+    """
+
+    rows: list[Running]
+    steps: Generator[None, None, tuple[Tensor, list[Tensor]]]
+    watch: Stopwatch
+    long: bool
+    owed: float = 0.0
+
+
+class Prefills:
+    """Starts a scheduler's prefills and goes on with them.
+
+    A short one begins where the long one at work is paused, and is finished first. Another does only when the long one
+    has had as much of the device's time since: it gets half at the least.
+
+    Attributes:
+        at_work: the last one is gone on with; what is before it is long and paused.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self.at_work: list[PrefillAtWork] = []
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in all of them; may be asked for on any thread."""
+        return sum(len(one.rows) for one in self.at_work)
+
+    def of(self, request_id: str) -> PrefillAtWork | None:
+        """The one that computes a request."""
+        return next((one for one in self.at_work if any(r.request.request_id == request_id for r in one.rows)), None)
+
+    def start(self) -> None:
+        """Begins another one if there are requests whose turn it is."""
+        if not self.at_work:
+            rows = self.scheduler.admit()
+        elif self.at_work[-1].long and self.at_work[-1].owed <= 0:
+            rows = self.scheduler.admit(beside=self.num_requests)
+        else:
+            return
+        if not rows:
+            return
+        for one in rows:
+            one.request.times.scheduled = time.monotonic()
+        work = [(one.sequence, one.request.prompt_token_ids[one.request.cached_tokens :]) for one in rows]
+        watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
+        self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work), watch, long))
+
+    def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
+        """Goes on with the last one until another piece would take the device's work beyond ``seconds``.
+
+        Returns it, with what it computed, if it has ended. If it raises, it is still there: to be dropped.
+        """
+        one = self.at_work[-1]
+        one.watch.start()
+        try:
+            with torch.inference_mode():
+                while True:
+                    next(one.steps)
+                    launched = one.watch.launched()
+                    if launched + one.watch.piece >= seconds:
+                        self._account(one, launched)
+                        return None
+        except StopIteration as end:
+            self._account(one, one.watch.launched())
+            self.at_work.remove(one)
+            return one, *end.value
+
+    def drop(self, one: PrefillAtWork) -> None:
+        """Gives up a prefill, with all that its requests own."""
+        one.steps.close()
+        self.at_work.remove(one)
+        for running in one.rows:
+            self.scheduler.finish(running, keep=False)
+
+    def _account(self, one: PrefillAtWork, seconds: float) -> None:
+        first = self.at_work[0]
+        first.owed = max(0.0, first.owed - seconds) if one is first else first.owed + seconds

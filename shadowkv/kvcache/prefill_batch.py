@@ -1,0 +1,251 @@
+"""What a prefill tells the cache: which new tokens of which sequences, packed, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import OBSERVED, SealedBatch, layers_at_once
+from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.shape import ModelShape
+
+ALONE = 4096
+"""New tokens of a sequence from which on it attends by itself: kernels for one sequence are then faster than those for
+several (``shadowkv.ops.fused_attention``)."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class ExactRows:
+    """Tokens in exact pages: granules of the pages and rows there, int64 [n] each."""
+
+    pages: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class CachedSegment:
+    """A segment of a cached sequence, as later tokens attend to it: a batch of one row, and its sink and outliers."""
+
+    row: SealedBatch
+    static: ExactRows
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the new tokens of a sequence go, the same in every layer: on the device, so that no layer waits for a copy.
+
+    Attributes:
+        length: tokens of the sequence with them.
+        before, sealed: tokens that are sealed already, and those that are now.
+        segment: the last segment, which they are sealed in; None where nothing is sealed.
+        fits: whether it is new: its state is to be fitted.
+        state: int64 [1].
+        observed: int64 [1], the state that learns from their last queries: that one, or the one that is held for when a
+            dense sequence is compressed; None where there is none.
+        first: position of the first token of the segment that it is of.
+        pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
+        static: where the sink and the outliers of a new segment go.
+        tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
+        exact: where the newest tokens go, or all that are new where none are sealed.
+        cached: the segments that the sequence has already.
+    """
+
+    length: int
+    before: int
+    sealed: int
+    segment: Segment | None
+    fits: bool
+    state: Tensor
+    observed: Tensor | None
+    first: int
+    pages: Tensor
+    value_pages: Tensor
+    static: ExactRows
+    tail: ExactRows
+    exact: ExactRows
+    cached: tuple[CachedSegment, ...]
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """Sequences of a batch of which as many last queries are kept: the parts learn from them together.
+
+    Attributes:
+        states: int64 [n], what learns.
+        rows: int64 [n, w], of the batch's ``queries``.
+        first: int64 [n], the token of its segment that each one's first query is of.
+    """
+
+    states: Tensor
+    rows: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class ToStore:
+    """What is stored of the new tokens of some sequences, the same in every layer.
+
+    Attributes:
+        observed: what is learned first.
+        exact: tokens that stay exact, as rows of the batch, and where they go: neighbours in one.
+        sealed: the others, each sequence's rows and places.
+    """
+
+    observed: list[LastQueries]
+    exact: list[tuple[slice, ExactRows]]
+    sealed: list[tuple[slice, Places]]
+
+
+class PrefillBatch:
+    """New tokens of one or a few sequences, packed, and keys and values of them in the layers that are stored together.
+
+    Attributes:
+        new: tokens of each sequence, in order.
+        positions: int64 [T].
+        starts: int32 [S + 1], where each sequence's tokens begin.
+        layers_at_once: g, how many are stored together.
+        keys, rotated, values: [g, T, H, d], scratch of the layers at work, reused by the next.
+        queries: the same of the last tokens of each sequence, one behind the other: [g, Q, H_q, d], rotated.
+        last: int64 [Q], the rows of the batch that those are of.
+        storing: the layer at whose end new sequences are being stored, or were last, while it attends.
+    """
+
+    def __init__(self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype) -> None:
+        self.new = new
+        self.num_tokens = new[-1].stop
+        positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
+        self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
+        starts = np.array([0, *(s.stop for s in new)])
+        numbers = torch.from_numpy(np.concatenate((positions, self._last, starts))).to(device)
+        self.positions, self.last, starts_there = numbers.split([len(positions), len(self._last), len(starts)])
+        self.starts = starts_there.int()
+        self.num_layers = shape.num_layers
+        observed = len(self._last)
+        self.layers_at_once = layers_at_once(shape, self.num_tokens, observed)
+        self.keys, self.rotated, self.values = (
+            torch.empty(
+                self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device
+            )
+            for _ in range(3)
+        )
+        # Zeros: random keys may be stored without having been attended to.
+        size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
+        self.queries = torch.zeros(size, dtype=dtype, device=device)
+        self.storing: int | None = None
+        self._places: dict[int, Places] = {}
+        self._to_store: dict[bool, ToStore] = {}
+
+    def of(self, sequences: list[Sequence]) -> PrefillBatch:
+        """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
+        other = copy(self)
+        other.new = [replace(s, sequence=sequence) for s, sequence in zip(self.new, sequences, strict=True)]
+        other._places, other._to_store = {}, {}
+        return other
+
+    def places_of(self, segment: NewTokens, find: Callable[[Items[tuple[Sequence, int]]], list[Places]]) -> Places:
+        """Where a segment's tokens go; those of all are found when one is first asked for."""
+        if not self._places:
+            found = find([(one.sequence, one.stop - one.start) for one in self.new])
+            self._places = {one.start: places for one, places in zip(self.new, found, strict=True)}
+        return self._places[segment.start]
+
+    def to_store(self, cached: bool, find: Callable[[list[NewTokens]], ToStore]) -> ToStore:
+        """What is stored of sequences that have something ``cached``, or of the new ones; found when first asked
+        for."""
+        if cached not in self._to_store:
+            self._to_store[cached] = find([one for one in self.new if bool(one.cached) == cached])
+        return self._to_store[cached]
+
+    def stored_after(self, layer: int) -> slice | None:
+        """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""
+        place = layer % self.layers_at_once
+        if place + 1 < self.layers_at_once and layer + 1 < self.num_layers:
+            return None
+        return slice(layer - place, layer + 1)
+
+    def place(self, layer: int) -> int:
+        """Which of the layers in scratch ``layer`` is."""
+        return layer % self.layers_at_once
+
+    def last_of(self, segment: NewTokens) -> np.ndarray:
+        """Rows of ``queries`` that are a segment's."""
+        return np.arange(*np.searchsorted(self._last, (segment.start, segment.stop)))
+
+    def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
+        """Keeps those of a block's rotated queries [n, H_q, d] that are among the last of their sequences."""
+        if len(block.last):
+            self.queries[self.place(layer), block.kept] = q[block.last]
+
+    def block(self, start: int, stop: int) -> PrefillBlock:
+        """Tokens ``start`` to ``stop`` of the batch."""
+        kept = slice(*np.searchsorted(self._last, (start, stop)).tolist())
+        runs = tuple(self._runs(start, stop))
+        return PrefillBlock(self, start, stop, runs, kept, self.last[kept] - start)
+
+    def _runs(self, start: int, stop: int) -> Iterator[Run]:
+        def packed(numbered: tuple[int, NewTokens]) -> bool:
+            one = numbered[1]
+            return not one.cached and start <= one.start and one.stop <= stop and one.stop - one.start < ALONE
+
+        here = [(i, one) for i, one in enumerate(self.new) if one.start < stop and start < one.stop]
+        for together, found in groupby(here, packed):
+            numbers, segments = zip(*found, strict=True)
+            if together and len(segments) > 1:
+                starts = self.starts[numbers[0] : numbers[-1] + 2] - segments[0].start
+                longest = max(one.stop - one.start for one in segments)
+                yield Run(segments[0].start, segments[-1].stop, None, starts, longest)
+                continue
+            for one in segments:
+                yield Run(max(start, one.start), min(stop, one.stop), one)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch.
+
+    Attributes:
+        alone: the one sequence that they are of; None where they are whole new ones.
+        cu_seqlens: int32 [S + 1], where each of those begins among them.
+        longest: tokens of the longest of those.
+    """
+
+    start: int
+    stop: int
+    alone: NewTokens | None
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillBlock:
+    """A run of a prefill's tokens: the unit between which it can be paused.
+
+    Attributes:
+        runs: what attends together of it.
+        kept: rows of the batch's ``queries`` that are of its tokens.
+        last: int64, which of its tokens those are.
+    """
+
+    batch: PrefillBatch
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+    kept: slice
+    last: Tensor

@@ -1,0 +1,104 @@
+"""Causal attention of packed sequences in one Triton launch (FlashAttention-2, arXiv:2307.08691), in any dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.case import Case, unless
+
+
+def supports(case: Case) -> list[str]:
+    """Why this kernel cannot serve a case."""
+    return unless(case.head_dim <= 256, f"head dim {case.head_dim} is above 256")
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """As the reference, for head dims up to 256; the last dimension of all is dense."""
+    (tokens, heads, dim), count = q.shape, len(cu_seqlens) - 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    block = max(16, triton.next_power_of_2(dim))
+    narrow = block * q.element_size() <= 256
+    rows, keys = (128, 64) if narrow else (64, 32)
+    # A sequence begins with a tile of its own, whatever is left of the one before.
+    _attend[(tokens // rows + count, heads)](
+        q, k, v, cu_seqlens, out, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), count,
+        1 / (math.sqrt(dim) * math.log(2)), GROUP=heads // k.shape[1], HEADS=heads, DIM=dim, DIM_BLOCK=block,
+        ROWS=rows, KEYS=keys, num_warps=8 if narrow and block >= 128 else 4, num_stages=2 if narrow else 1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend(
+    q, k, v, cu_seqlens, out, q_row, q_head, k_row, k_head, v_row, v_head, count, scale,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One tile of the queries of one sequence and head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on, as many as it needs or one more.
+    sequence = 0
+    last = count - 1
+    while sequence < last:
+        middle = (sequence + last + 1) // 2
+        begun = tl.load(cu_seqlens + middle) // ROWS + middle <= tile
+        sequence = tl.where(begun, middle, sequence)
+        last = tl.where(begun, last, middle - 1)
+    start = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - start
+    first = (tile - start // ROWS - sequence) * ROWS
+
+    row, dim = first + tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
+    base, lives = start.to(tl.int64), (row < length)[:, None] & (dim < DIM)[None, :]
+    x = tl.load(
+        q + (base + row)[:, None] * q_row + head * q_head + dim[None, :], mask=lives, other=0.0
+    )  # [ROWS, DIM_BLOCK]
+    keys = k + base * k_row + head // GROUP * k_head
+    values = v + base * v_row + head // GROUP * v_head
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)  # 0 for a tile that is one too many
+    # All rows see the keys before their tile.
+    most, total, sums = _add(
+        x, keys, values, k_row, v_row, row, 0, tl.minimum(first, end), end, scale, most, total, sums,
+        False, DIM, DIM_BLOCK, KEYS,
+    )  # fmt: skip
+    most, total, sums = _add(
+        x, keys, values, k_row, v_row, row, first, end, end, scale, most, total, sums, True, DIM, DIM_BLOCK, KEYS
+    )
+    result = (sums / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + ((base + row)[:, None] * HEADS + head) * DIM + dim[None, :], result, mask=lives)
+
+
+@triton.jit
+def _add(
+    x, keys, values, k_row, v_row, row, start, stop, end, scale, most, total, sums,
+    CAUSAL: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys from ``start`` to ``stop`` to a softmax in base 2; those from ``end`` on are another sequence's."""
+    dim = tl.arange(0, DIM_BLOCK)
+    for first in range(start, stop, KEYS):
+        key = first + tl.arange(0, KEYS)
+        there = (dim < DIM)[None, :] & (key < end)[:, None]
+        place = key.to(tl.int64)[:, None]
+        some = tl.load(keys + place * k_row + dim[None, :], mask=there, other=0.0)
+        scores = tl.dot(x, tl.trans(some), input_precision="ieee") * scale
+        if CAUSAL:
+            seen = (key[None, :] <= row[:, None]) & (key < end)[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+        faded = tl.exp2(most - highest)
+        total = total * faded + tl.sum(weights, 1)
+        some = tl.load(values + place * v_row + dim[None, :], mask=there, other=0.0)
+        sums = sums * faded[:, None] + tl.dot(weights.to(some.dtype), some, input_precision="ieee")
+        most = highest
+    return most, total, sums

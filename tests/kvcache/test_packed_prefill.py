@@ -1,0 +1,105 @@
+"""Prompts that are prefilled together give what each gives alone, in one call of attention and one write a layer."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
+
+from shadowkv.kvcache import prefill_batch
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.presets import preset
+
+POLICIES = {
+    "full": preset("full"),
+    "turbo": preset("turbo:dense_below=500", rank=16, budget=32, values="rotated-4bit"),
+    "snapkv": preset("snapkv:dense_below=500", budget=32),
+    "infinigen": preset("infinigen:dense_below=500", budget=32),
+    "shadowkv": preset("shadowkv:dense_below=500", rank=16, budget=32, outliers=3),
+}
+LENGTHS = [70, 1, 130, 64, 900, 30]
+ROOM = 700
+"""Tokens more that each may grow by: those that are dense have a state in reserve, which learns from their prompt."""
+
+
+def start(cache: KVCache, seed: int, length: int) -> Stream:
+    return Stream(seed, cache.allocate(length, length + ROOM))
+
+
+def same(a: Any, b: Any) -> None:
+    if isinstance(a, torch.Tensor):
+        # Several matrices at once may be computed in another order.
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            same(a[name], b[name])
+    elif isinstance(a, tuple):
+        for pair in zip(a, b, strict=True):
+            same(*pair)
+    elif hasattr(a, "__dict__"):
+        same(vars(a), vars(b))
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("block", [10000, 100])
+@pytest.mark.parametrize("name", POLICIES)
+def test_packed_prompts_equal_prompts_alone(name: str, block: int) -> None:
+    cache = make_cache(POLICIES[name])
+    old = start(cache, 99, 200)
+    prefill(cache, [(old, 200)])
+    packed = [start(cache, seed, length) for seed, length in enumerate(LENGTHS)]
+    cache.extend(old.sequence, 250, 300)
+    work = list(zip(packed, LENGTHS, strict=True))
+    prefill(cache, [*work[:3], (old, 50), *work[3:]], block=block)
+    for seed, (together, length) in enumerate(work):
+        other = make_cache(POLICIES[name])
+        alone = start(other, seed, length)
+        prefill(other, [(alone, length)], block=10000)
+        same(cache.export(together.sequence), other.export(alone.sequence))
+        torch.testing.assert_close(together.output(), alone.output(), atol=2e-5, rtol=2e-5)
+        if DEVICE == "cpu" and block > 1000:
+            assert torch.equal(together.output(), alone.output())
+        decode(cache, [together])
+        decode(other, [alone])
+        torch.testing.assert_close(together.output(), alone.output(), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "turbo"])
+def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, calls = make_cache(POLICIES[name]), Counter[str]()
+
+    def count(owner: Any, what: str) -> None:
+        function = getattr(owner, what)
+
+        def counting(*args: Any) -> Any:
+            calls[what] += 1
+            return function(*args)
+
+        monkeypatch.setattr(owner, what, counting)
+
+    for what in ("ragged_attention", "causal_attention"):
+        count(cache.ops, what)
+    for what in ("_write_exact", "_observe"):
+        count(cache.prefill, what)
+    streams = [start(cache, seed, length) for seed, length in enumerate([70, 100, 64, 300, 90])]
+    prefill(cache, [(stream, stream.sequence.capacity - ROOM) for stream in streams], block=1000)
+    stored = 1  # both layers together
+    observed = stored if cache.spec.seals else 0
+    assert calls == Counter(ragged_attention=SHAPE.num_layers, _write_exact=stored, _observe=observed)
+
+
+def test_a_long_prompt_and_one_alone_attend_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_batch, "ALONE", 100)
+    cache = make_cache(POLICIES["full"])
+    streams = [start(cache, seed, length) for seed, length in enumerate((5, 7, 100, 99, 2))]
+    batch = cache.prefill_batch([(s.sequence, s.sequence.capacity - ROOM) for s in streams])
+    runs = [(run.start, run.stop, run.alone is None, run.longest) for run in batch.block(0, 213).runs]
+    assert runs == [(0, 12, True, 7), (12, 112, False, 0), (112, 213, True, 99)]
+    assert batch.block(0, 213).runs[2].cu_seqlens.tolist() == [0, 99, 101]
+    cut = [(run.start, run.stop, run.alone is None) for run in batch.block(2, 150).runs]
+    assert cut == [(2, 5, False), (5, 12, False), (12, 112, False), (112, 150, False)]
+    for b in (batch.block(0, 50), batch.block(50, 213)):
+        assert torch.equal(batch.last[b.kept] - b.start, b.last)

@@ -1,0 +1,89 @@
+"""Attention of packed sequences against a softmax per position: the reference, and Triton's kernel on a GPU or in its
+interpreter."""
+
+import math
+import os
+import subprocess
+import sys
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from plain_formulas import SHAPES, assert_close, assert_close_like_lowp, attend_rows
+from torch import Tensor
+
+from shadowkv.ops.causal_attention.reference import causal_attention
+from shadowkv.ops.ragged_attention import reference
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LENGTHS = [[1], [1, 1, 1], [7, 1, 64, 65], [130, 3, 128, 1, 1, 40], [300]]
+shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+
+
+def packed(
+    lengths: list[int], heads: int, group: int, dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Arguments of the op. Keys and values are parts of larger tensors, with NaN before and behind them."""
+    total = sum(lengths)
+    q = 2 * torch.randn(total, heads * group, dim, device=DEVICE)
+    scratch = torch.full((2, total + 20, heads + 1, dim), math.nan, device=DEVICE)
+    scratch[:, 10 : 10 + total, :heads] = torch.randn(2, total, heads, dim, device=DEVICE)
+    k, v = scratch.to(dtype)[:, 10 : 10 + total, :heads]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    return q.to(dtype), k, v, starts, max(lengths)
+
+
+def rows(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What each position attends to."""
+    return [
+        (q[i], k[a : i + 1].transpose(0, 1), v[a : i + 1].transpose(0, 1))
+        for a, b in pairwise(starts.tolist())
+        for i in range(a, b)
+    ]
+
+
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="once is enough")
+@shapes
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [7, 1, 33], [20, 1, 1, 40]])
+def test_positions_of_the_reference_see_their_own_sequence_up_to_themselves(
+    seed: str, heads: int, group: int, dim: int, lengths: list[int]
+) -> None:
+    q, k, v, starts, longest = packed(lengths, heads, group, dim)
+    out = reference.ragged_attention(q, k, v, starts, longest)
+    assert_close(out, attend_rows(rows(q, k, v, starts))[0])
+    for a, b in pairwise(starts.tolist()):
+        assert torch.equal(out[a:b], causal_attention(q[a:b], k[a:b], v[a:b]))
+
+
+if not ON_GPU and not INTERPRETED:
+
+    def test_everything_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+else:
+    pytest.importorskip("triton")
+    from shadowkv.ops.ragged_attention import triton as kernel
+
+    @shapes
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+    def test_the_kernel_equals_the_reference(seed: str, heads: int, group: int, dim: int, lengths: list[int]) -> None:
+        args = packed(lengths, heads, group, dim)
+        exact = reference.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
+        assert_close(kernel.ragged_attention(*args), exact)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
+    def test_the_kernel_in_16_bits(seed: str, dtype: torch.dtype) -> None:
+        args = packed([130, 3, 40], 2, 3, 96, dtype)
+        exact = reference.ragged_attention(*(x.double() for x in args[:3]), *args[3:])
+        assert_close_like_lowp(kernel.ragged_attention(*args), exact, reference.ragged_attention(*args))
+
+    def test_large_scores_do_not_overflow(seed: str) -> None:
+        q, *rest = packed([70, 20], 2, 1, 64)
+        exact = reference.ragged_attention(100 * q.double(), *(x.double() for x in rest[:2]), *rest[2:])
+        assert_close(kernel.ragged_attention(100 * q, *rest), exact, atol=2e-4, rtol=2e-4)
