@@ -2,7 +2,9 @@
 load, so that a prompt's answer depends on none of its neighbours.
 
 A token costs its share of what a step reads, dense or compressed. A compressed sequence adds to a step what searching
-takes whatever the length, and pays once for finding its subspace and coding its tokens.
+takes whatever the length, and pays once for finding its subspace and coding its tokens. A prompt of no more than one
+block of a prefill is never compressed: there is no later block of a layer beside which that could be done, and its
+first token would come a tenth later.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.kvcache.traffic import step_reads
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
@@ -46,9 +49,9 @@ class Costs:
 
 
 COSTS = {
-    # One H200, Llama-3.1-8B: of a step of one sequence of 60K 1.2 ms are neither bytes nor the dense step's; of any
-    # prompt 62 to 80 ms, measured before several layers were fitted together; of a prompt of 60K 0.5 to 3.4 %.
-    "cuda": Costs(4.5e12, 50.7e9, step=37e-6, row=0.0, fit=0.07, seal=1e-6),
+    # One H200, Llama-3.1-8B: of a step of one sequence of 60K 1.2 ms are neither bytes nor the dense step's; prompts of
+    # 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
+    "cuda": Costs(4.5e12, 50.7e9, step=37e-6, row=0.0, fit=0.015, seal=2e-6),
     # Two cores, SmolLM2-135M: at 4K a step of one sequence takes `turbo` 72 to 105 ms and `full` 39 to 66.
     "cpu": Costs(14e9, 14e9, step=0.0, row=1.1e-3, fit=0.1, seal=250e-6),
 }
@@ -82,7 +85,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         return (weights + layers * costs.step) / rows + layers * (reads + costs.row) + once / ANSWER
 
     below = longest + 1
-    for tokens in reversed([*_lengths(max(SETTLED, forced.spec.dense_limit + 1), longest)]):
+    for tokens in reversed([*_lengths(max(SETTLED, BLOCK_TOKENS[device] + PAGE, forced.spec.dense_limit + 1), longest)]):
         if seconds(forced, tokens) >= seconds(dense, tokens):
             break
         below = tokens

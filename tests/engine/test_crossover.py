@@ -7,6 +7,7 @@ import torch
 
 from shadowkv.engine import crossover
 from shadowkv.engine.crossover import COSTS, dense_below
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
@@ -30,9 +31,13 @@ def test_larger_batches_compress_sooner_and_never_what_no_state_is_fitted_on_for
 
 
 def test_a_cheaper_fit_compresses_sooner(monkeypatch):
-    dear = below("turbo", 48)
-    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.01))
-    assert SETTLED < below("turbo", 48) < dear
+    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.07))
+    assert below("turbo", 48) > 8256
+
+
+def test_prompts_of_one_block_are_never_compressed(monkeypatch):
+    monkeypatch.setitem(crossover.COSTS, "cuda", replace(COSTS["cuda"], fit=0.0, seal=0.0, step=0.0))
+    assert below("turbo", 256) == BLOCK_TOKENS["cuda"] + 64
 
 
 def test_what_never_pays_is_never_compressed(monkeypatch):
@@ -41,7 +46,7 @@ def test_what_never_pays_is_never_compressed(monkeypatch):
 
 
 def test_a_card_too_small_for_a_dense_batch_compresses_sooner():
-    assert below("turbo", 256, cache_bytes=8 * 2**30) < below("turbo", 256, cache_bytes=None)
+    assert below("turbo", 4, cache_bytes=4 * 2**30) < below("turbo", 4, cache_bytes=None)
 
 
 def test_the_longest_context_changes_nothing_below_it():

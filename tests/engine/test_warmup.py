@@ -90,7 +90,7 @@ def test_small_engines(make: Any, caplog: pytest.LogCaptureFixture, options: dic
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.LogCaptureFixture, number: int) -> None:
     engine = make(kv="shadowkv")
-    start = engine._start_prefill
+    start = engine._prefills.start
     calls = []
 
     def starts() -> None:
@@ -100,7 +100,7 @@ def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.Lo
                 fail_next_prefill(engine, 1, MemoryError("none left"))
         start()
 
-    engine._start_prefill = starts
+    engine._prefills.start = starts
     warm_up(engine)
     assert len(calls) == number + 1
     assert any("warm-up ended early" in record.getMessage() for record in caplog.records)
