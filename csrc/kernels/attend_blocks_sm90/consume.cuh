@@ -1,0 +1,128 @@
+// The consumers: two warpgroups, each with 64 of a tile's 128 queries.
+#pragma once
+
+#include "products.cuh"
+#include "softmax.cuh"
+
+namespace shadowkv {
+
+// What a warpgroup has of a tile under way. Both go through the same blocks, and take turns at beginning products, so
+// that one's softmax is computed during the other's products.
+template <class Shape>
+struct Attending {
+  const BlocksMemory<Shape>& memory;
+  const int consumer;
+  const float scale;
+  Place<Shape::kStages> keys = {}, values = {};
+  float s[64];                 // scores, then weights, of one block
+  uint32_t p[32];              // weights that are multiplied with values
+  float sums[Shape::kDim / 2]; // rows and columns as in s
+  RunningSoftmax softmax = {};
+
+  __device__ static bool speaks() { return threadIdx.x % 32 == 0; } // for its warp
+  __device__ uint32_t queries() const { return memory.queries() + consumer * 64 * 128; }
+
+  __device__ __forceinline__ void start() {
+    softmax = {};
+#pragma unroll
+    for (float& x : sums) x = 0;
+    wait_phase(memory.keys_full(keys.slot), keys.parity);
+    begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
+    finish_scores<0>();
+  }
+
+  // Begins the next block's scores and the sums of this one, of which weights are packed.
+  __device__ __forceinline__ void begin_both() {
+    wait_phase(memory.keys_full(keys.slot), keys.parity);
+    sync_threads(1 + consumer, 256);
+    begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
+    wait_phase(memory.values_full(values.slot), values.parity);
+    begin_sums<Shape>(sums, p, memory.values(values.slot));
+    arrive_threads(2 - consumer, 256);
+  }
+
+  template <int kLeft>
+  __device__ __forceinline__ void finish_scores() {
+    wait_product_groups<kLeft>();
+    settle(s);
+    arrive_if(speaks(), memory.keys_empty(keys.slot));
+    keys.advance();
+  }
+
+  __device__ __forceinline__ void finish_sums() {
+    wait_product_groups<0>();
+    settle(sums);
+    settle(p); // read until now
+    arrive_if(speaks(), memory.values_empty(values.slot));
+    values.advance();
+  }
+
+  __device__ __forceinline__ void pack_block() {
+    pack_weights<typename Shape::Element>(p, s);
+    settle(p);
+  }
+
+  __device__ __forceinline__ void finish() {
+    wait_phase(memory.values_full(values.slot), values.parity);
+    settle(sums);
+    begin_sums<Shape>(sums, p, memory.values(values.slot));
+    finish_sums();
+  }
+
+  // Rows are this thread's first one and that eight further, where they are.
+  __device__ __forceinline__ void write(const BlocksCall& call, const Work& work, int row) const {
+    using Element = typename Shape::Element;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float part = __fdividef(1, softmax.row_total(r));
+      const int token = work.tile * kBlock + row + r * 8;
+      Element* const to = static_cast<Element*>(call.out) + token * call.out_token + work.query_head * call.out_head;
+      if (token >= call.n) continue;
+#pragma unroll
+      for (int i = 0; i < Shape::kDim / 8; ++i)
+        *reinterpret_cast<uint32_t*>(to + i * 8 + threadIdx.x % 4 * 2) =
+            pack<Element>(sums[4 * i + 2 * r] * part, sums[4 * i + 2 * r + 1] * part);
+    }
+  }
+};
+
+// Masked blocks are a tile's last ones and follow each other. Ascending lists put one that every row sees before one that
+// some do not.
+template <class Shape>
+__device__ __forceinline__ void attend_tiles(
+    const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {
+  const int lane = threadIdx.x % 32, row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  Attending<Shape> attending = {memory, consumer, call.scale};
+  if (consumer == 1) arrive_threads(1, 256); // the first turn is the first one's
+  for (int parity = 0;; parity ^= 1) {
+    wait_phase(memory.queries_full(), parity);
+    int number, count;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(number), "=r"(count) : "r"(memory.work()) : "memory");
+    if (number < 0) return;
+    const Work work(call, number);
+    const int first = call.m - call.n + work.tile * kBlock;
+    const int open = count - ((min(first + kBlock, call.m) - 1) / kBlock - first / kBlock + 1); // without a mask
+    const int last = row + first % kBlock - lane % 4 * 2; // column that this row sees, of the first masked block
+
+    attending.start();
+    if (count == 1) arrive_if(attending.speaks(), memory.queries_empty());
+    if (open == 0) mask_scores(attending.s, last);
+    attending.softmax.weigh(attending.s, attending.scale);
+    attending.pack_block();
+    for (int i = 1; i < count; ++i) {
+      attending.begin_both();
+      attending.template finish_scores<1>();
+      if (i == count - 1) arrive_if(attending.speaks(), memory.queries_empty());
+      if (i >= open) mask_scores(attending.s, last - (i - open) * kBlock);
+      const bool shrinks = attending.softmax.weigh(attending.s, attending.scale);
+      attending.finish_sums();
+      if (shrinks) attending.softmax.shrink(attending.sums);
+      settle(attending.sums);
+      attending.pack_block();
+    }
+    attending.finish();
+    attending.write(call, work, row);
+  }
+}
+
+} // namespace shadowkv
