@@ -92,6 +92,7 @@ void attend_blocks_sm90(
   STD_TORCH_CHECK(
       reinterpret_cast<uintptr_t>(out.data_ptr()) % 4 == 0 && (out.stride(0) | out.stride(1)) % 2 == 0,
       "out has rows that do not start at multiples of 4 bytes");
+  STD_TORCH_CHECK(scale > 0, "scale ", scale, " is not above zero");
   if (query_heads * n == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const BlocksCall call = {

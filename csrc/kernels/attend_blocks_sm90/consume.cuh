@@ -15,15 +15,20 @@ struct Attending {
   const float scale;
   Place<Shape::kStages> keys = {}, values = {};
   float s[64];                 // scores, then weights, of one block
-  uint32_t p[32];              // weights that are multiplied with values
+  uint32_t packed[32];         // weights of the last block that has some
+  uint32_t p[32];              // those that are multiplied with values
   float sums[Shape::kDim / 2]; // rows and columns as in s
   RunningSoftmax softmax = {};
+
+  bool shrinks = false;        // whether sums must, before the next block's
+  uint32_t multiplied = 0; // the barrier that says that values are no longer read, if they are
 
   __device__ static bool speaks() { return threadIdx.x % 32 == 0; } // for its warp
   __device__ uint32_t queries() const { return memory.queries() + consumer * 64 * 128; }
 
   __device__ __forceinline__ void start() {
     softmax = {};
+    multiplied = 0;
 #pragma unroll
     for (float& x : sums) x = 0;
     wait_phase(memory.keys_full(keys.slot), keys.parity);
@@ -31,14 +36,11 @@ struct Attending {
     finish_scores<0>();
   }
 
-  // Begins the next block's scores and the sums of this one, of which weights are packed.
-  __device__ __forceinline__ void begin_both() {
+  // In this warpgroup's turn.
+  __device__ __forceinline__ void begin_next_scores() {
     wait_phase(memory.keys_full(keys.slot), keys.parity);
     sync_threads(1 + consumer, 256);
     begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
-    wait_phase(memory.values_full(values.slot), values.parity);
-    begin_sums<Shape>(sums, p, memory.values(values.slot));
-    arrive_threads(2 - consumer, 256);
   }
 
   template <int kLeft>
@@ -49,24 +51,39 @@ struct Attending {
     keys.advance();
   }
 
+  // Makes packed weights of scores. They are no longer those of p, which may be in use.
+  __device__ __forceinline__ void weigh() {
+    shrinks = softmax.weigh(s, scale);
+    pack_weights<typename Shape::Element>(packed, s);
+    settle(packed);
+  }
+
+  // Waits for the sums of blocks before and makes them and their weights' registers ready for the next block.
   __device__ __forceinline__ void finish_sums() {
     wait_product_groups<0>();
     settle(sums);
-    settle(p); // read until now
-    arrive_if(speaks(), memory.values_empty(values.slot));
-    values.advance();
-  }
-
-  __device__ __forceinline__ void pack_block() {
-    pack_weights<typename Shape::Element>(p, s);
+    keep(p, scale < 0, memory.first); // which it is not
+    arrive_if(speaks() && multiplied, multiplied);
+    if (shrinks) softmax.shrink(sums);
+    settle(sums);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) p[i] = packed[i];
     settle(p);
   }
 
-  __device__ __forceinline__ void finish() {
+  // Adds the block whose weights are in p.
+  __device__ __forceinline__ void begin_next_sums() {
     wait_phase(memory.values_full(values.slot), values.parity);
-    settle(sums);
     begin_sums<Shape>(sums, p, memory.values(values.slot));
-    finish_sums();
+    multiplied = memory.values_empty(values.slot);
+    values.advance();
+  }
+
+  __device__ __forceinline__ void finish_tile() {
+    wait_product_groups<0>();
+    settle(sums);
+    settle(p);
+    arrive_if(speaks(), multiplied);
   }
 
   // Rows are this thread's first one and that eight further, where they are.
@@ -107,20 +124,20 @@ __device__ __forceinline__ void attend_tiles(
     attending.start();
     if (count == 1) arrive_if(attending.speaks(), memory.queries_empty());
     if (open == 0) mask_scores(attending.s, last);
-    attending.softmax.weigh(attending.s, attending.scale);
-    attending.pack_block();
+    attending.weigh();
     for (int i = 1; i < count; ++i) {
-      attending.begin_both();
+      attending.finish_sums();
+      attending.begin_next_scores();
+      attending.begin_next_sums();
+      arrive_threads(2 - consumer, 256); // the other's turn
       attending.template finish_scores<1>();
       if (i == count - 1) arrive_if(attending.speaks(), memory.queries_empty());
       if (i >= open) mask_scores(attending.s, last - (i - open) * kBlock);
-      const bool shrinks = attending.softmax.weigh(attending.s, attending.scale);
-      attending.finish_sums();
-      if (shrinks) attending.softmax.shrink(attending.sums);
-      settle(attending.sums);
-      attending.pack_block();
+      attending.weigh();
     }
-    attending.finish();
+    attending.finish_sums();
+    attending.begin_next_sums();
+    attending.finish_tile();
     attending.write(call, work, row);
   }
 }

@@ -28,6 +28,17 @@ __device__ __forceinline__ void settle(uint32_t (&c)[kCount]) {
   for (uint32_t& x : c) asm volatile("" : "+r"(x)::"memory");
 }
 
+// A use that the assembler sees, too, of registers that a product read, and that never stores: until here they are not
+// given to anything else. `never` is false, but the compiler must not know.
+__device__ __forceinline__ void keep(const uint32_t (&c)[32], bool never, uint32_t address) {
+#pragma unroll
+  for (int i = 0; i < 32; i += 4)
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int(never)),
+        "r"(address), "r"(c[i]), "r"(c[i + 1]), "r"(c[i + 2]), "r"(c[i + 3])
+        : "memory");
+}
+
 // Waits for all but so many of the groups of products closed last; what the others touch is settled after it.
 template <int kLeft>
 __device__ __forceinline__ void wait_product_groups() {
