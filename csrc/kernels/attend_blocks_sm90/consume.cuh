@@ -19,9 +19,8 @@ struct Attending {
   uint32_t p[32];              // those that are multiplied with values
   float sums[Shape::kDim / 2]; // rows and columns as in s
   RunningSoftmax softmax = {};
-
-  bool shrinks = false;        // whether sums must, before the next block's
-  uint32_t multiplied = 0; // the barrier that says that values are no longer read, if they are
+  bool shrinks = false;    // whether sums must, before the block whose weights are packed is added
+  uint32_t multiplied = 0; // the barrier that says that values are no longer read, if any are
 
   __device__ static bool speaks() { return threadIdx.x % 32 == 0; } // for its warp
   __device__ uint32_t queries() const { return memory.queries() + consumer * 64 * 128; }
@@ -51,7 +50,7 @@ struct Attending {
     keys.advance();
   }
 
-  // Makes packed weights of scores. They are no longer those of p, which may be in use.
+  // Makes packed weights of scores, not in p, which products are still reading.
   __device__ __forceinline__ void weigh() {
     shrinks = softmax.weigh(s, scale);
     pack_weights<typename Shape::Element>(packed, s);
@@ -62,7 +61,7 @@ struct Attending {
   __device__ __forceinline__ void finish_sums() {
     wait_product_groups<0>();
     settle(sums);
-    keep(p, scale < 0, memory.first); // which it is not
+    keep(p, scale < 0, memory.first); // which it never is
     arrive_if(speaks() && multiplied, multiplied);
     if (shrinks) softmax.shrink(sums);
     settle(sums);
