@@ -61,9 +61,9 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
-// Describes, to a product, a factor whose rows of 128 bytes lie one after the other, their 16-byte units swizzled by the
-// row modulo 8, at an address that is a multiple of 1024 bytes: this is the lower half; in the upper, eight rows are 1024
-// bytes apart from the next eight.
+// Describes, to a product, a factor whose rows of 128 bytes lie one after the other, their 16-byte units swizzled by
+// the row modulo 8, at an address that is a multiple of 1024 bytes: this is the lower half; in the upper, eight rows are
+// 1024 bytes apart from the next eight.
 __device__ __forceinline__ uint32_t swizzled_rows(uint32_t address) { return (address & 0x3ffff) >> 4; }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -102,8 +102,8 @@ struct Attending {
   }
 };
 
-// Masked blocks are a tile's last ones and follow each other. Ascending lists put one that every row sees before one that
-// some do not.
+// Masked blocks are a tile's last ones and follow each other. As lists ascend, the first block of any has a key that
+// every row sees, and peaks are finite from then on.
 template <class Shape>
 __device__ __forceinline__ void attend_tiles(
     const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {

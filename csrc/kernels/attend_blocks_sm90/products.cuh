@@ -6,7 +6,7 @@
 // bytes), and the base offset in 49 to 51, zero as all patterns begin at multiples of 1024 bytes.
 //   Queries and keys, of which the product sums over what lies within rows: the stride offset is from eight rows to the
 //   next, 1024 bytes. 16 dimensions are two units, so a step adds 32 bytes to the address and four steps are a box; the
-//   swizzle goes by the address' own bits and stays right. The leading offset is not read, as a step is within 128 bytes.
+//   swizzle goes by the address' own bits and stays right. The leading offset is not read: a step is within 128 bytes.
 //   Values, of which it sums over rows: the stride offset is again from eight rows to the next, the leading one from 64
 //   columns to the next, a box. A step is 16 rows, 2048 bytes.
 #pragma once

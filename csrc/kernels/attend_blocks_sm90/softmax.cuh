@@ -88,7 +88,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
-// Weights as a product's first factor, 16 keys at a time: (g, 2t..) (g + 8, 2t..) (g, 2t + 8..) (g + 8, 2t + 8..), which
+// Weights as a product's first factor, 16 keys at a time: (g, 2t..) (g + 8, 2t..) (g, 2t + 8..) (g + 8, 2t + 8..). That
 // is how scores lie.
 template <class Element>
 __device__ __forceinline__ void pack_weights(uint32_t (&p)[32], const float (&s)[64]) {
