@@ -62,8 +62,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 }
 
 // Describes, to a product, a factor whose rows of 128 bytes lie one after the other, their 16-byte units swizzled by
-// the row modulo 8, at an address that is a multiple of 1024 bytes: this is the lower half; in the upper, eight rows are
-// 1024 bytes apart from the next eight.
+// the row modulo 8, at an address that is a multiple of 1024 bytes: this is the lower half; in the upper, eight rows
+// are 1024 bytes apart from the next eight.
 __device__ __forceinline__ uint32_t swizzled_rows(uint32_t address) { return (address & 0x3ffff) >> 4; }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
