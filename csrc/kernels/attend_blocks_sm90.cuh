@@ -1,9 +1,9 @@
 // Causal prefill attention over listed blocks of 128 keys for Hopper, after FlashAttention-3 (arXiv:2407.08608).
 //
 // One thread block per multiprocessor, which takes a tile of 128 queries of one head after another. One warp copies
-// queries, keys and values (fetch.cuh) into rings of stages; two warpgroups attend with 64 queries each
-// (consume.cuh). Each begins the products of the next block's scores and of this one's values together (products.cuh), and computes the
-// next one's softmax (softmax.cuh) during the latter, and during the other warpgroup's.
+// queries, keys and values (fetch.cuh) into rings of stages; two warpgroups attend with 64 queries each (consume.cuh).
+// Each begins the products of the next block's scores and of this one's values together (products.cuh), and computes
+// the next one's softmax (softmax.cuh) during the latter, and during the other warpgroup's.
 #pragma once
 
 #include "attend_blocks_sm90/consume.cuh"
