@@ -1,7 +1,7 @@
-// Shared memory by its addresses, copies into it, and the barriers that say who may read or write it.
+// Shared memory by its addresses, and copies into it.
 #pragma once
 
-#include "../mma.cuh"
+#include "../hopper.cuh"
 
 namespace shadowkv {
 
@@ -51,29 +51,9 @@ __device__ __forceinline__ void copy4_async(uint32_t to, const void* from, bool 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
 }
 
-__device__ __forceinline__ void init_barrier(uint32_t at, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t at) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(at) : "memory");
-}
-
 // Arrives when this thread's copies of 16 or fewer bytes have.
 __device__ __forceinline__ void arrive_with_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
 }
-
-__device__ __forceinline__ void wait_phase(uint32_t at, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::
-          "r"(at), "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void sync_threads(int id, int count) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
-}
-
 
 } // namespace shadowkv

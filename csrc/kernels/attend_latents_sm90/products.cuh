@@ -1,17 +1,9 @@
 // Products of a warpgroup (wgmma): the first factor in registers, the second in shared memory.
 #pragma once
 
-#include <cstdint>
+#include "../hopper.cuh"
 
 namespace shadowkv {
-
-// Describes, to a product, its factor [16, 64] of half whose rows of 128 bytes lie one after the other, their 16-byte
-// units swizzled by the row modulo 8, at an address that is a multiple of 1024 bytes: this is the lower half; in the
-// upper, eight rows are 1024 bytes apart from the next eight.
-__device__ __forceinline__ uint32_t swizzled_rows(uint32_t address) { return (address & 0x3ffff) >> 4; }
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits for all products; c may be read after it only.
 __device__ __forceinline__ void wait_products(float (&c)[32]) {

@@ -1,0 +1,144 @@
+// The consumers: two warpgroups, each with 64 of a tile's 128 queries.
+#pragma once
+
+#include "products.cuh"
+#include "softmax.cuh"
+
+namespace shadowkv {
+
+// What a warpgroup has of a tile under way. Both go through the same blocks, and take turns at beginning products, so
+// that one's softmax is computed during the other's products.
+template <class Shape>
+struct Attending {
+  const BlocksMemory<Shape>& memory;
+  const int consumer;
+  const float scale;
+  Place<Shape::kStages> keys = {}, values = {};
+  float s[64];                 // scores, then weights, of one block
+  uint32_t packed[32];         // weights of the last block that has some
+  uint32_t p[32];              // those that are multiplied with values
+  float sums[Shape::kDim / 2]; // rows and columns as in s
+  RunningSoftmax softmax = {};
+  bool shrinks = false;    // whether sums must, before the block whose weights are packed is added
+  uint32_t multiplied = 0; // the barrier that says that values are no longer read, if any are
+
+  __device__ static bool speaks() { return threadIdx.x % 32 == 0; } // for its warp
+  __device__ uint32_t queries() const { return memory.queries() + consumer * 64 * 128; }
+
+  __device__ __forceinline__ void start() {
+    softmax = {};
+    multiplied = 0;
+#pragma unroll
+    for (float& x : sums) x = 0;
+    wait_phase(memory.keys_full(keys.slot), keys.parity);
+    begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
+    finish_scores<0>();
+  }
+
+  // In this warpgroup's turn.
+  __device__ __forceinline__ void begin_next_scores() {
+    wait_phase(memory.keys_full(keys.slot), keys.parity);
+    sync_threads(1 + consumer, 256);
+    begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
+  }
+
+  template <int kLeft>
+  __device__ __forceinline__ void finish_scores() {
+    wait_product_groups<kLeft>();
+    settle(s);
+    arrive_if(speaks(), memory.keys_empty(keys.slot));
+    keys.advance();
+  }
+
+  // Makes packed weights of scores, not in p, which products are still reading.
+  __device__ __forceinline__ void weigh() {
+    shrinks = softmax.weigh(s, scale);
+    pack_weights<typename Shape::Element>(packed, s);
+    settle(packed);
+  }
+
+  // Waits for the sums of blocks before and makes them and their weights' registers ready for the next block.
+  __device__ __forceinline__ void finish_sums() {
+    wait_product_groups<0>();
+    settle(sums);
+    keep(p, scale < 0, memory.first); // which it never is
+    arrive_if(speaks() && multiplied, multiplied);
+    if (shrinks) softmax.shrink(sums);
+    settle(sums);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) p[i] = packed[i];
+    settle(p);
+  }
+
+  // Adds the block whose weights are in p.
+  __device__ __forceinline__ void begin_next_sums() {
+    wait_phase(memory.values_full(values.slot), values.parity);
+    begin_sums<Shape>(sums, p, memory.values(values.slot));
+    multiplied = memory.values_empty(values.slot);
+    values.advance();
+  }
+
+  __device__ __forceinline__ void finish_tile() {
+    wait_product_groups<0>();
+    settle(sums);
+    settle(p);
+    arrive_if(speaks(), multiplied);
+  }
+
+  // Rows are this thread's first one and that eight further, where they are.
+  __device__ __forceinline__ void write(const BlocksCall& call, const Work& work, int row) const {
+    using Element = typename Shape::Element;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float part = __fdividef(1, softmax.row_total(r));
+      const int token = work.tile * kBlock + row + r * 8;
+      Element* const to = static_cast<Element*>(call.out) + token * call.out_token + work.query_head * call.out_head;
+      if (token >= call.n) continue;
+#pragma unroll
+      for (int i = 0; i < Shape::kDim / 8; ++i)
+        *reinterpret_cast<uint32_t*>(to + i * 8 + threadIdx.x % 4 * 2) =
+            pack<Element>(sums[4 * i + 2 * r] * part, sums[4 * i + 2 * r + 1] * part);
+    }
+  }
+};
+
+// Masked blocks are a tile's last ones and follow each other. As lists ascend, the first block of any has a key that
+// every row sees, and peaks are finite from then on.
+template <class Shape>
+__device__ __forceinline__ void attend_tiles(
+    const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {
+  const int lane = threadIdx.x % 32, row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  Attending<Shape> attending = {memory, consumer, call.scale};
+  if (consumer == 1) arrive_threads(1, 256); // the first turn is the first one's
+  for (int parity = 0;; parity ^= 1) {
+    wait_phase(memory.queries_full(), parity);
+    int number, count;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(number), "=r"(count) : "r"(memory.work()) : "memory");
+    if (number < 0) return;
+    const Work work(call, number);
+    const int first = call.m - call.n + work.tile * kBlock;
+    const int open = count - ((min(first + kBlock, call.m) - 1) / kBlock - first / kBlock + 1); // without a mask
+    const int last = row + first % kBlock - lane % 4 * 2; // column that this row sees, of the first masked block
+
+    attending.start();
+    if (count == 1) arrive_if(attending.speaks(), memory.queries_empty());
+    if (open == 0) mask_scores(attending.s, last);
+    attending.weigh();
+    for (int i = 1; i < count; ++i) {
+      attending.finish_sums();
+      attending.begin_next_scores();
+      attending.begin_next_sums();
+      arrive_threads(2 - consumer, 256); // the other's turn
+      attending.template finish_scores<1>();
+      if (i == count - 1) arrive_if(attending.speaks(), memory.queries_empty());
+      if (i >= open) mask_scores(attending.s, last - (i - open) * kBlock);
+      attending.weigh();
+    }
+    attending.finish_sums();
+    attending.begin_next_sums();
+    attending.finish_tile();
+    attending.write(call, work, row);
+  }
+}
+
+} // namespace shadowkv

@@ -1,0 +1,82 @@
+// The producer: one warp that takes tiles and copies their queries and blocks of keys and values.
+#pragma once
+
+#include "shape.cuh"
+
+namespace shadowkv {
+
+// Starts the copy of 128 rows of a head.
+template <class Shape>
+__device__ __forceinline__ void copy_rows(const CUtensorMap& map, uint32_t to, uint32_t full, int head, int row) {
+  arrive_expecting(full, Shape::kTileBytes);
+#pragma unroll
+  for (int box = 0; box < Shape::kBoxes; ++box)
+    copy_box(map, to + box * kBoxBytes, full, box * kBoxDims, head, row);
+}
+
+// Copies of one thread.
+template <class Shape>
+struct Fetcher {
+  const BlocksCall& call;
+  const BlocksMemory<Shape>& memory;
+  Place<Shape::kStages> keys, values;
+  int parity = 1; // of the phase before, in which queries are gone: those of a new barrier are
+
+  __device__ void fetch_keys(int head, int row) {
+    wait_phase(memory.keys_empty(keys.slot), keys.parity ^ 1);
+    copy_rows<Shape>(call.k, memory.keys(keys.slot), memory.keys_full(keys.slot), head, row);
+    keys.advance();
+  }
+  __device__ void fetch_values(int head, int row) {
+    wait_phase(memory.values_empty(values.slot), values.parity ^ 1);
+    copy_rows<Shape>(call.v, memory.values(values.slot), memory.values_full(values.slot), head, row);
+    values.advance();
+  }
+  __device__ void announce(int number, int count) {
+    wait_phase(memory.queries_empty(), parity);
+    parity ^= 1;
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(memory.work()), "r"(number), "r"(count) : "memory");
+  }
+  __device__ void fetch_queries(const Work& work, int number, int count) {
+    announce(number, count);
+    copy_rows<Shape>(call.q, memory.queries(), memory.queries_full(), work.query_head, work.tile * kBlock);
+  }
+};
+
+// Values follow the next block's keys, as the consumers ask for them in that order. A tile's first keys come before its
+// queries, which wait for the last product of the tile before.
+template <class Shape>
+__device__ __forceinline__ void fetch_tiles(const BlocksCall& call, const BlocksMemory<Shape>& memory) {
+  const int lane = threadIdx.x % 32;
+  Fetcher<Shape> fetcher = {call, memory};
+  int number = blockIdx.x;
+  while (number < call.works()) {
+    const Work work(call, number);
+    int next = 0;
+    if (lane == 0) next = atomicAdd(call.taken, 1);
+    const int* const list = call.indices + int64_t(work.row(call)) * call.blocks;
+    const int count = __ldg(call.counts + work.row(call));
+    int listed = 0, before = 0; // a block for each lane; the row where the last one began
+    for (int i = 0; i < count; ++i) {
+      if (i % 32 == 0) listed = i + lane < count ? __ldg(list + i + lane) : 0;
+      const int row = __shfl_sync(~0u, listed, i % 32) * kBlock;
+      if (lane == 0) {
+        fetcher.fetch_keys(work.head, row);
+        if (i == 0)
+          fetcher.fetch_queries(work, number, count);
+        else
+          fetcher.fetch_values(work.head, before);
+      }
+      before = row;
+      __syncwarp();
+    }
+    if (lane == 0 && count > 0) fetcher.fetch_values(work.head, before);
+    number = __shfl_sync(~0u, next, 0) + gridDim.x;
+  }
+  if (lane == 0) {
+    fetcher.announce(-1, 0);
+    arrive(memory.queries_full());
+  }
+}
+
+} // namespace shadowkv

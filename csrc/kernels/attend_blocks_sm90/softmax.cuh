@@ -1,0 +1,99 @@
+// Scores to weights, in the fragments that products leave: a thread has two rows, g and g + 8 of its warp's 16, and of
+// each of 16 groups of eight columns two neighbours, 2t and 2t + 1, in s[4 i + 2 r + e].
+#pragma once
+
+#include "../mma.cuh"
+
+#include <cmath>
+#include <type_traits>
+
+namespace shadowkv {
+
+// Columns past the last one that row g sees; that of row g + 8 is eight further. Counted from 2t.
+__device__ __forceinline__ void mask_scores(float (&s)[64], int last) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int column = i / 4 * 8 + i % 2 - i % 4 / 2 * 8;
+    if (column > last) s[i] = -INFINITY;
+  }
+}
+
+struct RunningSoftmax {
+  // Sums are made smaller only where a score has grown beyond the peak by more than so many powers of two: weights stay
+  // below 2^8, and most blocks leave sums alone.
+  static constexpr float kSlack = 8;
+
+  float peak[2] = {-INFINITY, -INFINITY}; // of scores before their scale
+  float total[2] = {};                    // of this thread's weights
+  float shrunk[2];                        // by what sums are to be multiplied, if at all
+
+  // Makes weights of scores. Whether the sums so far, of this warp, must be made smaller. The first block has to have a
+  // score above -inf for each row.
+  __device__ __forceinline__ bool weigh(float (&s)[64], float scale) {
+    float high[2][2] = {{peak[0], peak[0]}, {peak[1], peak[1]}};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) high[i / 2 % 2][i % 2] = fmaxf(high[i / 2 % 2][i % 2], s[i]);
+    bool rises = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& most = high[r][0];
+      most = fmaxf(most, high[r][1]);
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      rises |= (most - peak[r]) * scale > kSlack;
+    }
+    rises = __any_sync(~0u, rises);
+    if (rises) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        shrunk[r] = exp2_fast((peak[r] - high[r][0]) * scale);
+        peak[r] = high[r][0];
+        total[r] *= shrunk[r];
+      }
+    }
+    const float base[2] = {peak[0] * scale, peak[1] * scale};
+    float sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
+      sum[i / 2 % 2][i % 2] += s[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) total[r] += sum[r][0] + sum[r][1];
+    return rises;
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void shrink(float (&sums)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] *= shrunk[i / 2 % 2];
+  }
+
+  // What a row's sums are divided by.
+  __device__ __forceinline__ float row_total(int r) const {
+    const float half = total[r] + __shfl_xor_sync(~0u, total[r], 1);
+    return half + __shfl_xor_sync(~0u, half, 2);
+  }
+};
+
+// Two floats in 16 bits each, the first in the lower half.
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    uint32_t x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+  } else {
+    return pack_bf16(low, high);
+  }
+}
+
+// Weights as a product's first factor, 16 keys at a time: (g, 2t..) (g + 8, 2t..) (g, 2t + 8..) (g + 8, 2t + 8..). That
+// is how scores lie.
+template <class Element>
+__device__ __forceinline__ void pack_weights(uint32_t (&p)[32], const float (&s)[64]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+}
+
+} // namespace shadowkv
