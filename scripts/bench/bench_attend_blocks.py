@@ -37,7 +37,7 @@ def lists(keys: int, density: float) -> tuple[Tensor, Tensor]:
     chosen = torch.rand(HEADS * GROUP, tiles, blocks, device="cuda") < density
     chosen |= (block < SINK_BLOCKS) | (block >= own - LOCAL_BLOCKS)
     chosen &= block <= own
-    indices = chosen.int().sort(-1, descending=True, stable=True)[1]
+    indices = chosen.int().sort(dim=-1, descending=True, stable=True)[1]
     return indices.int(), chosen.sum(-1).int()
 
 
