@@ -95,7 +95,7 @@ def _choose(
     head, member = query_head // GROUP, query_head % GROUP
     rows = (head * parts + tile // TOGETHER) * ROWS + (tile % TOGETHER * GROUP + member) * SAMPLED
     sample, within = tl.arange(0, SAMPLED), tl.arange(0, AT_ONCE)
-    step = heads.to(tl.int64) * parts * ROWS
+    step = tl.full([], ROWS, tl.int64) * heads * parts
     peak = tl.full([SAMPLED], float("-inf"), tl.float32)
     total = tl.zeros([SAMPLED], tl.float32)
     for start in range(SINK, free_end, AT_ONCE):
