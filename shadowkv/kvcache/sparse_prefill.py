@@ -15,14 +15,14 @@ from torch import Tensor
 from shadowkv.ops import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-SHARE = 0.01
+SHARE = 0.04
 """Of a sampled query's softmax over all blocks that are not attended to anyway: what a block has to have."""
 
-MOST = 0.5
-"""Of the blocks that a tile may attend to, the most that it does: listed blocks are attended to at about two thirds of
-the speed of dense attention, and choosing them takes time too."""
+MOST = 0.75
+"""Of the blocks that a tile may attend to, the most that it does: then choosing them and attending to them takes as long
+as attending to all."""
 
-SPARSE_FROM, FEWEST_QUERIES = 16384, 1024
+SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
 """Keys, and new tokens, from which on it pays. Below, attention is exact."""
 
 DENSE_LAST = 256

@@ -176,6 +176,8 @@ def test_logits_whose_difference_overflows(draw: Draw) -> None:
     logits = torch.randn(5000)
     logits[:50], logits[60:90], logits[95:99], logits[40] = 3e38, -3e38, float("-inf"), 3.1e38
     assert one(draw, logits, top_p=0.5, temperature=100.0, uniform=0.3) == 40
+    least = torch.finfo(torch.float32).smallest_normal * 2**-23  # half of it is 0
+    assert one(draw, torch.arange(5000) % 2 * least, top_k=1, uniform=0.9) == 1
 
 
 def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(draw: Draw) -> None:

@@ -76,7 +76,7 @@ def sample(backend: str, q: Tensor) -> Tensor:
 
 
 def shares_of(q: Tensor, k: Tensor, tile: int, head: int, rows: list[int]) -> tuple[Tensor, int, int]:
-    """Largest share of each free block in the softmax of a sampled query over all free ones, and the first and the end
+    """Largest share of each free block in the softmax of a sampled query over all of them, and the first and the end
     of these."""
     n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
     end = max(SINK_BLOCKS, (m - n + tile * BLOCK) // BLOCK - LOCAL_BLOCKS + 1)

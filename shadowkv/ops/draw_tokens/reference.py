@@ -71,7 +71,7 @@ def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Ten
     values = logits
     while len(values) > SORTED:
         high = values.amax()
-        if low >= high:
+        if low / 2 >= high / 2:
             break
         # Halves: the difference of two large numbers is infinity, and a share of that says nothing.
         bucket = ((high / 2 - values / 2) / (high / 2 - low / 2)).clamp_(max=1).mul_(BUCKETS - 1).int()

@@ -82,8 +82,8 @@ def _sample(
 @triton.jit
 def _score(
     q, k, sampled, scores, n, m, tiles, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sums of exponentials of sampled queries of a few tiles, over each of a span of blocks of one head."""
     part, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
