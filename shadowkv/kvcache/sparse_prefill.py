@@ -19,8 +19,8 @@ SHARE = 0.04
 """Of a sampled query's softmax over all blocks that are not attended to anyway: what a block has to have."""
 
 MOST = 0.75
-"""Of the blocks that a tile may attend to, the most that it does: then choosing them and attending to them takes as long
-as attending to all."""
+"""Of the blocks that a tile may attend to, the most that it does: choosing them and attending to them then takes about
+as long as attending to all."""
 
 SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
 """Keys, and new tokens, from which on it pays. Below, attention is exact."""
