@@ -1,4 +1,4 @@
-"""Answers of several policies to the same samples, from one prefill: attention in a prefill is exact under each.
+"""Answers of several policies to the same samples, from one prefill for all whose prefill attends alike.
 
 Samples of a task and length go in batches: each is prefilled and forked into the caches of all policies; then every
 policy decodes the whole batch together.

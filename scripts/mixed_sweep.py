@@ -25,7 +25,6 @@ from sweep_engine import (
     Cell,
     about,
     add_arguments,
-    check,
     combinations,
     config_of,
     greedy,
@@ -63,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=int, help="(default: the longest of all cases)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    check(parser, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     well, rows = True, Rows(args.out, GAPS if args.gaps else MIXED)
     args.max_model_len = args.max_model_len or max(one.input + one.output for one in args.cases)

@@ -6,7 +6,7 @@ import argparse
 import random
 import statistics
 
-from sweep_engine import ENGINE, NEUTRAL, about, config_of, opened, random_prompt, seconds_to_first_token
+from sweep_engine import ENGINE, about, config_of, opened, random_prompt, seconds_to_first_token
 from sweep_rows import Rows
 
 from shadowkv.engine.config import EngineConfig
@@ -23,7 +23,7 @@ def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: R
 
     The engines are as they are by default, for the longest sequences of the model too.
     """
-    cell = {"kv": EngineConfig.kv, **NEUTRAL, "prefill": EngineConfig.prefill}
+    cell = {"kv": EngineConfig.kv, "prefill": EngineConfig.prefill, "quantization": "none"}
     default, full = config_of(args, cell), config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE)
     loaded, draw = load_from_config(default), random.Random(0)
     of_full = opened(full, loaded)

@@ -25,7 +25,6 @@ from sweep_engine import (
     Cell,
     about,
     add_arguments,
-    check,
     combinations,
     config_of,
     in_fresh_process,
@@ -54,7 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="short prompts, the default policy against full")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    check(parser, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.short:
         compare(args, args.contexts or SHORT_CONTEXTS, args.repeats or 9, Rows(args.out, SHORT))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,9 +27,6 @@ from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.models.loader import LoadedModel
 
 ENGINE = "shadowkv"
-
-NEUTRAL = {"prefill": "dense", "quantization": "none"}
-"""What an engine does that has no such setting."""
 
 Cell = dict[str, Any]
 
@@ -77,14 +74,6 @@ def replay_blocks(engine: Engine, density: float | None) -> None:
         engine.cache.block_hook = None if density is None else replayed(density)
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses what this engine has no setting for."""
-    for name in NEUTRAL.keys() - _settings():
-        for value in getattr(args, name):
-            if value != NEUTRAL[name]:
-                parser.error(f"--{name} {value}: this engine has no such setting")
-
-
 def combinations(args: argparse.Namespace) -> Iterator[Cell]:
     """First columns of the rows that were asked for, engine by engine."""
     for quantization, prefill, kv in itertools.product(args.quantization, args.prefill, args.kv):
@@ -93,9 +82,7 @@ def combinations(args: argparse.Namespace) -> Iterator[Cell]:
 
 def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineConfig:
     """The engine of a combination; ``settings`` are further fields of its config."""
-    chosen = {name: cell[name] for name in NEUTRAL.keys() & _settings() if name in cell}
-    if chosen.get("quantization") == NEUTRAL["quantization"]:
-        del chosen["quantization"]
+    chosen = {"prefill": cell["prefill"], "quantization": None if cell["quantization"] == "none" else "fp8"}
     if args.load_format == "dummy" and settings.get("max_model_len"):
         settings["rope_theta"] = 1e7  # random weights have no context that they were made for
     shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "skip_warmup")}
@@ -107,10 +94,6 @@ def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
     engine = Engine(config, loaded)
     engine.warm_up()
     return engine
-
-
-def _settings() -> set[str]:
-    return {field.name for field in fields(EngineConfig)}
 
 
 def about(engine: Engine) -> Cell:

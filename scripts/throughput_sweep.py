@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,9 @@ def main() -> int:
         metavar="SHARE",
         help="where values are on the host: share of the selected chunks that the step before selected too",
     )
+    parser.add_argument(
+        "--sampled", action="store_true", help="between greedy windows, others at temperature 1 with top-p 0.95"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
@@ -133,7 +136,8 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
 
 def new_tokens(args: argparse.Namespace) -> int:
     """Tokens that a sequence gains at the most: warm-up, windows and profile."""
-    return int((args.windows + 1) * args.steps + PROFILED_STEPS + 64)
+    windows = args.windows * (2 if args.sampled else 1) + 1
+    return int(windows * args.steps + PROFILED_STEPS + 64)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
@@ -178,16 +182,15 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill)
     for _ in range(args.steps):
         engine.step()
-    windows = []
+    windows, sampled = [], []
     torch.cuda.synchronize()
     before = engine.stats().fetches
     for _ in range(args.windows):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        tokens = sum(len(engine.step()) for _ in range(args.steps))
-        torch.cuda.synchronize()
-        assert tokens == count * args.steps, "a sequence has left"
-        windows.append((time.perf_counter() - start) / args.steps)
+        windows.append(window(engine, args.steps, count))
+        if args.sampled:
+            draw_tokens(engine, temperature=1.0, top_p=0.95)
+            sampled.append(window(engine, args.steps, count))
+            draw_tokens(engine, temperature=0.0, top_p=1.0)
     step = statistics.median(windows)
     stats = engine.stats()
     used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
@@ -198,7 +201,9 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     return {
         "decode_tokens_per_s": count / step,
         "step_ms": 1e3 * step,
-        "windows_ms": [1e3 * window for window in windows],
+        "windows_ms": [1e3 * seconds for seconds in windows],
+        "sampled_windows_ms": [1e3 * seconds for seconds in sampled],
+        "sampled_over_greedy": statistics.median(sampled) / step if sampled else None,
         "ttft_s": ttft,
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
         "device_gib_per_sequence": ((used["device"] + used["states"]) / count + buffer) / GIB,
@@ -207,6 +212,22 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         "hit_rate": 1 - fetched / selected if selected else None,
         "profile": profile(engine),
     }
+
+
+def window(engine: Engine, steps: int, count: int) -> float:
+    """Seconds a step of ``count`` sequences, over so many."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    tokens = sum(len(engine.step()) for _ in range(steps))
+    torch.cuda.synchronize()
+    assert tokens == count * steps, "a sequence has left"
+    return (time.perf_counter() - start) / steps
+
+
+def draw_tokens(engine: Engine, **settings: float) -> None:
+    """Has all requests choose their next tokens in another way; their seeds stay."""
+    for running in engine.scheduler.running:
+        running.request.params = replace(running.request.params, **settings)
 
 
 def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:

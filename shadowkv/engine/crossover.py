@@ -85,7 +85,9 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         return (weights + layers * costs.step) / rows + layers * (reads + costs.row) + once / ANSWER
 
     below = longest + 1
-    for tokens in reversed([*_lengths(max(SETTLED, BLOCK_TOKENS[device] + PAGE, forced.spec.dense_limit + 1), longest)]):
+    for tokens in reversed(
+        [*_lengths(max(SETTLED, BLOCK_TOKENS[device] + PAGE, forced.spec.dense_limit + 1), longest)]
+    ):
         if seconds(forced, tokens) >= seconds(dense, tokens):
             break
         below = tokens

@@ -43,8 +43,7 @@ def prefill(
                 for block in blocks:
                     layer.append(hidden[block.start : block.stop], seen, block)
                 for block in blocks:
-                    rows = slice(block.start, block.stop)
-                    hidden[rows] = layer.attend(hidden[rows], seen, block)
+                    layer.attend(hidden[block.start : block.stop], seen, block)
                     yield
             cache.finish_prefill(number, batch)
     finally:

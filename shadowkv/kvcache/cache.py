@@ -294,7 +294,8 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before the rotation.
 
-        Exact in prefill; in decode over [sink | outliers | selected | tail], or over everything where dense.
+        In prefill over everything, or in blocks that are chosen where the policy's is sparse; in decode over [sink |
+        outliers | selected | tail], or over everything where dense.
         """
         return self.begin(layer, q, batch)()
 

@@ -1,4 +1,4 @@
-"""One prefill into several caches: attention in a prefill is exact under every policy, so all store the same."""
+"""One prefill into several caches, of policies whose prefill attends alike: all store the same."""
 
 from __future__ import annotations
 

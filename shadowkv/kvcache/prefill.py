@@ -1,9 +1,9 @@
-"""Prefill of new tokens into empty or cached sequences: exact attention, and storing, layer by layer.
+"""Prefill of new tokens into empty or cached sequences: attention, exact or sparse, and storing, layer by layer.
 
 A new sequence's tokens are stored while the last of them attend in the same layer, where a device can do both at once;
 those of short prompts several layers at a time.
-New tokens of a cached sequence attend to everything before them: exact tokens, rebuilt keys and fetched values, block
-by block with merged softmax, so that nothing is lost to selection outside decode.
+New tokens of a cached sequence attend to exact tokens, rebuilt keys and fetched values before them: to all of them,
+block by block with merged softmax, or sparsely.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Prefill:
         batch.rotated[place, rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
-        """Exact attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the
+        """Attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the
         last block last.
 
         Its attention is under way while the layer is stored: by then all queries are known from which
@@ -269,9 +269,7 @@ class Prefill:
         self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
     ) -> Tensor:
         keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
-        sparse = self.sparse
-        if sparse is not None and not sparse.pays(len(q), segment.cached + stop - segment.start):
-            sparse = None
+        sparse = self._sparse(len(q), batch, segment, stop)
         if not segment.cached:
             if sparse is not None:
                 return sparse.attend(layer, q, keys, values, segment.stop - stop)
@@ -291,19 +289,30 @@ class Prefill:
                 merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
 
+    def _sparse(self, queries: int, batch: PrefillBatch, segment: NewTokens, stop: int) -> SparsePrefill | None:
+        """What so many of a segment's queries, up to the batch's row ``stop``, attend with; None: to everything."""
+        if self.sparse is None or not self.sparse.pays(queries, segment.cached + stop - segment.start):
+            return None
+        # Rebuilt keys and values side by side: with the batch's no more than a prefill of the longest sequence takes.
+        rebuilt = 2 * (segment.cached + segment.stop - segment.start) if segment.cached else 0
+        return self.sparse if 3 * batch.num_tokens + rebuilt <= 3 * self.layout.max_model_len else None
+
     def _behind_cached(
         self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Everything that segments have sealed, and keys and values [n, H, d] behind it."""
         if not cached:
             return k, v
-        parts = [
-            tuple(x.transpose(0, 1).clone() for x in block)  # the next block takes its place
-            for segment in cached
-            for block in self.cached.blocks(layer, segment)
-        ]
-        keys, values = zip(*parts, (k, v), strict=True)
-        return torch.cat(keys), torch.cat(values)
+        sealed = sum(PAGE * one.row.pages.shape[1] for one in cached)
+        joined, start = k.new_empty(2, sealed + len(k), *k.shape[1:]), 0
+        for segment in cached:
+            for block in self.cached.blocks(layer, segment):
+                stop = start + block[0].shape[1]
+                for target, rows in zip(joined, block, strict=True):
+                    target[start:stop] = rows.transpose(0, 1)
+                start = stop
+        joined[0, start:], joined[1, start:] = k, v
+        return joined[0], joined[1]
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor) -> Tensor:
         """The exact tail [t, H, d] in ``pages`` and behind it new tokens [n, H, d]."""

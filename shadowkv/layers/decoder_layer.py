@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
@@ -54,10 +55,10 @@ class DecoderLayer(nn.Module):
         """Keys and values of a block [T, D] of the residual stream into the cache."""
         self.attention.append(self.attention_norm(x), cache, batch)
 
-    def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:
-        """The rest of the layer for a block [T, D] whose sequences' keys and values are all in the cache -> [T, D]."""
-        x, added = self._finish(x, self.attention.attend(self.attention_norm(x), cache, batch))
-        return x + added
+    def attend(self, x: Tensor, cache: Cache, batch: Any) -> None:
+        """The rest of the layer for a block [T, D] whose sequences' keys and values are all in the cache, in place."""
+        total, added = self._finish(x, self.attention.attend(self.attention_norm(x), cache, batch))
+        torch.add(total, added, out=x)
 
     def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         if self.post_attention_norm is not None:

@@ -172,6 +172,12 @@ def test_filters_that_end_within_a_tie(draw: Draw) -> None:
         assert {one(draw, logits, top_p=top_p, uniform=i / 8) for i in range(8)} == tokens
 
 
+def test_logits_whose_difference_overflows(draw: Draw) -> None:
+    logits = torch.randn(5000)
+    logits[:50], logits[60:90], logits[95:99], logits[40] = 3e38, -3e38, float("-inf"), 3.1e38
+    assert one(draw, logits, top_p=0.5, temperature=100.0, uniform=0.3) == 40
+
+
 def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(draw: Draw) -> None:
     rows = torch.randn(9, 70)
     rows[0], rows[1], rows[2] = float("nan"), float("inf"), float("-inf")

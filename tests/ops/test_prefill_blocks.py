@@ -71,12 +71,15 @@ def mask_of(indices: Tensor, counts: Tensor) -> Tensor:
     return chosen
 
 
-def shares_of(q: Tensor, k: Tensor, tile: int, head: int) -> tuple[Tensor, int, int]:
+def sample(backend: str, q: Tensor) -> Tensor:
+    return importlib.import_module(f"shadowkv.ops.select_blocks.{backend}").sample_queries(q)
+
+
+def shares_of(q: Tensor, k: Tensor, tile: int, head: int, rows: list[int]) -> tuple[Tensor, int, int]:
     """Largest share of each free block in the softmax of a sampled query over all free ones, and the first and the end
     of these."""
     n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
     end = max(SINK_BLOCKS, (m - n + tile * BLOCK) // BLOCK - LOCAL_BLOCKS + 1)
-    rows = [min(n - 1, tile * BLOCK + (i + 1) * BLOCK // SAMPLED - 1) for i in range(SAMPLED)]
     keys = k[SINK_BLOCKS * BLOCK : end * BLOCK, head // group].double()
     weights = (q[rows, head].double() @ keys.T / math.sqrt(q.shape[2])).softmax(1)
     return weights.unflatten(1, (-1, BLOCK)).sum(2).amax(0), SINK_BLOCKS, end
@@ -89,13 +92,13 @@ def test_blocks_are_chosen_by_shares_of_sampled_queries(
 ) -> None:
     q, k, _ = inputs(*shape)
     n, m = shape[:2]
-    chosen = mask_of(*select(backend, q, k, share, most, whole))
+    chosen, sampled = mask_of(*select(backend, q, k, share, most, whole)), sample(backend, q)
     free_ones = 0
     for head, tile in torch.cartesian_prod(*map(torch.arange, chosen.shape[:2])).tolist():
         seen = (min(m, m - n + (tile + 1) * BLOCK) - 1) // BLOCK + 1
         got = chosen[head, tile]
         assert not got[seen:].any()
-        shares, first, end = shares_of(q, k, tile, head)
+        shares, first, end = shares_of(q, k, tile, head, sampled[head, tile].tolist())
         if n - whole < (tile + 1) * BLOCK or end == first:
             assert got[:seen].all()
             continue
@@ -108,6 +111,23 @@ def test_blocks_are_chosen_by_shares_of_sampled_queries(
         sure = (shares / least - 1).abs() > 1e-3
         assert torch.equal(got[first:end][sure.cpu()], (shares >= least).cpu()[sure.cpu()])
     assert free_ones or whole or m == n or n == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sampled_queries_are_the_last_and_then_the_farthest(backend: str, shape: tuple[int, ...]) -> None:
+    q, _, _ = inputs(*shape)
+    n, _, query_heads, _, _ = shape
+    sampled = sample(backend, q)
+    assert sampled.shape == (query_heads, -(-n // BLOCK), SAMPLED)
+    for head, tile in torch.cartesian_prod(*map(torch.arange, sampled.shape[:2])).tolist():
+        start, stop = tile * BLOCK, min(n, (tile + 1) * BLOCK)
+        rows = sampled[head, tile].long()
+        assert rows[0] == stop - 1
+        assert rows.min() >= start and rows.max() < stop
+        apart = torch.cdist(q[start:stop, head].double(), q[rows, head].double())
+        for number in range(1, SAMPLED):
+            nearest = apart[:, :number].amin(1)
+            assert nearest[rows[number] - start] >= nearest.max() * (1 - 1e-3) - 1e-3
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

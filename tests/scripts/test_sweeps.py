@@ -10,13 +10,15 @@ import mixed_sweep
 import prefill_plots
 import prefill_sweep
 import pytest
-import sweep_engine
+import torch
 from mixed_gaps import GapCase, measure_gaps
+from replayed_blocks import random_blocks
 from sweep_rows import PREFILL, Rows, read
 from tiny_model import tiny_model
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.kvcache import sparse_prefill
 
 TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
 
@@ -53,7 +55,7 @@ def test_every_length_of_every_policy_is_measured_once(model, tmp_path, in_this_
     ]  # fmt: skip
     for row in rows:
         assert float(row["ttft_s"]) > 0 and float(row["first_ttft_s"]) > 0
-        assert (row["engine"], row["prefill"], row["quantization"]) == ("shadowkv", "dense", "none")
+        assert (row["engine"], row["prefill"], row["quantization"]) == ("shadowkv", "auto", "none")
         assert (row["attention_density"], row["device"]) == ("", "cpu")
         assert '"keys":' in row["spec"]
     assert out.with_suffix(".png").stat().st_size > 0
@@ -70,14 +72,6 @@ def test_an_engine_has_a_process_of_its_own(model, tmp_path, monkeypatch):
     assert len(read(out)) == 1
     assert prefill_sweep.main([*flags, "--contexts", "64,1000000000"]) == 1  # does not fit
     assert len(read(out)) == 1
-
-
-def test_what_the_engine_has_no_setting_for_is_refused(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep_engine, "_settings", lambda: {"kv"})
-    for flag in (["--prefill", "sparse"], ["--quantization", "fp8"]):
-        with pytest.raises(SystemExit):
-            prefill_sweep.main(["--model", str(model), *TINY, *flag, "--out", str(tmp_path / "x.csv")])
-        assert f"{' '.join(flag)}: this engine has no such setting" in capsys.readouterr().err
 
 
 def test_short_prompts_are_compared_with_full(model, tmp_path):
@@ -140,3 +134,32 @@ def test_a_plot_has_a_line_for_every_engine(tmp_path, monkeypatch):
     names = [line.get_label() for line in drawn[0].axes[0].get_lines()]
     assert names == ["shadowkv turbo, dense", "vllm 0.26.0 turbo, dense"]
     assert drawn[0].axes[0].get_xscale() == drawn[0].axes[0].get_yscale() == "log"
+
+
+def test_sparse_prefills_are_given_their_blocks(model, tmp_path, in_this_process, monkeypatch):
+    monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 1000)
+    monkeypatch.setattr(sparse_prefill, "FEWEST_QUERIES", 100)
+    out = tmp_path / "summary.csv"
+    flags = ["--model", str(model), *TINY, "--out", str(out), "--repeats", "1", "--kv", "full", "--contexts", "64,1900"]
+    replay = ["--replay", "1900=0.6", "0.8"]
+    assert prefill_sweep.main([*flags, "--prefill", "dense", "sparse", *replay]) == 0
+    rows = read(out)
+    assert [(row["prefill"], row["context"], row["replayed_density"]) for row in rows] == [
+        ("dense", "64", ""), ("dense", "1900", ""),
+        ("sparse", "64", ""), ("sparse", "1900", "0.6"), ("sparse", "64", "0.8"), ("sparse", "1900", "0.8"),
+    ]  # fmt: skip
+    densities = [row["attention_density"] for row in rows]
+    assert densities[:3] + densities[4:5] == [""] * 4
+    assert float(densities[3]) < float(densities[5]) < 1
+
+
+def test_blocks_that_are_replayed():
+    like = torch.zeros(2, 4, 40, dtype=torch.int32)
+    indices, counts = random_blocks(like, 0.5, seed=0)
+    for tile in range(4):
+        end = 37 + tile
+        assert counts[:, tile].tolist() == [round(0.5 * end)] * 2
+        for head in range(2):
+            listed = indices[head, tile, : counts[head, tile]].tolist()
+            assert listed == sorted(set(listed)) and listed[:2] == [0, 1] and listed[-5:] == [*range(end - 5, end)]
+    assert random_blocks(like, 0.01, seed=0)[1].tolist() == [[7] * 4] * 2

@@ -73,7 +73,8 @@ def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Ten
         high = values.amax()
         if low >= high:
             break
-        bucket = ((high - values) / (high - low)).clamp_(max=1).mul_(BUCKETS - 1).int()
+        # Halves: the difference of two large numbers is infinity, and a share of that says nothing.
+        bucket = ((high / 2 - values / 2) / (high / 2 - low / 2)).clamp_(max=1).mul_(BUCKETS - 1).int()
         sums = measure.new_zeros(BUCKETS).scatter_add_(0, bucket.long(), measure).cumsum(0)
         place = int(torch.searchsorted(sums, target))
         target -= int(sums[place - 1]) if place else 0

@@ -31,9 +31,9 @@ def _quantise_tokens(x, codes, scale, row_stride, step, least, SIZE: tl.constexp
     wide = tl.load(x + row * row_stride + column, mask=lives, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(wide), axis=0) * step, least)
     tl.store(scale + row, largest)
-    # Divided as IEEE has it, and rounded to the format's numbers before the conversion, which is then exact whoever
-    # makes it: Triton's interpreter loses the carry. So large a summand leaves three bits of mantissa, or whole 2^-9.
-    code = tl.div_rn(wide, largest)
+    # Rounded to the format's numbers before the conversion, which is then exact whoever makes it: Triton's interpreter
+    # loses the carry. So large a summand leaves three bits of mantissa, or whole 2^-9.
+    code = wide * tl.div_rn(1.0, largest)
     power = (tl.maximum(tl.abs(code), 0.015625).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     code = (code + 1572864.0 * power) - 1572864.0 * power
     tl.store(codes + row * SIZE + column, code.to(codes.dtype.element_ty), mask=lives)

@@ -33,6 +33,7 @@ def scaled_matmul(
     if not len(codes):
         return codes.new_empty(0, out_features, dtype=dtype)
     # Summed in the tensor cores' own precision, as in vLLM: what that loses is less than codes of three bits do.
-    return torch._scaled_mm(
-        codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
+    out = torch._scaled_mm(
+        codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=dtype, use_fast_accum=True
     )
+    return out if bias is None else out.add_(bias)  # cuBLAS has no kernel with a bias for few rows of many numbers

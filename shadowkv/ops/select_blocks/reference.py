@@ -11,7 +11,7 @@ BLOCK = 128
 """Keys of a block and queries of a tile."""
 
 SAMPLED = 8
-"""Queries of a tile whose attention is computed to choose its blocks, evenly spread, its last one among them."""
+"""Queries of a tile whose attention is computed to choose its blocks."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """First blocks, and those before a tile's own, that it always attends to."""
@@ -22,8 +22,8 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
     Of all others, which hold nothing but keys before it, it takes those that have at least ``share`` of the softmax of
-    one of its sampled queries over all these. Where that is more than ``most`` of all blocks that it may attend to,
-    ``share`` is doubled until it is not.
+    one of its sampled queries (``sample_queries``) over all these. Where that is more than ``most`` of all blocks that
+    it may attend to, ``share`` is doubled until it is not.
 
     Args:
         q: rotated queries [n, H_q, d], n at least 1.
@@ -38,16 +38,17 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     tiles, blocks = -(-n // BLOCK), -(-m // BLOCK)
     indices = torch.zeros(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.zeros(query_heads, tiles, dtype=torch.int32, device=q.device)
-    offsets = torch.arange(1, SAMPLED + 1, device=q.device) * (BLOCK // SAMPLED) - 1
+    sampled = sample_queries(q)
     for tile in range(tiles):
         first = m - n + tile * BLOCK
         end = (min(first + BLOCK, m) - 1) // BLOCK + 1
         free = range(SINK_BLOCKS, max(SINK_BLOCKS, first // BLOCK - LOCAL_BLOCKS + 1))
         chosen = torch.ones(query_heads, end, dtype=torch.bool, device=q.device)
         if len(free) and (tile + 1) * BLOCK <= n - whole:
-            sampled = q[(tile * BLOCK + offsets).clamp(max=n - 1)].float().unflatten(1, (heads, -1))
+            rows = sampled[:, tile].long()[..., None].expand(-1, -1, dim)
+            queries = q.transpose(0, 1).gather(1, rows).float().unflatten(0, (heads, -1))
             keys = k[free.start * BLOCK : free.stop * BLOCK].float()
-            scores = torch.einsum("rhgd,mhd->hgrm", sampled, keys).flatten(0, 1) * dim**-0.5
+            scores = torch.einsum("hgrd,mhd->hgrm", queries, keys).flatten(0, 1) * dim**-0.5
             sums = scores.unflatten(-1, (-1, BLOCK)).logsumexp(-1)  # [H_q, sampled, free]
             shares = (sums - sums.logsumexp(-1, keepdim=True)).amax(1)
             for head in range(query_heads):
@@ -61,3 +62,25 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
             indices[head, tile, : len(found)] = found
             counts[head, tile] = len(found)
     return indices, counts
+
+
+def sample_queries(q: Tensor) -> Tensor:
+    """Rows of ``q`` [n, H_q, d] that speak for the tiles, int32 [H_q, tiles, ``SAMPLED``].
+
+    The last one of a tile, then each time the one that is farthest from those before (Gonzalez 1985): what one token
+    alone looks for is seen, which evenly spread ones miss twice as often.
+    """
+    n, query_heads, _ = q.shape
+    tiles = -(-n // BLOCK)
+    sampled = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.int32, device=q.device)
+    for tile in range(tiles):
+        start = tile * BLOCK
+        rows = q[start : start + BLOCK].float().transpose(0, 1)
+        apart = torch.cdist(rows, rows)  # [H_q, rows, rows]
+        newest = torch.full((query_heads,), rows.shape[1] - 1, device=q.device)
+        nearest = torch.full(rows.shape[:2], math.inf, device=q.device)
+        for number in range(SAMPLED):
+            sampled[:, tile, number] = start + newest
+            nearest = torch.minimum(nearest, apart[torch.arange(query_heads, device=q.device), newest])
+            newest = nearest.argmax(1)
+    return sampled

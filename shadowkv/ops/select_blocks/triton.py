@@ -1,4 +1,4 @@
-"""Selection of blocks in two Triton kernels: sampled queries against all keys, then a choice for each tile and head."""
+"""Selection of blocks in three Triton kernels: queries are sampled, scored against all keys, and blocks chosen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     parts = triton.cdiv(tiles, together)
     scores = torch.empty(blocks, heads, parts, rows, dtype=torch.float32, device=q.device)
     _score[(parts, heads, triton.cdiv(blocks, SPAN))](
-        q, k, scores, n, m, tiles, dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2],
+        q, k, sample_queries(q), scores, n, m, tiles, dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2],
         DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, TOGETHER=together, ROWS=rows, SPAN=SPAN,
         BLOCK=BLOCK, SAMPLED=SAMPLED, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32, num_warps=8,
     )  # fmt: skip
@@ -42,10 +42,47 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     return indices, counts
 
 
+def sample_queries(q: Tensor) -> Tensor:
+    """As the reference, but for queries that are nearly as far from others; products are summed in float32."""
+    n, query_heads, dim = q.shape
+    tiles = triton.cdiv(n, BLOCK)
+    sampled = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.int32, device=q.device)
+    _sample[(tiles, query_heads)](
+        q, sampled, n, *q.stride()[:2], DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), BLOCK=BLOCK, SAMPLED=SAMPLED,
+        EXACT=q.dtype == torch.float32, num_warps=8,
+    )  # fmt: skip
+    return sampled
+
+
+@triton.jit
+def _sample(
+    q, sampled, n, q_token, q_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    SAMPLED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Of one tile of one head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    within, dim = tl.arange(0, BLOCK), tl.arange(0, DIM_BLOCK)
+    token = tile * BLOCK + within
+    rows = tl.load(
+        q + token.to(tl.int64)[:, None] * q_token + head * q_head + dim[None, :],
+        mask=(token < n)[:, None] & (dim < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    products = tl.dot(rows, tl.trans(rows), input_precision="ieee" if EXACT else "tf32")
+    squares = tl.sum(tl.where(within[:, None] == within[None, :], products, 0.0), 1)
+    apart = squares[:, None] + squares[None, :] - 2 * products
+    newest = tl.minimum(n - tile * BLOCK, BLOCK) - 1
+    nearest = tl.full([BLOCK], float("inf"), tl.float32)
+    out = sampled + (head * tl.num_programs(0) + tile) * SAMPLED
+    for number in range(SAMPLED):
+        tl.store(out + number, tile * BLOCK + newest)
+        nearest = tl.minimum(nearest, tl.sum(tl.where(within[None, :] == newest, apart, 0.0), 1))
+        newest = tl.argmax(tl.where(token < n, nearest, float("-inf")), 0).to(tl.int32)
+
+
 @triton.jit
 def _score(
-    q, k, scores, n, m, tiles, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, sampled, scores, n, m, tiles, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sums of exponentials of sampled queries of a few tiles, over each of a span of blocks of one head."""
@@ -54,7 +91,7 @@ def _score(
     tile = part * TOGETHER + row // (SAMPLED * GROUP)
     member, sample = row % (SAMPLED * GROUP) // SAMPLED, row % SAMPLED
     lives = (row < TOGETHER * SAMPLED * GROUP) & (tile < tiles)
-    token = tl.minimum(tile * BLOCK + (sample + 1) * (BLOCK // SAMPLED) - 1, n - 1)
+    token = tl.load(sampled + ((head * GROUP + member) * tiles + tile) * SAMPLED + sample, mask=lives, other=0)
     dim = tl.arange(0, DIM_BLOCK)
     queries = tl.load(
         q + token.to(tl.int64)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + dim[None, :],
@@ -95,7 +132,7 @@ def _choose(
     head, member = query_head // GROUP, query_head % GROUP
     rows = (head * parts + tile // TOGETHER) * ROWS + (tile % TOGETHER * GROUP + member) * SAMPLED
     sample, within = tl.arange(0, SAMPLED), tl.arange(0, AT_ONCE)
-    step = heads.to(tl.int64) * parts * ROWS
+    step = tl.full([], ROWS, tl.int64) * heads * parts
     peak = tl.full([SAMPLED], float("-inf"), tl.float32)
     total = tl.zeros([SAMPLED], tl.float32)
     for start in range(SINK, free_end, AT_ONCE):
