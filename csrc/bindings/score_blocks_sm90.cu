@@ -38,7 +38,8 @@ void launch(ScoreCall call, int blocks, cudaStream_t stream) {
 }
 
 void score_blocks_sm90(
-    const Tensor& q, const Tensor& k, double scale, int64_t sink, int64_t local, Tensor& scores) {
+    const Tensor& q, const Tensor& k, const Tensor& sampled, double scale, int64_t sink, int64_t local,
+    Tensor& scores) {
   const Dtype dtype = q.scalar_type();
   STD_TORCH_CHECK(
       dtype == Dtype::Half || dtype == Dtype::BFloat16, "q has dtype ", int(dtype), ", not ", int(Dtype::Half), " or ",
@@ -55,20 +56,22 @@ void score_blocks_sm90(
       group > 0 && group * kSampled <= kRows, group, " query heads of a kv head are not 1 to ", kRows / kSampled);
   STD_TORCH_CHECK(n > 0 && n <= m, n, " queries are not 1 to ", m, ", the number of keys");
   const int64_t together = kRows / (group * kSampled), parts = (tiles + together - 1) / together;
+  check_dense(sampled, "sampled", Dtype::Int, {query_heads, tiles, kSampled});
   check_dense(scores, "scores", Dtype::Float, {blocks, heads, parts, kRows});
   for (const auto& [x, name] : {std::pair{&q, "q"}, {&k, "k"}}) check_dense_from(*x, name, 2);
   STD_TORCH_CHECK(
       m < INT32_MAX - kBlock && blocks * heads * parts < INT32_MAX / 2, "no room for ", m, " keys, ",
       blocks * heads * parts, " blocks of all parts");
+  const auto aligned = [&](int axis) { return q.size(axis) == 1 || q.stride(axis) % 8 == 0; };
   STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0 && (q.stride(0) | q.stride(1)) % 8 == 0,
+      reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0 && aligned(0) && aligned(1),
       "q has rows that do not start at multiples of 16 bytes");
   STD_TORCH_CHECK(scale > 0, "scale ", scale, " is not above zero");
   STD_TORCH_CHECK(sink >= 0 && local >= 0, "sink ", sink, " or local ", local, " is below zero");
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const ScoreCall call = {
-      boxes_of(k, "k"), q.data_ptr(), q.stride(0), q.stride(1), static_cast<float*>(scores.data_ptr()), float(scale),
-      int(n), int(m), int(heads), int(group), int(tiles), int(together), int(parts), int(sink), int(local), 0, 0};
+      boxes_of(k, "k"), q.data_ptr(), q.stride(0), q.stride(1), static_cast<const int*>(sampled.data_ptr()),
+      static_cast<float*>(scores.data_ptr()), float(scale), int(n), int(m), int(heads), int(group), int(tiles), int(together), int(parts), int(sink), int(local), 0, 0};
   const int scored = call.end(call.parts - 1) - call.sink;
   if (scored <= 0) return;
   const cudaStream_t stream = current_stream(q);
@@ -79,7 +82,7 @@ void score_blocks_sm90(
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
-  m.def("score_blocks_sm90(Tensor q, Tensor k, float scale, int sink, int local, Tensor(a!) scores) -> ()");
+  m.def("score_blocks_sm90(Tensor q, Tensor k, Tensor sampled, float scale, int sink, int local, Tensor(a!) scores) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl("score_blocks_sm90", TORCH_BOX(&score_blocks_sm90)); }

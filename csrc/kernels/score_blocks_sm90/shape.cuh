@@ -13,6 +13,7 @@ struct ScoreCall {
   CUtensorMap k; // of [m, heads, dim], in boxes of 128 x 1 x 64
   const void* q; // [n, heads group, dim]
   int64_t q_token, q_head;
+  const int* sampled; // [heads group, tiles, kSampled]: rows of q
   float* scores; // [blocks, heads, parts, kRows]
   float scale;   // of q k in the exponent to base 2
   int n, m, heads, group, tiles, together, parts; // as many tiles together in a part
