@@ -16,11 +16,11 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
+from shadowkv.kvcache.sparse_prefill import MOST, SHARE
 from shadowkv.ops.select_blocks import cuda, triton
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
 QUERIES, HEADS, GROUP, DIM = 8192, 8, 4, 128
-SHARE, MOST = 0.005, 0.5
 CASES = [61440, 122880, 245760]
 """Keys."""
 

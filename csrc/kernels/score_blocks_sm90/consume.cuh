@@ -98,14 +98,12 @@ __device__ __forceinline__ void score_spans(const ScoreCall& call, const ScoreMe
       a.begin(memory.keys(keys.slot));
       turns.pass();
       b.finish(call.scale, step); // the block before; at first, nothing
-      if (i == 0) {
-        b.load(call, memory, span, 1, consumer);
-        arrive_if(speaks, memory.queries_empty());
-      }
+      if (i == 0) b.load(call, memory, span, 1, consumer);
       a.settle_products();
       turns.wait();
       b.begin(memory.keys(keys.slot));
       turns.pass();
+      arrive_if(speaks && i == 0, memory.queries_empty());
       a.finish(call.scale, step);
       b.settle_products();
       arrive_if(speaks, memory.keys_empty(keys.slot));
