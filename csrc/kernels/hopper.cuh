@@ -31,6 +31,11 @@ __device__ __forceinline__ void arrive_expecting(uint32_t at, int bytes) {
                : "memory");
 }
 
+// Arrives when this thread's copies of 16 or fewer bytes have.
+__device__ __forceinline__ void arrive_with_copies(uint32_t at) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
+}
+
 __device__ __forceinline__ void wait_phase(uint32_t at, int parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::

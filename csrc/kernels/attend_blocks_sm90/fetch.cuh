@@ -5,15 +5,6 @@
 
 namespace shadowkv {
 
-// Starts the copy of 128 rows of a head.
-template <class Shape>
-__device__ __forceinline__ void copy_rows(const CUtensorMap& map, uint32_t to, uint32_t full, int head, int row) {
-  arrive_expecting(full, Shape::kTileBytes);
-#pragma unroll
-  for (int box = 0; box < Shape::kBoxes; ++box)
-    copy_box(map, to + box * kBoxBytes, full, box * kBoxDims, head, row);
-}
-
 // Copies of one thread.
 template <class Shape>
 struct Fetcher {
@@ -24,12 +15,12 @@ struct Fetcher {
 
   __device__ void fetch_keys(int head, int row) {
     wait_phase(memory.keys_empty(keys.slot), keys.parity ^ 1);
-    copy_rows<Shape>(call.k, memory.keys(keys.slot), memory.keys_full(keys.slot), head, row);
+    copy_rows<Shape::kDim>(call.k, memory.keys(keys.slot), memory.keys_full(keys.slot), head, row);
     keys.advance();
   }
   __device__ void fetch_values(int head, int row) {
     wait_phase(memory.values_empty(values.slot), values.parity ^ 1);
-    copy_rows<Shape>(call.v, memory.values(values.slot), memory.values_full(values.slot), head, row);
+    copy_rows<Shape::kDim>(call.v, memory.values(values.slot), memory.values_full(values.slot), head, row);
     values.advance();
   }
   __device__ void announce(int number, int count) {
@@ -39,7 +30,7 @@ struct Fetcher {
   }
   __device__ void fetch_queries(const Work& work, int number, int count) {
     announce(number, count);
-    copy_rows<Shape>(call.q, memory.queries(), memory.queries_full(), work.query_head, work.tile * kBlock);
+    copy_rows<Shape::kDim>(call.q, memory.queries(), memory.queries_full(), work.query_head, work.tile * kBlock);
   }
 };
 

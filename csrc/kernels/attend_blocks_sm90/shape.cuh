@@ -1,13 +1,9 @@
 // What attention over blocks on Hopper reads and writes, how it goes through tiles, and what shared memory holds.
 #pragma once
 
-#include "../hopper.cuh"
+#include "../block_copies.cuh"
 
 namespace shadowkv {
-
-constexpr int kBlock = 128;           // keys of a block, and queries of a tile
-constexpr int kBoxDims = 64;          // dimensions of a box: 128 bytes of each of 128 rows, what a swizzle spans
-constexpr int kBoxBytes = 128 * 128;
 
 struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
@@ -80,16 +76,6 @@ struct BlocksMemory {
       init_barrier(keys_empty(slot), 4 * Shape::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-};
-
-// A place in a ring of stages, and the parity of the phase that it is in.
-template <int kStages>
-struct Place {
-  int slot = 0, parity = 0;
-
-  __device__ void advance() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
   }
 };
 

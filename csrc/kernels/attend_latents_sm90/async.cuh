@@ -51,9 +51,4 @@ __device__ __forceinline__ void copy4_async(uint32_t to, const void* from, bool 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
 }
 
-// Arrives when this thread's copies of 16 or fewer bytes have.
-__device__ __forceinline__ void arrive_with_copies(uint32_t at) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
-}
-
 } // namespace shadowkv

@@ -20,23 +20,52 @@ AT_ONCE = 128
 
 def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
     """As the reference; products are summed in float32."""
-    n, query_heads, dim = q.shape
-    m, heads = k.shape[:2]
-    group, tiles, blocks = query_heads // heads, triton.cdiv(n, BLOCK), triton.cdiv(m, BLOCK)
-    together = max(1, 128 // (group * SAMPLED))
+    scores = score_buffer(q, k)
+    score_blocks(q, k, sample_queries(q), scores)
+    return choose_blocks(scores, q, k, share, most, whole)
+
+
+def tiles_together(group: int) -> int:
+    """Tiles whose sampled queries are scored together, those of all query heads of a kv head."""
+    return max(1, 128 // (group * SAMPLED))
+
+
+def score_buffer(q: Tensor, k: Tensor) -> Tensor:
+    """float32 [blocks, H, parts, rows] for ``score_blocks``.
+
+    A part's rows are the sampled queries of a kv head's query heads, of ``tiles_together``; there may be more of them.
+    """
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    together = tiles_together(group)
     rows = max(16, triton.next_power_of_2(together * group * SAMPLED))
-    parts = triton.cdiv(tiles, together)
-    scores = torch.empty(blocks, heads, parts, rows, dtype=torch.float32, device=q.device)
+    parts = triton.cdiv(triton.cdiv(len(q), BLOCK), together)
+    shape = triton.cdiv(len(k), BLOCK), heads, parts, rows
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
+    """Writes log2 of the sums of exponentials of ``sampled`` queries over all blocks that a tile may choose, and some
+    others."""
+    n, query_heads, dim = q.shape
+    blocks, heads, parts, rows = scores.shape
+    group = query_heads // heads
     _score[(parts, heads, triton.cdiv(blocks, SPAN))](
-        q, k, sample_queries(q), scores, n, m, tiles, dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2],
-        DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, TOGETHER=together, ROWS=rows, SPAN=SPAN,
-        BLOCK=BLOCK, SAMPLED=SAMPLED, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32, num_warps=8,
+        q, k, sampled, scores, n, len(k), triton.cdiv(n, BLOCK), dim**-0.5 * math.log2(math.e), *q.stride()[:2],
+        *k.stride()[:2], DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, TOGETHER=tiles_together(group),
+        ROWS=rows, SPAN=SPAN, BLOCK=BLOCK, SAMPLED=SAMPLED, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32,
+        num_warps=8,
     )  # fmt: skip
+
+
+def choose_blocks(scores: Tensor, q: Tensor, k: Tensor, share: float, most: float, whole: int) -> tuple[Tensor, Tensor]:
+    """What ``select_blocks`` returns, by scores."""
+    n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
+    group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
     _choose[(tiles, query_heads)](
         scores, indices, counts, n, m, whole, heads, parts, blocks, math.log2(share), most, GROUP=group,
-        TOGETHER=together, ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS,
+        TOGETHER=tiles_together(group), ROWS=rows, BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS,
         AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return indices, counts

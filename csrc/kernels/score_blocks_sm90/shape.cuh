@@ -1,0 +1,90 @@
+// What scores of blocks on Hopper are read from and written to, how they are cut into spans, and what shared memory
+// holds.
+#pragma once
+
+#include "../block_copies.cuh"
+
+namespace shadowkv {
+
+constexpr int kSampled = 8; // queries of a tile
+constexpr int kRows = 128;  // of a part: sampled queries of one kv head's query heads, of a few tiles
+
+struct ScoreCall {
+  CUtensorMap k; // of [m, heads, dim], in boxes of 128 x 1 x 64
+  const void* q; // [n, heads group, dim]
+  int64_t q_token, q_head;
+  const int* sampled; // [heads group, tiles, kSampled]: rows of q
+  float* scores; // [blocks, heads, parts, kRows]
+  float scale;   // of q k in the exponent to base 2
+  int n, m, heads, group, tiles, together, parts; // as many tiles together in a part
+  int sink, local;                                // first blocks, and those before a tile's own, that have no scores
+  int span, spans;                                // blocks of a span, and spans of a part
+
+  // The end of the blocks that a part has scores of.
+  __host__ __device__ int end(int part) const {
+    const int tile = ((part + 1) * together < tiles ? (part + 1) * together : tiles) - 1;
+    return (m - n + tile * kBlock) / kBlock - local + 1;
+  }
+  __host__ __device__ int pairs() const { return (parts + 1) / 2; }
+  __device__ int works() const { return heads * spans * pairs(); }
+};
+
+// A span of blocks of one kv head, for two parts of queries. All parts go through a span at the same time, on different
+// multiprocessors, so that keys are read from memory once.
+struct Span {
+  int head, pair, first, count; // no blocks, maybe fewer than none, for parts that end before
+
+  __device__ Span(const ScoreCall& call, int number) {
+    const int left = number / call.pairs();
+    pair = number % call.pairs();
+    head = left / call.spans;
+    first = call.sink + left % call.spans * call.span;
+    count = min(first + call.span, call.end(min(2 * pair + 1, call.parts - 1))) - first;
+  }
+};
+
+template <class Element_, int kDim_>
+struct ScoreShape {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kStages = 4;
+  static constexpr int kKeyBytes = kDim / kBoxDims * kBoxBytes;
+  static constexpr int kQueryPitch = kDim * 2 + 16; // so that eight rows' same 16 bytes lie in different banks
+  static constexpr int kQueryBytes = 2 * kRows * kQueryPitch;
+
+  // Registers: a multiprocessor's are 504 for three warpgroups.
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kQueryThreads = 96; // that copy queries: three warps of the producers'
+
+  static constexpr int kBarriers = 2 + 2 * kStages;
+  static constexpr int kSharedBytes = kStages * kKeyBytes + kQueryBytes + kBarriers * 8;
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// The parts of a block's shared memory. What is full the consumers wait for, what is empty the producers; each of the
+// consumers' eight warps says so.
+template <class Shape>
+struct ScoreMemory {
+  uint32_t first; // a multiple of 1024
+
+  __device__ uint32_t keys(int slot) const { return first + slot * Shape::kKeyBytes; }
+  __device__ uint32_t queries() const { return keys(Shape::kStages); }
+  __device__ uint32_t queries_full() const { return queries() + Shape::kQueryBytes; }
+  __device__ uint32_t queries_empty() const { return queries_full() + 8; }
+  __device__ uint32_t keys_full(int slot) const { return queries_full() + 16 + slot * 8; }
+  __device__ uint32_t keys_empty(int slot) const { return keys_full(Shape::kStages + slot); }
+
+  __device__ void init() const {
+    init_barrier(queries_full(), Shape::kQueryThreads);
+    init_barrier(queries_empty(), 4 * Shape::kConsumers);
+    for (int slot = 0; slot < Shape::kStages; ++slot) {
+      init_barrier(keys_full(slot), 1);
+      init_barrier(keys_empty(slot), 4 * Shape::kConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+} // namespace shadowkv
