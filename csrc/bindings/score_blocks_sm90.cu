@@ -71,7 +71,8 @@ void score_blocks_sm90(
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const ScoreCall call = {
       boxes_of(k, "k"), q.data_ptr(), q.stride(0), q.stride(1), static_cast<const int*>(sampled.data_ptr()),
-      static_cast<float*>(scores.data_ptr()), float(scale), int(n), int(m), int(heads), int(group), int(tiles), int(together), int(parts), int(sink), int(local), 0, 0};
+      static_cast<float*>(scores.data_ptr()), float(scale),
+      int(n), int(m), int(heads), int(group), int(tiles), int(together), int(parts), int(sink), int(local), 0, 0};
   const int scored = call.end(call.parts - 1) - call.sink;
   if (scored <= 0) return;
   const cudaStream_t stream = current_stream(q);
@@ -82,7 +83,9 @@ void score_blocks_sm90(
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
-  m.def("score_blocks_sm90(Tensor q, Tensor k, Tensor sampled, float scale, int sink, int local, Tensor(a!) scores) -> ()");
+  m.def(
+      "score_blocks_sm90(Tensor q, Tensor k, Tensor sampled, float scale, int sink, int local, Tensor(a!) scores) -> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl("score_blocks_sm90", TORCH_BOX(&score_blocks_sm90)); }

@@ -2,8 +2,8 @@
 //
 // One thread block per multiprocessor, which takes one span of blocks after another, each for two parts of 128 queries:
 // keys pass from the second-level cache once for both, and through shared memory alone, as queries stay in registers.
-// Three warps gather queries and one copies keys into a ring of stages (fetch.cuh); two warpgroups multiply (consume.cuh)
-// and sum (exponentials.cuh), either part's products going on during the other's sums.
+// Three warps gather queries and one copies keys into a ring of stages (fetch.cuh); two warpgroups multiply
+// (consume.cuh) and sum (exponentials.cuh), either part's products going on during the other's sums.
 #pragma once
 
 #include "score_blocks_sm90/consume.cuh"

@@ -1,5 +1,5 @@
-// Sums of exponentials of scores, in the fragments that products leave: a thread has two rows, g and g + 8 of its warp's
-// 16, and of each of 16 groups of eight columns two neighbours, in s[4 i + 2 r + e].
+// Sums of exponentials of scores, in the fragments that products leave: a thread has two rows, g and g + 8 of its
+// warp's 16, and of each of 16 groups of eight columns two neighbours, in s[4 i + 2 r + e].
 #pragma once
 
 #include "../mma.cuh"
