@@ -45,6 +45,10 @@ def plot(path: Path) -> Path:
     axis.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds to the first token")
     axis.set_xticks(shown, [f"{context:,}" for context in shown])
     axis.xaxis.set_minor_locator(NullLocator())
+    seconds = [time for points in lines.values() for _, time in points]
+    ticks = [mark * 10.0**power for power in range(-3, 3) for mark in (1, 2, 3, 5)]
+    ticks = [tick for tick in ticks if 0.8 * min(seconds) <= tick <= 1.25 * max(seconds)]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(alpha=0.3, which="both")
     axis.legend(frameon=False)

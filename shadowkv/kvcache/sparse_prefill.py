@@ -15,7 +15,7 @@ from torch import Tensor
 from shadowkv.ops import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK
 
-SHARE = 0.04
+SHARE = 0.02
 """Of a sampled query's softmax over all blocks that are not attended to anyway: what a block has to have."""
 
 MOST = 0.75
