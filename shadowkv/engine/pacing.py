@@ -16,25 +16,32 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.piece = device, 0.0
+        self.device, self.piece, self._passed = device, 0.0, 0.0
+        self._last: Mark | None = None
         self.start()
 
     def start(self) -> None:
         """Begins with the work that is launched from now on."""
+        # What the newest piece takes is not known yet; it may be the only one since the start before.
+        self._unknown = None if self._last is None else (self._start, self._last, self._passed)
         self._start: Mark = Mark(self.device)
-        self._last: Mark | None = None
+        self._last = None
         self._passed = 0.0
 
     def passed(self) -> float:
         """Seconds from the start to the call before this one, 0 at the first; waits until the device is there.
 
-        So it has what was launched between the two calls to go on with. On a CPU, seconds to this call.
+        So it has what was launched between the two calls to go on with; the first call waits for what the last one
+        before the start marked. On a CPU, seconds to this call.
         """
         now = Mark(self.device)
         before, self._last = self._last if self.device.type == "cuda" else now, now
         if before is not None:
             passed = before.since(self._start)
             self.piece, self._passed = passed - self._passed, passed
+        elif self._unknown is not None:
+            start, last, passed = self._unknown
+            self.piece = last.since(start) - passed
         return self._passed
 
     def launched(self) -> float:

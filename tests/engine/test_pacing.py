@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from shadowkv.engine import pacing
 from shadowkv.engine.pacing import Mark, Stopwatch
 
 
@@ -36,3 +37,32 @@ def test_a_gpus_time_is_that_of_its_work_up_to_the_call_before() -> None:
     assert watch.piece == pytest.approx(one, rel=0.3)
     watch.start()
     assert watch.launched() == watch.piece, "of a first piece nothing is known but what the last one took"
+
+
+def test_one_long_piece_does_not_make_all_rounds_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of pieces that are launched until another would take more than 60 ms; the third one takes 50."""
+    clock = [0.0]
+
+    class Moment:
+        """Of a device that works at what is launched as soon as it is."""
+
+        def __init__(self, device: torch.device) -> None:
+            self.time = clock[0]
+
+        def since(self, other: "Moment") -> float:
+            return self.time - other.time
+
+    monkeypatch.setattr(pacing, "Mark", Moment)
+    watch, rounds = Stopwatch(torch.device("cuda")), []
+    pieces = iter([0.005, 0.005, 0.05] + [0.005] * 100)
+    for _ in range(6):
+        watch.start()
+        count = 0
+        while True:
+            clock[0] += next(pieces)
+            count += 1
+            if watch.launched() + watch.piece >= 0.06:
+                break
+        rounds.append(count)
+        clock[0] += 0.01  # a decode step
+    assert min(rounds[2:]) >= 10, rounds
