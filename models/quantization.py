@@ -69,6 +69,9 @@ def _refuse(file: Path, name: str, stated: Any, model_type: Any, writer: str | N
     method = stated.get("quant_method") or _guess(stated) or writer
     how = f"with {str(method)[:60]!r}" if method else f"in a way that {name} does not name"
     which = f"fp8 loads as {LOADS} alone" if _is_fp8(stated) else "such checkpoints are not supported"
+    if _is_fp8(stated) and method in ("fp8", "compressed-tensors"):
+        form = {key: stated[key] for key in ("fmt", "weight_block_size", "config_groups") if key in stated}
+        which = f"this form of it is not known: {str(form)[:200]}"
     reasons, remedy = [f"the weights are quantised {how}: {which}"], REMEDY
     if model_type not in FAMILIES:
         reasons.append(f"model_type {str(model_type)[:60]!r} is not supported either, only {', '.join(FAMILIES)}")

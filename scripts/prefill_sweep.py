@@ -49,7 +49,13 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--contexts", type=lengths, help="tokens of prompts (default: 61440,124928,249856)")
     parser.add_argument("--max-num-seqs", type=int, default=BATCH, help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=int, help="prompts after the first of a length (default: 3, short ones 9)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        choices=range(1, 100),
+        metavar="N",
+        help="prompts after the first of a length (default: 3, short ones 9)",
+    )
     parser.add_argument("--short", action="store_true", help="short prompts, the default policy against full")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
@@ -76,8 +82,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lengths(text: str) -> list[int]:
-    """Numbers of tokens with commas between them, the shortest first."""
-    return sorted({int(one) for one in text.split(",")})
+    """Numbers of tokens with commas between them, the shortest first; raises ArgumentTypeError for what is none."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of tokens, as 61440,124928")
+    return sorted({int(part) for part in parts})
 
 
 def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | None]]) -> None:

@@ -53,13 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(text: str) -> dict[int | None, float]:
-    """Densities by prompt length, None for any."""
+    """Densities by prompt length, None for any; raises ArgumentTypeError for what is none."""
     found: dict[int | None, float] = {}
-    for part in text.split(","):
-        tokens, named, density = part.rpartition("=")
-        found[int(tokens) if named else None] = float(density)
+    try:
+        for part in text.split(","):
+            tokens, named, density = part.rpartition("=")
+            found[int(tokens) if named else None] = float(density)
+    except ValueError:
+        found[None] = 0.0
     if not all(0 < density <= 1 for density in found.values()):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share over 0 and up to 1, as 0.1, or by prompt length, as 61440=0.1,124928=0.05"
+        )
     return found
 
 
@@ -104,11 +109,12 @@ def about(engine: Engine) -> Cell:
 
 
 def in_fresh_process(function: Callable[..., None], *args: Any) -> bool:
-    """Calls ``function`` where nothing has been compiled, planned or kept; False where it ran out of memory or died."""
+    """Calls ``function`` where nothing has been compiled, planned or kept; False where it died, lacked memory or its
+    engine was refused, which is said."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         try:
             process.submit(function, *args).result()
-        except (MemoryError, torch.OutOfMemoryError, BrokenProcessPool) as error:
+        except (MemoryError, torch.OutOfMemoryError, BrokenProcessPool, ValueError, OSError) as error:
             print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             return False
     return True

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 REPLAYED = ("replayed_density",)
-"""The share of blocks that a sparse prefill was given, where it did not choose them."""
+"""The share of blocks that a sparse prefill is given instead of those that it chooses; without meaning where no
+attention was sparse."""
 
 ABOUT = ("commit", "command", "device", "spec")
 """Last columns of every file: where a row comes from."""

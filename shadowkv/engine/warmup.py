@@ -81,7 +81,7 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
     from shadowkv.ops.causal_attention.cuda import planned
 
     longest = engine.max_model_len
-    if engine.cache.spec.prefill == "sparse":  # beyond, blocks are attended to, and nothing is planned
+    if engine.cache.spec.prefill == "sparse":  # beyond, prompts attend to blocks, which need no plans
         longest = min(longest, SPARSE_FROM + BLOCK_TOKENS[engine.device.type])
     return [*planned(_queries(engine), longest)]
 

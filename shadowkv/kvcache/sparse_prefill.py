@@ -23,7 +23,7 @@ MOST = 0.75
 as long as attending to all."""
 
 SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
-"""Keys, and new tokens, from which on it pays. Below, attention is exact."""
+"""Keys, and new tokens of a sequence, from which on it pays. Below, attention is exact."""
 
 DENSE_LAST = 256
 """Newest tokens of a prompt that attend to everything, with the others of their tiles: where a question is, each token
@@ -47,9 +47,9 @@ class SparsePrefill:
         self._causal = 0
 
     @staticmethod
-    def pays(queries: int, keys: int) -> bool:
-        """Whether so many queries, the last ones of so many keys, are attended sparsely."""
-        return queries >= FEWEST_QUERIES and keys > SPARSE_FROM
+    def pays(new: int, keys: int) -> bool:
+        """Whether queries that see so many keys, of a sequence that gains ``new`` tokens, attend sparsely."""
+        return new >= FEWEST_QUERIES and keys > SPARSE_FROM
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], all rotated, before ``to_come`` more

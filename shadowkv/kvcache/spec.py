@@ -211,15 +211,15 @@ class KVSpec:
 
     def in_words(self, shape: ModelShape) -> str:
         """One line that names every part and number of a resolved policy."""
-        prefill = f"{self.prefill or PREFILLS[0]} prefill"
+        prefill = [f"{self.prefill} prefill"] if self.prefill else []
         if not self.seals:
-            return f"every key and value exact on the device, every token attended, {prefill}"
+            return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
         keys = f"{self.keys} keys" + (f" (rank {self.rank} of {shape.kv_dim})" if self.rank is not None else "")
         values = f"{self.values} values on the {self.place}"
         words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
         if self.index != "none":
             words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
-        words += [f"newest {self.local} tokens exact, all up to {self.dense_limit}", prefill]
+        words += [f"newest {self.local} tokens exact, all up to {self.dense_limit}", *prefill]
         return ", ".join(words)
 
     def _budget_in_words(self) -> str:

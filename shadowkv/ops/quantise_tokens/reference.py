@@ -18,7 +18,8 @@ def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows: the largest magnitude of each becomes 448, the largest number of the format.
 
     Args:
-        x: [T, D], any dtype, D at least 1; a row that holds NaN or an infinity gets codes that are NaN.
+        x: [T, D], any dtype, D at least 1; a row with NaN gets codes that are NaN, one with an infinity an
+            infinite scale, so that its products are NaN.
 
     Returns:
         Codes, float8_e4m3fn [T, D], rounded to the nearest, ties to even; scales, float32 [T, 1]. Codes times scales
