@@ -17,7 +17,7 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.sequence import Sequence as CachedSequence
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import PREFILLS, KVSpec
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
@@ -93,15 +93,16 @@ def prefill_all(
     ]
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
     logits = {}
-    for mode in dict.fromkeys(cache.spec.prefill for cache in caches):
-        storing = [n for n in opened if caches[n].spec.prefill == mode]
+    modes = [cache.spec.prefill or PREFILLS[0] for cache in caches]
+    for mode in dict.fromkeys(modes):
+        storing = [n for n in opened if modes[n] == mode]
         fan_out = FanOut([caches[n] for n in storing])
         logits[mode] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
     sequences = [
         opened[n] if n == first else cache.load(caches[first].export(opened[first]), capacity)
         for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
     ]
-    return sequences, torch.stack([logits[cache.spec.prefill] for cache in caches])
+    return sequences, torch.stack([logits[mode] for mode in modes])
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:

@@ -13,6 +13,7 @@ from shadowkv.engine.crossover import dense_below
 from shadowkv.engine.devices import device_of
 from shadowkv.engine.sizing import GIB, likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import FETCH_BUFFER
@@ -35,14 +36,15 @@ def load_engine_parts(
     device, dtype = device_of(config.device), next(loaded.model.parameters()).dtype
     shape = loaded.config.shape
     spec = spec.resolve(shape)
-    if spec.prefill is None:
-        spec = replace(spec, prefill="sparse" if device.type == "cuda" else "dense")
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
     parts = build_parts(spec, shape, dtype)
     layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
+    if spec.prefill is None:
+        spec = replace(spec, prefill=_prefill(layout, loaded, device))
+        layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
     if spec.seals and spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
         below = dense_below(loaded.config, layout, device.type, config.max_num_seqs, cache_bytes)
@@ -62,6 +64,16 @@ def load_engine_parts(
         fetch_buffer=fetch_buffer,
     )
     return loaded, cache, _describe(config, loaded, cache)
+
+
+def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
+    """Sparse on a GPU that has kernels for it."""
+    if device.type != "cuda":
+        return "dense"
+    spec = replace(layout.spec, prefill="sparse")
+    sparse = Layout(spec, layout.shape, layout.dtype, layout.parts, layout.max_model_len)
+    backends = Ops(device, case_of(sparse, loaded.config.rope, device)).backends
+    return "dense" if "reference" in (backends[name] for name in OF_BLOCKS) else "sparse"
 
 
 def load_from_config(config: EngineConfig) -> LoadedModel:

@@ -96,7 +96,7 @@ class Scheduler:
                 continue
             if admitted and (tokens + new > most or self.is_long(new)):
                 break
-            sequence = self._reserve(request, found, passed)
+            sequence = self._reserve(request, found, passed, again=not beside and not admitted)
             if sequence is None:
                 break
             self.waiting.remove(request)
@@ -115,13 +115,16 @@ class Scheduler:
             return
         self.finished.keep(running.sequence, running.request.token_ids[: running.sequence.length])
 
-    def _reserve(self, request: Request, found: tuple[Sequence, int] | None, left: Blocks) -> Sequence | None:
-        """A sequence for a request, if there is room for it and for what is to be ``left``."""
+    def _reserve(
+        self, request: Request, found: tuple[Sequence, int] | None, left: Blocks, again: bool
+    ) -> Sequence | None:
+        """A sequence for a request, if there is room for it and for what is to be ``left``; where what is cached of it
+        cannot be extended, one for all of its tokens, if those may be computed ``again``."""
         start, cache = len(request.prompt_token_ids), self.cache
         if found:
             sequence, common = found
             if not (cache.growth(sequence, start, request.capacity) + left).within(self._reachable(sequence)):
-                return self._reserve(request, None, left)
+                return self._reserve(request, None, left, again) if again else None
             while not cache.growth(sequence, start, request.capacity).within(cache.free):
                 self.finished.evict(spare=sequence)
             self.finished.take(sequence)

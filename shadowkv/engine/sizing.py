@@ -15,6 +15,7 @@ from shadowkv.kvcache.batch import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.draw_tokens.weights import SCRATCH_BYTES
@@ -37,7 +38,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
 
     Their hidden states, and keys (before and after the rotation) and values of the layers that are stored together; the
-    largest tensors of a block of tokens that are there together, which is in the MLP; and what storing takes meanwhile.
+    largest tensors of a block of tokens that are there together, which is in the MLP; what storing takes meanwhile; and
+    keys and values that are rebuilt side by side for a sparse later turn.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
 
@@ -48,7 +50,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     whole = kept(context) + (kept(block) if context > block else 0)
     in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
     storing = 2 * min(context, ROWS_AT_ONCE) * kv_dim
-    return (whole + in_the_mlp + storing) * dtype.itemsize + GRAM_BYTES * kv_dim**2
+    rebuilt = 2 * context * kv_dim if context > SPARSE_FROM else 0
+    return (whole + in_the_mlp + storing + rebuilt) * dtype.itemsize + GRAM_BYTES * kv_dim**2
 
 
 GRAPH_BYTES = 2**29

@@ -58,7 +58,10 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
         logger.warning("the warm-up ended early, first requests will be slower: %s", error, exc_info=error)
         return
     finally:
+        while engine.scheduler.finished.evict():
+            pass
         engine.cache.forget_fetches()
+        engine.cache.take_attention_density()
     if not shown:
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 

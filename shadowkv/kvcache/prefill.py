@@ -269,7 +269,7 @@ class Prefill:
         self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
     ) -> Tensor:
         keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
-        sparse = self._sparse(batch, segment, stop)
+        sparse = self._sparse(segment, stop)
         if not segment.cached:
             if sparse is not None:
                 return sparse.attend(layer, q, keys, values, segment.stop - stop)
@@ -289,14 +289,10 @@ class Prefill:
                 merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
 
-    def _sparse(self, batch: PrefillBatch, segment: NewTokens, stop: int) -> SparsePrefill | None:
+    def _sparse(self, segment: NewTokens, stop: int) -> SparsePrefill | None:
         """What a block of a segment's queries, up to the batch's row ``stop``, attends with; None: to everything."""
         new, seen = segment.stop - segment.start, segment.cached + stop - segment.start
-        if self.sparse is None or not self.sparse.pays(new, seen):
-            return None
-        # Rebuilt keys and values side by side: with the batch's no more than a prefill of the longest sequence takes.
-        rebuilt = 2 * (segment.cached + new) if segment.cached else 0
-        return self.sparse if 3 * batch.num_tokens + rebuilt <= 3 * self.layout.max_model_len else None
+        return self.sparse if self.sparse is not None and self.sparse.pays(new, seen) else None
 
     def _behind_cached(
         self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor

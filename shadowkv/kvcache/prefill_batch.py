@@ -138,7 +138,8 @@ class PrefillBatch:
         self.starts = starts_there.int()
         self.num_layers = shape.num_layers
         observed = len(self._last)
-        self.layers_at_once = layers_at_once(shape, self.num_tokens, observed)
+        cached = sum(s.cached for s in new)  # their keys may be rebuilt for a subspace that the new ones share
+        self.layers_at_once = layers_at_once(shape, self.num_tokens + cached, observed)
         self.keys, self.rotated, self.values = (
             torch.empty(
                 self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device

@@ -14,6 +14,7 @@ from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.eval.forks import Forks
 from shadowkv.eval.policies import Policy, local_policies
 from shadowkv.eval.sample import Sample
+from shadowkv.kvcache import sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 
@@ -69,6 +70,21 @@ def test_a_copy_holds_what_a_fork_stores(loaded: LoadedModel, monkeypatch: pytes
             steps = [[runners[i].decode([sequences[i]], [5 + step]) for step in range(100)] for i in (1, 2)]
         assert torch.equal(torch.stack(steps[0]), torch.stack(steps[1]))
     assert not open_cache(loaded, preset("quest"), 1300).stores_alike(caches[0], len(tokens))
+
+
+def test_policies_whose_prefill_attends_otherwise_have_one_of_their_own(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SPARSE_FROM": 500, "FEWEST_QUERIES": 100, "SHARE": 0.5, "DENSE_LAST": 0}.items():
+        monkeypatch.setattr(sparse_prefill, name, value)
+    tokens = loaded.tokenizer.encode(TEXT)[:1200]
+    names = ["full", "full:prefill=sparse", "full:prefill=dense", "quest:prefill=sparse"]
+    caches = [open_cache(loaded, preset(name), 1300) for name in names]
+    sequences, logits = prefill_all(loaded.model, caches, tokens, 1300)
+    assert [sequence.length for sequence in sequences] == [len(tokens)] * 4
+    assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[3])
+    assert (logits[0] - logits[1]).abs().max() > 1e-3, "nothing was left out: the test would show nothing"
+    assert caches[0].take_attention_density() is None
 
 
 def _greedy(loaded: LoadedModel, policy: Policy, text: str) -> list[int]:

@@ -109,16 +109,3 @@ def test_caches_of_other_modes_do_not_store_alike() -> None:
     dense, sparse, unset = (make_cache(spec) for spec in (preset("full:prefill=dense"), POLICIES["full"], KVSpec()))
     assert not sparse.stores_alike(dense, 100)
     assert unset.stores_alike(dense, 100)
-
-
-def test_turns_for_whose_rebuilt_keys_there_is_no_room_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_prefill, "SHARE", 0.3)
-    cache = make_cache(POLICIES["turbo-without-codes"])
-    for first, second, sparse in ((2500, 1500, False), (3000, 1000, True)):
-        stream = Stream(first, cache.allocate(first, 4000))
-        prefill(cache, [(stream, first)])
-        cache.take_attention_density()
-        cache.extend(stream.sequence, 4000, 4000)
-        prefill(cache, [(stream, second)])
-        assert (cache.take_attention_density() is not None) == sparse
-        cache.release(stream.sequence)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shadowkv.ops.case import Case
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
 pytest.importorskip("triton")
@@ -160,3 +161,24 @@ def test_everything_listed_is_causal_attention(backend: str) -> None:
     got, exact = attend(backend, q, k, v, indices, counts), causal_attention(q.float(), k.float(), v.float())
     tolerance = 2e-5 if torch.float32 == DTYPE else 0.02
     torch.testing.assert_close(got.float(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "memory", "fits"),
+    [
+        (torch.bfloat16, 128, (9, 0), 232448, True),
+        (torch.bfloat16, 96, (8, 9), 101376, True),
+        (torch.float32, 64, (9, 0), 232448, True),
+        (torch.float32, 128, (9, 0), 232448, False),
+        (torch.bfloat16, 256, (9, 0), 232448, False),
+        (torch.bfloat16, 128, (7, 5), 65536, False),
+    ],
+)
+def test_kernels_say_what_does_not_fit(
+    dtype: torch.dtype, dim: int, capability: tuple[int, int], memory: int, fits: bool
+) -> None:
+    case = Case(frozenset(), dtype, dim, 8, 2, dim, capability=capability, block_memory=memory)
+    for op in ("select_blocks", "attend_blocks"):
+        reasons = importlib.import_module(f"shadowkv.ops.{op}.triton").supports(case)
+        assert (reasons == []) == fits
+        assert fits or f"has {memory} bytes of shared memory, not" in reasons[0]

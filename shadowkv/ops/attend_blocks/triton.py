@@ -9,7 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.select_blocks.reference import BLOCK
+
+
+def supports(case: Case) -> list[str]:
+    """Why the kernel cannot serve a case: in shared memory are a tile, and blocks of keys and values."""
+    row = triton.next_power_of_2(case.head_dim) * case.dtype.itemsize
+    blocks = 5 if case.capability is not None and case.capability >= (9, 0) else 3
+    need = blocks * BLOCK * row
+    return unless(
+        need <= case.block_memory, f"a thread block has {case.block_memory} bytes of shared memory, not {need}"
+    )
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
 SPAN = 32
@@ -16,6 +17,16 @@ SPAN = 32
 
 AT_ONCE = 128
 """Blocks of keys that are chosen from together."""
+
+
+def supports(case: Case) -> list[str]:
+    """Why the kernels cannot serve a case: in shared memory are sampled queries and blocks of keys."""
+    row = triton.next_power_of_2(case.head_dim) * case.dtype.itemsize
+    blocks = 4 if case.capability is not None and case.capability >= (9, 0) else 3
+    need = blocks * BLOCK * row + 2048
+    return unless(
+        need <= case.block_memory, f"a thread block has {case.block_memory} bytes of shared memory, not {need}"
+    )
 
 
 def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
