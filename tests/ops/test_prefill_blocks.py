@@ -30,7 +30,7 @@ if not TRITON:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-BACKENDS = ["reference", *(["triton"] if TRITON else [])]
+BACKENDS = ["reference", "triton"] if ON_GPU else ["triton" if TRITON else "reference"]
 # Queries, keys, query heads, kv heads, head dim.
 SHAPES = [
     (300, 1800, 6, 2, 64),

