@@ -106,7 +106,7 @@ def child(args: argparse.Namespace) -> None:
 
         row = {"engine": f"vllm {vllm.__version__}", "kv": args.kv, "prefill": "dense"}
         measure(args, Driver(engine, sampling), row | {"quantization": args.quantization} | about(engine.vllm_config))
-    except Exception:
+    except Exception:  # of whatever kind: it is shown, and the process must end below
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

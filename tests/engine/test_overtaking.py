@@ -258,3 +258,23 @@ def test_prefill_stops_before_a_piece_would_be_too_much(make: Any, monkeypatch: 
         assert one.watch.seconds == pieces
     engine.abort("long")
     assert_empty(engine)
+
+
+def test_what_is_cached_but_cannot_be_extended_is_not_computed_again_beside_a_long_prompt(make: Any) -> None:
+    """All of it is more than a block: it waits as any long prompt does."""
+    engine, start = make(kv="full"), prompt(7, 400)
+    engine.add_request("first", start, GREEDY)
+    answer = tokens(drain(engine)["first"])
+    turn = start + answer + prompt(8, 30)
+    assert engine.scheduler.finished.match(turn) is not None
+    engine.add_request("long", LONG, GREEDY)
+    assert not engine.step()
+    engine.cache.growth = lambda *_: engine.cache.total + engine.cache.total
+    engine.add_request("turn", turn, GREEDY)
+    for _ in range(3):
+        engine.step()
+        assert names(engine) == [["long"]]
+    done = drain(engine)
+    assert done["turn"][-1].cached_tokens == 0
+    assert tokens(done["turn"]) == alone(make, turn, kv="full")
+    assert tokens(done["long"]) == alone(make, LONG, kv="full")

@@ -197,5 +197,6 @@ def test_wrong_arguments_are_refused(seed):
         ((q, odd, odd, indices, counts), "multiple of 8"),
         ((q, k.cpu(), v, indices, counts), "CUDA"),
     ):
+        # PyTorch raises the latter for tensors of a device that has no kernel of the op.
         with pytest.raises((RuntimeError, NotImplementedError), match=said):
             cuda.attend_blocks(*wrong)

@@ -229,5 +229,6 @@ def test_wrong_arguments_are_refused(seed):
         ((q, odd, sampled, scores), "multiple of 8"),
         ((q, k.cpu(), sampled, scores), "CUDA"),
     ):
+        # PyTorch raises the latter for tensors of a device that has no kernel of the op.
         with pytest.raises((RuntimeError, NotImplementedError), match=said):
             cuda.score_blocks(*wrong)

@@ -28,7 +28,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     Args:
         q: rotated queries [n, H_q, d], n at least 1.
         k: rotated keys [m, H, d].
-        whole: tiles that hold one of so many last queries attend to all blocks.
+        whole: tiles that hold one of so many last queries, and a last one that is not full, attend to all blocks.
 
     Returns:
         int32 [H_q, tiles, blocks], ascending, anything past their number; and int32 [H_q, tiles], their number.
