@@ -32,6 +32,7 @@ class EngineConfig:
     max_num_seqs: int = 48
     max_model_len: int | None = None
     max_num_batched_tokens: int = 8192
+    enable_prefix_caching: bool = True
     max_cached_seqs: int = 8
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
@@ -156,10 +157,16 @@ class EngineConfig:
         )
         add(
             batch,
+            "--enable-prefix-caching",
+            action=argparse.BooleanOptionalAction,
+            help="requests share what was computed of starts of their prompts (default: %(default)s)",
+        )
+        add(
+            batch,
             "--max-cached-seqs",
             type=int,
             metavar="N",
-            help="finished sequences kept for a next turn beside the running ones (default: %(default)s)",
+            help="finished sequences kept for the prefix cache beside the running ones (default: %(default)s)",
         )
         add(
             batch,

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shadowkv.cache.pages import PageDigests, root_of
+from shadowkv.cache.prefix_cache import Prompt
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
 from shadowkv.engine.detokenizer import Detokenizer
@@ -131,7 +133,10 @@ class Engine:
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         constraint = None if params.json_schema is None else self._grammars.constraint(params.json_schema)
-        return Request(request_id, list(prompt_token_ids), params, max_tokens, seed, stop_ids, constraint)
+        prompt_token_ids, prompt = list(prompt_token_ids), None
+        if self.config.enable_prefix_caching and params.cache_prompt:
+            prompt = Prompt(prompt_token_ids, PageDigests(root_of(params.cache_salt)).extend_to(prompt_token_ids))
+        return Request(request_id, prompt_token_ids, params, max_tokens, seed, stop_ids, constraint, prompt)
 
     def add(self, request: Request) -> None:
         """Queues a request; raises RequestError if its id is in use."""
@@ -162,7 +167,7 @@ class Engine:
             )
         self._open(request)
         running = Running(request, sequence)
-        self.scheduler.running.append(running)
+        self.scheduler.computed([running])
         request.cached_tokens, request.times.scheduled = sequence.length, time.monotonic()
         return self._take_token(running, token, None)
 
@@ -226,7 +231,7 @@ class Engine:
 
     def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
         done = prefill.rows
-        self.scheduler.running += done
+        self.scheduler.computed(done)
         rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
         for one in done:
             if one.request.request_id in self._aborted:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shadowkv.engine.pacing import Stopwatch
 from shadowkv.engine.runner import Runner
-from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.engine.scheduler import Leader, Running, Scheduler
 
 
 @dataclass(eq=False)
@@ -22,6 +22,7 @@ class PrefillAtWork:
         steps: of the computation, which can be paused or given up between any two.
         watch: how long the device works at them.
         long: whether it is a prompt of more than a block, which shorter ones may overtake.
+        pieces: of the computation; ``done`` of them are behind.
         owed: seconds that those had, and that it has not had since.
     """
 
@@ -29,7 +30,16 @@ class PrefillAtWork:
     steps: Generator[None, None, tuple[Tensor, list[Tensor]]]
     watch: Stopwatch
     long: bool
+    pieces: int
     owed: float = 0.0
+    done: int = 0
+
+    @property
+    def leaders(self) -> list[Leader]:
+        """Its prompts, with what is left of them."""
+        requests = [one.request for one in self.rows]
+        left = 1 - self.done / max(self.pieces, self.done)
+        return [Leader(x.prompt, int(left * (len(x.prompt_token_ids) - x.cached_tokens))) for x in requests]
 
 
 class Prefills:
@@ -60,7 +70,7 @@ class Prefills:
         if not self.at_work:
             rows = self.scheduler.admit()
         elif self.at_work[-1].long and self.at_work[-1].owed <= 0:
-            rows = self.scheduler.admit(beside=self.num_requests)
+            rows = self.scheduler.admit([leader for one in self.at_work for leader in one.leaders])
         else:
             return
         if not rows:
@@ -69,7 +79,8 @@ class Prefills:
             one.request.times.scheduled = time.monotonic()
         work = [(one.sequence, one.request.prompt_token_ids[one.request.cached_tokens :]) for one in rows]
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
-        self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work), watch, long))
+        pieces = self.runner.prefill_pieces(sum(len(tokens) for _, tokens in work))
+        self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work), watch, long, pieces))
 
     def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
         """Goes on with the last one until another piece would take the device's work beyond ``seconds``.
@@ -82,6 +93,7 @@ class Prefills:
             with torch.inference_mode():
                 while True:
                     next(one.steps)
+                    one.done += 1
                     launched = one.watch.launched()
                     if launched + one.watch.piece >= seconds:
                         self._account(one, launched)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shadowkv.cache.prefix_cache import Prompt
 from shadowkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Request:
     """One prompt to be continued.
 
     Attributes:
-        passed: whether shorter prompts have been taken before it.
+        prompt: what the prefix cache is asked for; None where nothing of it is looked up or kept.
+        passed: version of the prefix cache by which shorter prompts have been taken before it.
     """
 
     request_id: str
@@ -74,10 +76,11 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
+    prompt: Prompt | None = None
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
-    passed: bool = False
+    passed: int = -1
 
     @property
     def token_ids(self) -> list[int]:

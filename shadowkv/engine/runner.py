@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.cuda_graphs import CudaGraphs
-from shadowkv.engine.prefill import prefill
+from shadowkv.engine.prefill import BLOCK_TOKENS, prefill
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampler import Sampler, logprobs_of
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
@@ -46,6 +46,10 @@ class Runner:
     def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """``prefill`` into the runner's cache."""
         return prefill(self.model, self.cache, work)
+
+    def prefill_pieces(self, tokens: int) -> int:
+        """Pieces, between which it may be paused, of a prefill of so many tokens."""
+        return len(self.layers) * -(-tokens // BLOCK_TOKENS[self.cache.device.type])
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:

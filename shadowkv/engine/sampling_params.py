@@ -27,6 +27,8 @@ class SamplingParams:
         json_schema: JSON schema (as JSON text) that the output follows; ``{}`` is any JSON.
         logprobs: alternatives to report per token, 0 the chosen one alone; None is off.
         prompt_logprobs: the same for the prompt's tokens.
+        cache_prompt: whether starts of the prompt are looked up in the prefix cache, and it is kept there.
+        cache_salt: prompts of other salts share nothing with this one.
 
     Raises:
         ValueError: a value is out of range; the message lists every one.
@@ -49,6 +51,8 @@ class SamplingParams:
     json_schema: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    cache_prompt: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0
@@ -70,6 +74,7 @@ class SamplingParams:
                 ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
                 ("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
                 ("stop", all(self.stop), "free of empty strings"),
+                ("cache_salt", self.cache_salt != "", "a string that is not empty"),
                 ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
                 ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "0 to 20"),
             )

@@ -1,20 +1,24 @@
 """Who runs: admission of waiting requests, in order of arrival, against both memory budgets.
 
 A request is admitted only if every page it may need to its last token is free, so nothing that runs can run out. Short
-prompts need not wait for long ones, and take nothing from them.
+prompts need not wait for long ones, and take nothing from them. Requests that share a start wait for the first of them
+to compute it, where that is less than all of them would.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shadowkv.engine.finished import FinishedSequences
+from shadowkv.cache.pages import common_pages
+from shadowkv.cache.prefix_cache import Match, PrefixCache, Prompt
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.spec import PAGE
 
 
 @dataclass(eq=False)
@@ -25,8 +29,21 @@ class Running:
     sequence: Sequence
 
 
+@dataclass(frozen=True)
+class Leader:
+    """A prompt that is being computed, which others may wait for.
+
+    Attributes:
+        prompt: None where it is not to be shared.
+        tokens: what is left of it.
+    """
+
+    prompt: Prompt | None
+    tokens: int
+
+
 class Scheduler:
-    """The waiting queue, the running set and the finished sequences.
+    """The waiting queue, the running set and the prefix cache.
 
     Args:
         cache: whose sequences are scheduled.
@@ -40,7 +57,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []
-        self.finished = FinishedSequences(cache)
+        self.prefix_cache = PrefixCache(cache)
 
     def validate(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if a request of this size could never be admitted."""
@@ -68,78 +85,108 @@ class Scheduler:
         """Whether so many new tokens of a prompt take more than a block: others may overtake it."""
         return new > BLOCK_TOKENS[self.cache.device.type]
 
-    def admit(self, beside: int = 0) -> list[Running]:
+    def admit(self, at_work: Iterable[Leader] = ()) -> list[Running]:
         """The waiting requests to prefill together next, with their sequences.
 
         Args:
-            beside: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
+            at_work: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
                 them and the others, and the others have a block at the most.
         """
         admitted: list[Running] = []
-        tokens, passed, most = 0, Blocks(), self.max_num_batched_tokens
+        leaders = list(at_work)
+        beside, passed, tokens = len(leaders), Blocks(), 0
+        most = self.max_num_batched_tokens
         if beside:
             most = min(most, BLOCK_TOKENS[self.cache.device.type])
         for request in tuple(self.waiting):
             if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs:
                 break
             length = len(request.prompt_token_ids)
-            if beside and request.passed:
+            if beside and request.passed == self.prefix_cache.version:
                 passed += self.cache.demand(length, request.capacity)
                 continue
-            # Scores of the prompt need all of it to be computed.
-            scored = request.params.prompt_logprobs is not None
-            found = None if scored else self.finished.match(request.prompt_token_ids)
-            new = length - (found[1] if found else 0)
+            found = self._match(request)
+            new = length - (found.tokens if found else 0)
             if beside and self.is_long(new):
-                request.passed = True
+                request.passed = self.prefix_cache.version
                 passed += self.cache.demand(length, request.capacity)
                 continue
             if admitted and (tokens + new > most or self.is_long(new)):
                 break
+            if self._waits(request, length - new, leaders):
+                continue
             sequence = self._reserve(request, found, passed, again=not beside and not admitted)
             if sequence is None:
                 break
             self.waiting.remove(request)
             admitted.append(Running(request, sequence))
             tokens += new
+            leaders.append(Leader(request.prompt, new))
             if self.is_long(new):
                 break
         return admitted
 
+    def _match(self, request: Request) -> Match | None:
+        """What is cached of a prompt; nothing where its scores are asked for, which need all of it to be computed."""
+        if request.prompt is None or request.params.prompt_logprobs is not None:
+            return None
+        return self.prefix_cache.match(request.prompt)
+
+    def _waits(self, request: Request, cached: int, leaders: list[Leader]) -> bool:
+        """Whether a request is to wait for a prompt at work that has more of its start than the tokens that are
+        ``cached``: where all that wait would compute more tokens of that start than are left of the prompt at work."""
+        if request.prompt is None or request.params.prompt_logprobs is not None:
+            return False
+
+        def shared(other: Request, leader: Leader) -> int:
+            """Tokens that the other would compute and need not once the leader has."""
+            if other.prompt is None or leader.prompt is None:
+                return 0
+            return max(0, PAGE * common_pages(other.prompt.shareable, leader.prompt.pages) - cached)
+
+        return any(
+            shared(request, leader) and sum(shared(one, leader) for one in self.waiting) > leader.tokens
+            for leader in leaders
+        )
+
+    def computed(self, done: Iterable[Running]) -> None:
+        """Prompts whose prefill has ended run from now on, and can be forked."""
+        for one in done:
+            self.running.append(one)
+            if one.request.prompt is not None:
+                self.prefix_cache.computed(one.sequence, one.request.prompt)
+
     def finish(self, running: Running, keep: bool) -> None:
-        """Ends a request; its sequence stays for a next turn if ``keep``."""
+        """Ends a request; its sequence stays in the prefix cache if ``keep``."""
         if running in self.running:
             self.running.remove(running)
-        if not keep:
-            self.cache.release(running.sequence)
+        prompt, sequence = running.request.prompt, running.sequence
+        if not keep or prompt is None:
+            self.prefix_cache.release(sequence)
             return
-        self.finished.keep(running.sequence, running.request.token_ids[: running.sequence.length])
+        tokens = running.request.token_ids[: sequence.length]
+        self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
 
-    def _reserve(
-        self, request: Request, found: tuple[Sequence, int] | None, left: Blocks, again: bool
-    ) -> Sequence | None:
+    def _reserve(self, request: Request, found: Match | None, left: Blocks, again: bool) -> Sequence | None:
         """A sequence for a request, if there is room for it and for what is to be ``left``; where what is cached of it
-        cannot be extended, one for all of its tokens, if those may be computed ``again``."""
-        start, cache = len(request.prompt_token_ids), self.cache
+        cannot be gone on with, one for all of its tokens, if those may be computed ``again``."""
+        start, cache, kept = len(request.prompt_token_ids), self.cache, self.prefix_cache
         if found:
-            sequence, common = found
-            if not (cache.growth(sequence, start, request.capacity) + left).within(self._reachable(sequence)):
+            need, spare = kept.growth(found, start, request.capacity), found.sequence
+            if not (need + left).within(self._reachable(spare)):
                 return self._reserve(request, None, left, again) if again else None
-            while not cache.growth(sequence, start, request.capacity).within(cache.free):
-                self.finished.evict(spare=sequence)
-            self.finished.take(sequence)
-            cache.truncate(sequence, common)
-            cache.extend(sequence, start, request.capacity)
-            request.cached_tokens = common
-            return sequence
+            while not need.within(cache.free):
+                kept.evict(spare)
+            request.cached_tokens = found.tokens
+            return kept.take(found, start, request.capacity)
         need = cache.demand(start, request.capacity)
         # Nothing is evicted for a request that would have to wait all the same.
         if not (need + left).within(self._reachable()):
             return None
         while not need.within(cache.free):
-            self.finished.evict()
+            kept.evict()
         return cache.allocate(start, request.capacity)
 
     def _reachable(self, spare: Sequence | None = None) -> Blocks:
-        """What is free or would be, were all finished sequences other than ``spare`` evicted."""
-        return self.cache.free + self.finished.blocks(spare)
+        """What is free or would be, were all kept sequences other than ``spare`` evicted."""
+        return self.cache.free + self.prefix_cache.blocks(spare)

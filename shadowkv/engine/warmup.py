@@ -58,7 +58,7 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
         logger.warning("the warm-up ended early, first requests will be slower: %s", error, exc_info=error)
         return
     finally:
-        while engine.scheduler.finished.evict():
+        while engine.scheduler.prefix_cache.evict():
             pass
         engine.cache.forget_fetches()
         engine.cache.take_attention_density()

@@ -134,6 +134,10 @@ class KVCache:
         """
         return self.pool.fork(sequence, length, start, capacity)
 
+    def fork_growth(self, sequence: Sequence, length: int, start: int, capacity: int) -> Blocks:
+        """What ``fork`` takes besides what ``sequence`` has."""
+        return self.pool.fork_growth(sequence, length, start, capacity)
+
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forgets the newest tokens; sealed and shared ones cannot be forgotten (ValueError)."""
         self.pool.truncate(sequence, length)

@@ -72,6 +72,13 @@ class SequencePool:
         """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.layout.blocks(self._lacking(sequence, start, capacity))
 
+    def fork_growth(self, parent: Sequence, length: int, start: int, capacity: int) -> Blocks:
+        """What ``fork`` takes besides what ``parent`` has."""
+        child = Sequence(self.tables, self.tables.padding_slot)
+        rows = self._begin_alike(parent, child, length, [self.tables.padding_row] * len(parent.path))
+        shared = Blocks(sequences=1, rows=rows)
+        return self.layout.blocks(self._lacking(child, start, capacity)) + shared
+
     def allocate(self, start: int, capacity: int) -> Sequence:
         """A new, empty sequence; raises OutOfPages, with nothing taken, if anything is lacking."""
         return self.fork(None, 0, start, capacity)
@@ -252,10 +259,8 @@ class SequencePool:
 
     def _share(self, parent: Sequence, child: Sequence, length: int) -> None:
         """Makes ``child`` begin as ``parent`` does, up to ``length``."""
-        segments = [segment for segment in parent.path if segment.first < length]
-        rows = self.pools["rows"].allocate(len(segments))
-        child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
-        child.dense = parent.dense[: length // PAGE] if not segments else []
+        rows = self.pools["rows"].allocate(sum(segment.first < length for segment in parent.path))
+        self._begin_alike(parent, child, length, rows)
         parent.shared, child.shared = max(parent.shared, length), length
         self.tables.length[child.slot] = length
         self.pools["device"].retain(self.pools["device"].blocks_of(child.device_pages()))
@@ -265,6 +270,14 @@ class SequencePool:
         if self.store.buffer is not None:
             for row in rows:
                 self.store.buffer.reset(row)
+
+    @staticmethod
+    def _begin_alike(parent: Sequence, child: Sequence, length: int, rows: list[int]) -> int:
+        """Names the pages of ``parent`` up to ``length`` in ``child`` too; returns how many of ``rows`` that takes."""
+        segments = [segment for segment in parent.path if segment.first < length]
+        child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
+        child.dense = parent.dense[: length // PAGE] if not segments else []
+        return len(segments)
 
     def _name_sealed(self, sequence: Sequence, count: int) -> None:
         """Makes the first pages of the reserve the last segment's."""

@@ -122,6 +122,8 @@ class GenerationRequest(Body):
     stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     ignore_eos: bool = False
     seed: Int64 | None = None
+    cache_prompt: bool = SamplingParams.cache_prompt
+    cache_salt: Name | None = None
     response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -43,7 +43,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 def assert_empty(engine: Engine) -> None:
-    while engine.scheduler.finished.evict():
+    while engine.scheduler.prefix_cache.evict():
         pass
     assert engine.cache.free == engine.cache.total
     assert engine.cache.free["sequences"] == engine.config.max_num_seqs + engine.config.max_cached_seqs
@@ -231,7 +231,7 @@ def test_finished_sequences_give_way_oldest_first(make: Any) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 100), GREEDY)
     first = drain(engine)
-    assert len(engine.scheduler.finished) == 2
+    assert len(engine.scheduler.prefix_cache) == 2
     engine.add_request("c", prompt(3, 100), GREEDY)  # takes the slot of a
     drain(engine)
     turns = {name: prompt(seed, 100) + tokens(first[name]) + [7, 8] for name, seed in (("a", 1), ("b", 2))}
@@ -376,7 +376,7 @@ def test_a_request_goes_on_from_a_prompt_computed_elsewhere(make: Any, kv: str) 
     engine, ids = make(kv=kv), prompt(3, 700)
     engine.add_request("whole", ids, GREEDY)
     wanted = tokens(drain(engine)["whole"])
-    engine.scheduler.finished.evict()
+    engine.scheduler.prefix_cache.evict()
     request = engine.request("resumed", ids, GREEDY)
     too_small = engine.cache.allocate(700, 701)
     with pytest.raises(ValueError, match="a sequence of 0 tokens with room for 701 is none of a prompt of 700"):

@@ -266,7 +266,7 @@ def test_what_is_cached_but_cannot_be_extended_is_not_computed_again_beside_a_lo
     engine.add_request("first", start, GREEDY)
     answer = tokens(drain(engine)["first"])
     turn = start + answer + prompt(8, 30)
-    assert engine.scheduler.finished.match(turn) is not None
+    assert engine.scheduler.prefix_cache.match(engine.request("turn", turn, GREEDY).prompt) is not None
     engine.add_request("long", LONG, GREEDY)
     assert not engine.step()
     engine.cache.growth = lambda *_: engine.cache.total + engine.cache.total

@@ -62,7 +62,7 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
     assert answers(ahead, params) == answers(wanted, params)
     assert any(launched)
     for engine in (ahead, wanted):
-        while engine.scheduler.finished.evict():
+        while engine.scheduler.prefix_cache.evict():
             pass
         assert engine.cache.free == engine.cache.total
 

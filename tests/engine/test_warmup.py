@@ -41,7 +41,7 @@ def small_blocks_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_unused(engine: Engine) -> None:
     assert not engine.has_work and not engine._text and not engine._aborted
-    assert not len(engine.scheduler.finished)
+    assert not len(engine.scheduler.prefix_cache)
     assert engine.cache.free == engine.cache.total
     assert engine.stats().fetches == FetchCounts()
 
