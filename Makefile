@@ -17,9 +17,10 @@ help: ## Show this list
 serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
 
-# One thread each: tensors of tests are small. A worker takes up to 5 GB of memory.
+# One thread each: tensors of tests are small. A worker takes up to 5 GB of memory. Files are begun in the order of
+# tests/conftest.py, not those with the most tests first.
 test: .venv/.installed-test ## Run all tests, JOBS at a time (some of them: make test ARGS="tests/test_x.py -k name")
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
 	$(PYTHON) csrc/build_cuda.py

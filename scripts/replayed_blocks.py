@@ -27,12 +27,11 @@ def random_blocks(like: Tensor, density: float, seed: int) -> tuple[Tensor, Tens
     tiles]."""
     heads, tiles, blocks = like.shape
     generator = torch.Generator(like.device).manual_seed(seed)
-    indices, counts = torch.zeros_like(like), like.new_zeros(heads, tiles)
-    for tile in range(tiles):
-        end = blocks - tiles + tile + 1
-        order = torch.rand(heads, end, generator=generator, device=like.device)
-        order[:, :SINK_BLOCKS] = order[:, max(0, end - 1 - LOCAL_BLOCKS) :] = 2
-        count = min(end, max(SINK_BLOCKS + LOCAL_BLOCKS + 1, round(density * end)))
-        indices[:, tile, :count] = order.topk(count).indices.sort().values.int()
-        counts[:, tile] = count
-    return indices, counts
+    place = torch.arange(blocks, device=like.device)
+    end = blocks - tiles + 1 + torch.arange(tiles, device=like.device)[:, None]
+    count = (density * end.double()).round().clamp_min(SINK_BLOCKS + LOCAL_BLOCKS + 1).minimum(end).long()
+    order = torch.rand(heads, tiles, blocks, generator=generator, device=like.device)
+    order.masked_fill_((place < SINK_BLOCKS) | (place >= end - 1 - LOCAL_BLOCKS), 2).masked_fill_(place >= end, -1)
+    ranks = order.argsort(descending=True)
+    chosen = ranks.masked_fill(place >= count, blocks).sort().values
+    return chosen.masked_fill(chosen == blocks, 0).int(), count.squeeze(1).int().expand(heads, tiles).contiguous()

@@ -1,10 +1,19 @@
-"""A seed that is fixed once and fresh once; and the memory of a GPU that several processes test on."""
+"""Which files are tested first; a seed that is fixed once and fresh once; the memory of a GPU that several processes
+test on."""
 
 import secrets
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+LONGEST = ("test_cuda_sources.py", "test_smollm2.py", "test_soak.py", "test_lifetimes.py")
+"""Files that take minutes, from the first to begin on: at the end other processes would have nothing left to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts them first, in their order."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(params=["fixed", "fresh"])

@@ -1,7 +1,7 @@
 """The CUDA sources compile for every GPU that they are built for, and no kernel spills registers on a Hopper.
 
 Without what makes a library of it: the front end sees the bindings' host code, and nothing is linked. Needs nvcc and no
-GPU; takes 80 seconds on two cores.
+GPU; takes 130 seconds on two cores.
 """
 
 from __future__ import annotations
