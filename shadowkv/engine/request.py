@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shadowkv.cache.prefix_cache import Prompt
 from shadowkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from shadowkv.cache.prefix_cache import Prompt
     from shadowkv.engine.grammar import Constraint
 
 

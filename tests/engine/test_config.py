@@ -16,6 +16,7 @@ SET = EngineConfig(
     max_num_seqs=3,
     max_model_len=4096,
     max_num_batched_tokens=512,
+    enable_prefix_caching=False,
     max_cached_seqs=0,
     max_queued_seqs=77,
     default_max_tokens=77,
@@ -45,9 +46,12 @@ def parse(*flags: str) -> EngineConfig:
 
 
 def flag(name: str, value: object) -> list[str]:
-    """A field as the flag of its name with dashes; a switch has no value and is only ever turned on."""
-    words = ["--" + name.replace("_", "-")]
-    return words * value if isinstance(value, bool) else [*words, str(value)]
+    """A field as the flag of its name with dashes; a switch has no value, and is named where it differs."""
+    word = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        turned = word if value else word.replace("--", "--no-", 1)
+        return [turned] * (value != getattr(EngineConfig, name))
+    return [word, str(value)]
 
 
 def flags_of(config: EngineConfig) -> list[str]:

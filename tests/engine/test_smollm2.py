@@ -73,7 +73,7 @@ def test_twenty_greedy_answers_equal_transformers_token_for_token(llm: LLM) -> N
 def test_ragged_batch_equals_each_prompt_alone(llm: LLM) -> None:
     lengths = [1, 7, 63, 64, 65, 1000, 3000]
     prompts = [filler(llm, n, seed=n) for n in lengths]
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0, cache_prompt=False)
     together = llm.generate(prompts, params)
     for prompt, one in zip(prompts, together):
         (alone,) = llm.generate([list(prompt)], params)
