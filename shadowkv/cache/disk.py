@@ -60,7 +60,7 @@ class DiskTier:
         on_event: Callable[[str, Entry], None] = lambda kind, entry: None,
         *,
         files: FileSystem | None = None,
-        readers: int = 4,
+        readers: int = 2,
         queue_bytes: int = 4 * 2**30,
         pause_seconds: float = 30.0,
         watch_seconds: float = 1.0,

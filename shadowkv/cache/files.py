@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ def write_snapshot(
     if len(ids) != 4 * head.tokens:
         raise ValueError(f"{len(ids) // 4} token ids for tokens {head.start} to {head.length}")
     begin = len(encode(head))
-    temporary = directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+    temporary = temporary_path(directory)
     descriptor = files.create(temporary)
     try:
         try:
@@ -86,6 +86,11 @@ def write_snapshot(
         files.remove(temporary)
 
 
+def temporary_path(directory: Path) -> Path:
+    """A name of this process for a file that is not whole yet."""
+    return directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+
+
 def _write(files: FileSystem, descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         count = files.write(descriptor, data, offset)
@@ -99,14 +104,16 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 class SnapshotFile:
-    """A file, open for reading; whatever is done to its name, these bytes stay.
+    """A file, open for reading; whatever is done to its name, these bytes stay. It may still have a ``temporary`` one.
 
     Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is not true; methods raise the last two.
     """
 
-    def __init__(self, directory: Path, name: str, files: FileSystem | None = None) -> None:
+    def __init__(
+        self, directory: Path, name: str, files: FileSystem | None = None, *, temporary: Path | None = None
+    ) -> None:
         self._files = files or FileSystem()
-        self.path = directory / file_name(name)
+        self.path = temporary or directory / file_name(name)
         self._descriptor = self._files.open(self.path)
         try:
             self.status = os.fstat(self._descriptor)
@@ -114,7 +121,7 @@ class SnapshotFile:
                 raise BadSnapshot(self.path, "not a regular file")
             prefix = self._read(0, 8)
             self._begin = header_bytes(self.path, prefix, self.status.st_size)
-            self.head: Head = decode(self.path, prefix + self._read(8, self._begin - 8), self.status.st_size)
+            self.head: Head = decode(self.path, name, prefix + self._read(8, self._begin - 8), self.status.st_size)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -176,6 +183,10 @@ class SnapshotFile:
             progress(len(part))
         if checksum.hexdigest() != self.head.checksum:
             raise BadSnapshot(self.path, "the checksum of its data is another")
+
+    def stream(self) -> BinaryIO:
+        """All of its bytes from the first on, as a file object of its own."""
+        return os.fdopen(os.dup(self._descriptor), "rb")
 
     def _read(self, offset: int, size: int) -> bytes:
         raw = bytearray(size)

@@ -213,8 +213,9 @@ def header_bytes(path: Path, prefix: bytes, size: int) -> int:
     return int(8 + length)
 
 
-def decode(path: Path, raw: bytes, size: int) -> Head:
-    """The head that ``raw`` says, the first bytes of a file of ``size``; raises BadSnapshot."""
+def decode(path: Path, name: str, raw: bytes, size: int) -> Head:
+    """The head that ``raw`` says, the first bytes of a file of ``size``; raises BadSnapshot unless it is of
+    ``name``."""
     try:
         content = json.loads(raw[8:])
         metadata = content["__metadata__"]
@@ -244,7 +245,7 @@ def decode(path: Path, raw: bytes, size: int) -> Head:
         raise BadSnapshot(path, f"not a snapshot's header ({type(error).__name__}: {str(error)[:100]})") from error
     if not same:
         raise BadSnapshot(path, "the header's checksum is another")
-    if file_name(head.name) != path.name:
+    if head.name != name:
         raise BadSnapshot(path, f"it is the file of {head.name}")
     expected = len(raw) + head.nbytes + 4 * head.tokens
     if size != expected:

@@ -126,14 +126,16 @@ class Index:
 
     def by_age(self, keep: Collection[str] = ()) -> list[Entry]:
         """All but those to ``keep``, what is to go first in front: what nothing leads to, then what has not been used
-        for longest. A snapshot is as new as the newest that continues it, and goes after it."""
+        for longest. A snapshot is as new as the newest that continues it, as its ``used`` then says, and goes after
+        it."""
         entries = self.entries()
         used = {entry.name: entry.used for entry in entries}
         for entry in sorted(entries, key=lambda one: -one.head.length):
             if entry.head.parent in used:
                 used[entry.head.parent] = max(used[entry.head.parent], used[entry.name])
         order = {one.name: (self.fits(one.head), used[one.name], -one.head.length) for one in entries}
-        return sorted((one for one in entries if one.name not in keep), key=lambda one: order[one.name])
+        others = [replace(one, used=used[one.name]) for one in entries if one.name not in keep]
+        return sorted(others, key=lambda one: order[one.name])
 
 
 def _begins_at(head: Head) -> str:

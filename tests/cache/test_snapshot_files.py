@@ -78,7 +78,7 @@ def test_the_bytes_of_a_header_never_change():
     raw = encode(head)
     assert len(raw) == 4096
     assert xxhash.xxh3_128_hexdigest(raw) == "7aac5dd5302e5930fa2e22b8cb2ba5ef"
-    assert decode(Path("1" * 40 + ".safetensors"), raw, 4096 + 20 + 4 * 66) == head
+    assert decode(Path("file"), "1" * 40, raw, 4096 + 20 + 4 * 66) == head
 
 
 def test_what_was_written_is_read(written):
@@ -180,7 +180,7 @@ def test_every_single_byte_of_the_header_counts(written):
 
 def decode_all(path: Path, raw: bytes) -> None:
     """Reads the header of a file with these bytes, as ``SnapshotFile`` does."""
-    decode(path, raw[: header_bytes(path, raw[:8], len(raw))], len(raw))
+    decode(path, path.stem, raw[: header_bytes(path, raw[:8], len(raw))], len(raw))
 
 
 def test_every_bit_of_the_data_counts(written):
