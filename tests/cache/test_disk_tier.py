@@ -14,6 +14,7 @@ from stored_snapshots import KEY, LIMIT, data_of, head_of, names_of, opened, pro
 from shadowkv.cache.disk import DiskTier
 from shadowkv.cache.errors import SnapshotGone
 from shadowkv.cache.files import write_snapshot
+from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import file_name, new_uid
 
 IDS = prompt(7, 400)
@@ -123,6 +124,52 @@ def test_a_file_that_was_replaced_since_it_was_found_is_a_miss(tmp_path):
         assert tier.stats().corrupt == 0
 
 
+def test_a_good_file_that_has_taken_the_place_of_a_bad_one_stays(tmp_path):
+    class Disk(FileSystem):
+        def read(self, descriptor, buffer, offset):
+            count = super().read(descriptor, buffer, offset)
+            if offset == 4096 and not again:
+                again.append(replace(head_of(IDS[:128]), name=first.name))
+                write_snapshot(tmp_path, again[0], IDS[:128], [data_of(again[0])], replace_existing=lambda: True)
+                buffer[0] ^= 1
+            return count
+
+    again = []
+    with opened(tmp_path, files=Disk()) as tier:
+        first = put(tier, IDS[:128])
+        with pytest.raises(SnapshotGone, match="was replaced"):
+            read(tier, tier.lookup(first.name), IDS)
+        assert read(tier, tier.lookup(first.name), IDS) == data_of(again[0])
+        assert tier.stats().corrupt == 0
+
+
+def test_what_is_stored_during_a_look_at_the_directory_is_not_taken_for_lost(tmp_path):
+    class Disk(FileSystem):
+        def names(self, directory):
+            names = super().names(directory)
+            if armed and armed.pop():
+                put(tier, IDS[:128])
+                stored.set()
+            return names
+
+    armed, stored, events = [], threading.Event(), []
+    with opened(tmp_path, files=Disk(), on_event=lambda kind, entry: events.append(kind)) as tier:
+        armed.append(True)
+        assert stored.wait(5)
+        time.sleep(0.2)
+        assert events == ["stored"]
+
+
+def test_changes_in_one_tick_of_the_clock_are_seen(tmp_path):
+    with opened(tmp_path) as tier:
+        time.sleep(0.1)
+        before = tmp_path.stat().st_mtime_ns
+        head = head_of(IDS[:128])
+        write_snapshot(tmp_path, head, IDS[:128], [data_of(head)])
+        os.utime(tmp_path, ns=(before, before))
+        wait_for(lambda: tier.lookup(head.name))
+
+
 def test_searches_find_files_that_the_scan_has_not_come_to(tmp_path):
     with opened(tmp_path) as tier:
         first = put(tier, IDS[:128])
@@ -167,15 +214,25 @@ def test_the_least_recently_used_goes_first_and_what_it_continues_last(tmp_path)
 
 def test_what_nothing_leads_to_goes_before_all_others(tmp_path):
     with opened(tmp_path, limit=3 * SIZE) as tier:
+        old = put(tier, prompt(0, 128))
         first = put(tier, IDS[:128])
         orphan = put(tier, IDS[:192], first)
-        old = put(tier, prompt(0, 128))
         (tmp_path / first.file_name).unlink()
-        os.utime(tmp_path / old.file_name, (1, 1))
         wait_for(lambda: tier.lookup(first.name) is None)
         put(tier, prompt(1, 128))
         put(tier, prompt(2, 128))
         assert tier.lookup(orphan.name) is None and tier.lookup(old.name) is not None
+
+
+def test_a_continuation_is_not_written_at_the_cost_of_what_it_continues(tmp_path):
+    with opened(tmp_path, limit=2 * SIZE) as tier:
+        first, other = put(tier, IDS[:128]), put(tier, prompt(0, 128))
+        second = put(tier, IDS[:256], first)
+        assert tier.lookup(other.name) is None
+        assert [entry.name for entry in tier.find(names_of(IDS[:256]))] == [first.name, second.name]
+        third = head_of(IDS[:384], second)
+        assert not tier.put(third, IDS[256:384], [data_of(third)]).result(5)
+        assert tier.stats().files == 2 and tier.stats().refused == 1
 
 
 def test_what_is_larger_than_the_limit_is_refused(tmp_path):
@@ -191,8 +248,9 @@ def test_puts_never_wait_and_are_refused_when_too_many_do(tmp_path):
     prompts = [prompt(seed, 128) for seed in range(4)]
     heads = [head_of(ids) for ids in prompts]
     begin = time.monotonic()
-    futures = [tier.put(head, ids, [data_of(head)]) for head, ids in zip(heads, prompts)]
+    futures = [tier.put(heads[0], prompts[0], [data_of(heads[0])])]
     twice = tier.put(heads[0], prompts[0], [data_of(heads[0])])
+    futures += [tier.put(head, ids, [data_of(head)]) for head, ids in zip(heads[1:], prompts[1:])]
     assert time.monotonic() - begin < 1
     assert [future.done() for future in futures] == [False, False, True, True]
     assert twice.result(0) is False and tier.stats().refused == 3

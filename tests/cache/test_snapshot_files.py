@@ -1,9 +1,13 @@
 """The file format: what was written is what is read, and nothing else is."""
 
+import errno
 import json
 import os
 import random
 import struct
+import threading
+import time
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from stored_snapshots import LAYER_BYTES, LAYERS, data_of, head_of, prompt
 
 from shadowkv.cache.errors import BadSnapshot
 from shadowkv.cache.files import SnapshotFile, read_head, write_snapshot
+from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import ALIGNMENT, MAX_HEADER_BYTES, Head, decode, encode, header_bytes
 from shadowkv.cache.workers import Workers
 
@@ -301,3 +306,43 @@ def test_other_tokens_are_not_served(written):
             file.expect(other)
         with pytest.raises(ValueError, match="199 token ids"):
             file.expect(IDS[:-1])
+
+
+def test_ids_are_true_by_a_checksum_of_their_own(written):
+    path, head = written
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with SnapshotFile(path.parent, head.name) as file, pytest.raises(BadSnapshot, match="of its token ids"):
+        file.token_ids()
+
+
+def test_buffers_are_left_alone_when_a_read_has_failed(written, monkeypatch):
+    path, head = written
+    monkeypatch.setattr("shadowkv.cache.files.READ_BLOCK", 1000)
+    failed, ended = threading.Event(), threading.Event()
+
+    class Disk(FileSystem):
+        def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+            if offset == 4096:
+                failed.set()
+                raise OSError(errno.EIO, "broken")
+            if offset == 5096:
+                assert failed.wait(5)
+                time.sleep(0.1)
+                ended.set()
+            return super().read(descriptor, buffer, offset)
+
+    readers = Workers(2, "read")
+    with SnapshotFile(path.parent, head.name, Disk()) as file, pytest.raises(OSError, match="broken"):
+        file.read_into([bytearray(3000)], readers)
+    assert ended.is_set()
+    assert readers.close(5)
+
+
+def test_readers_that_have_ended_keep_nobody(written):
+    path, head = written
+    readers = Workers(2, "read")
+    assert readers.close(5)
+    with SnapshotFile(path.parent, head.name) as file, pytest.raises(CancelledError):
+        file.read_into([bytearray(3000)], readers)
