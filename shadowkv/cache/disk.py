@@ -1,0 +1,275 @@
+"""The disk tier of the prefix cache: a directory of snapshots, which several servers may share.
+
+The directory is the truth: what it holds is found out in the background, what is not there any more is a miss, and what
+is not what was written is removed. Nothing here makes its caller wait for a disk: reads and writes give futures.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowkv.cache.errors import BadSnapshot, SnapshotGone
+from shadowkv.cache.files import Buffer, SnapshotFile
+from shadowkv.cache.filesystem import FileSystem
+from shadowkv.cache.head import Head, file_name
+from shadowkv.cache.index import Entry, Index
+from shadowkv.cache.key import CacheKey, TokenIds
+from shadowkv.cache.scan import Scanner
+from shadowkv.cache.stats import Counts, DiskStats
+from shadowkv.cache.workers import Workers
+from shadowkv.cache.writer import Writer, WriterLimits
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.02
+"""How long a search waits for the file system while the directory is not known; later it does not wait at all."""
+
+
+class DiskTier:
+    """Snapshots of one key in a directory; every method may be called from any thread.
+
+    Args:
+        directory: made for its owner alone if it is not there; OSError is raised if it cannot be. It may be read-only.
+        limit_bytes: of all files; those not used for longest go first.
+        key: of the snapshots that are served; others in the directory count, and go when it is their turn.
+        on_event: told what happened to which file: "found", "stored", "evicted", "lost" or "bad". It is called on the
+            tier's threads, and must neither wait nor raise.
+        files: how the disk is reached.
+        readers: threads that read one file at a time together.
+        queue_bytes: of snapshots that wait to be written; what does not fit is refused.
+        pause_seconds: without writes after one failed.
+        watch_seconds: between two looks for files of other servers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        key: CacheKey,
+        on_event: Callable[[str, Entry], None] = lambda kind, entry: None,
+        *,
+        files: FileSystem | None = None,
+        readers: int = 2,
+        queue_bytes: int = 4 * 2**30,
+        pause_seconds: float = 30.0,
+        watch_seconds: float = 1.0,
+    ) -> None:
+        self.directory, self.key = Path(directory), key
+        self._files = files or FileSystem()
+        self._files.make_directory(self.directory)
+        mode = stat.S_IMODE(self._files.stat(self.directory).st_mode)
+        if mode & 0o077:
+            logger.warning("%s holds prompts and is open to other users (mode %o, not 700)", self.directory, mode)
+        self._event = on_event
+        self._index, self._counts = Index(), Counts()
+        self._scanner = Scanner(
+            self.directory,
+            self._files,
+            known=self._index.names,
+            found=self._found,
+            lost=self._lost,
+            bad=self._discard,
+            interval=watch_seconds,
+        )
+        self._writer = Writer(
+            self.directory,
+            WriterLimits(limit_bytes, queue_bytes, pause_seconds),
+            self._index,
+            self._counts,
+            self._files,
+            look=self._scanner.look,
+            complete=self._scanner.done.is_set,
+            event=on_event,
+        )
+        self._looker, self._token_reader = Workers(1, "cache-look"), Workers(1, "cache-tokens")
+        self._restorer = Workers(2, "cache-restore")
+        self._readers = Workers(readers, "cache-read")
+        self._looking: Future[None] | None = None
+
+    def lookup(self, name: str) -> Entry | None:
+        """A snapshot that is known to be there, by itself: what it continues may not be. Never waits, counts
+        nothing."""
+        entry = self._index.get(name)
+        return entry if entry is not None and entry.head.key == self.key.digest else None
+
+    def find(self, names: Sequence[str]) -> list[Entry]:
+        """The longest snapshot among names of a prompt's prefixes, shortest first, as the chain of snapshots that are
+        to be read for it, itself last; empty, and counted as a miss, if there is none.
+
+        Until the directory is known the file system is asked for what is longer than what is found, and given
+        ``LOOK_SECONDS``; what it finds later, later searches find.
+        """
+        found = self._longest(names)
+        if not self._scanner.done.is_set():
+            listed, known = self._scanner.listed, found[-1].name if found else None
+            longer = names[names.index(known) + 1 :] if known else names
+            unknown = [name for name in reversed(longer) if listed is None or name in listed]
+            if unknown and (self._looking is None or self._looking.done()):
+                self._looking = self._looker.submit(self._look_for, unknown)
+                with suppress(FutureTimeout):
+                    self._looking.result(LOOK_SECONDS)
+                found = self._longest(names)
+        if not found:
+            self._counts.add(misses=1)
+        return found
+
+    def _longest(self, names: Sequence[str]) -> list[Entry]:
+        for name in reversed(names):
+            if self.lookup(name) is not None and (chain := self._index.chain(name)):
+                return chain
+        return []
+
+    def _look_for(self, names: Sequence[str]) -> None:
+        """Takes up the first of these files that is there, and what it continues."""
+        for name in names:
+            if self._scanner.done.is_set():
+                return
+            entry = self._index.get(name) or self._scanner.look(name)
+            while entry is not None and entry.head.parent:
+                entry = self._index.get(entry.head.parent) or self._scanner.look(entry.head.parent)
+            if self._index.chain(name):
+                return
+
+    def children(self, parent: str) -> list[Entry]:
+        """What continues the snapshot ``parent``, or begins at an origin (``CacheKey.origin``): with these a tree of
+        all snapshots can be made. Not all are there before the first scan is over."""
+        return self._index.children(parent)
+
+    def wait_scanned(self, timeout: float | None = None) -> bool:
+        """Waits until the directory is known, for so many seconds at the most; returns whether it is."""
+        return self._scanner.done.wait(timeout)
+
+    def token_ids(self, entry: Entry) -> Future[npt.NDArray[np.uint32]]:
+        """Ids of the tokens from ``start`` to ``length`` of an entry; the future raises as that of ``read``."""
+
+        def ids(file: SnapshotFile) -> npt.NDArray[np.uint32]:
+            return file.token_ids()
+
+        return self._token_reader.submit(self._using, entry, ids)
+
+    def read(self, entry: Entry, buffers: Sequence[Buffer], token_ids: TokenIds) -> Future[None]:
+        """Fills ``buffers`` with the bytes of all layers of an entry.
+
+        ``token_ids`` are those that it must be of, from ``start`` to ``length``. What the buffers hold is true only if
+        the future raises nothing; they are the caller's again when it is done. It raises SnapshotGone if the file is
+        not there any more, BadSnapshot if it is not what was written, OSError if it cannot be read, each counted as a
+        miss.
+        """
+        asked = time.monotonic()
+
+        def fill(file: SnapshotFile) -> None:
+            file.expect(token_ids)
+            file.read_into(buffers, self._readers)
+
+        def restore() -> None:
+            try:
+                self._using(entry, fill)
+            except BaseException:
+                self._counts.add(misses=1)
+                raise
+            seconds = time.monotonic() - asked
+            self._counts.add(hits=1, restored_bytes=entry.head.nbytes, restore_seconds=seconds)
+            self._touch(entry)
+
+        return self._restorer.submit(restore)
+
+    def _using(self, entry: Entry, use: Callable[[SnapshotFile], Any]) -> Any:
+        name = entry.name
+        try:
+            with SnapshotFile(self.directory, name, self._files) as file:
+                try:
+                    if file.head.uid != entry.head.uid:
+                        raise SnapshotGone(f"{file.path} is not what it was")
+                    return use(file)
+                except BadSnapshot as error:
+                    if not file.is_current():
+                        raise SnapshotGone(f"{file.path} was replaced") from error
+                    raise
+        except FileNotFoundError as error:
+            self._lost(name)
+            raise SnapshotGone(f"{error.filename} is not there any more") from None
+        except SnapshotGone:
+            self._lost(name)
+            self._scanner.look(name)
+            raise
+        except BadSnapshot as error:
+            self._discard(error, name)
+            raise
+        except OSError as error:
+            self._counts.add(read_errors=1)
+            logger.warning("%s cannot be read: %s", self.directory / file_name(name), error.strerror or error)
+            raise
+
+    def _touch(self, entry: Entry) -> None:
+        now = time.time()
+        self._index.used(entry.name, now)
+        with suppress(OSError):  # read-only or gone: then its age on the disk does not matter
+            self._files.touch(self.directory / file_name(entry.name), now)
+
+    def put(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
+        """Has a snapshot written; the future says whether it is on the disk, False if it was refused, has failed, or
+        another of its name is there.
+
+        Args:
+            head: what it is, ``Head.new`` of this tier's key; what it continues must be on the disk, or queued before
+                it.
+            token_ids: from ``start`` to ``length``.
+            slabs: bytes of all layers in order, cut anywhere; gone through on the writing thread, each used up before
+                the next is asked for. If they can be gone through again, as a list can, a disk that runs full on the
+                way gets a second try.
+
+        Ids and slabs may be reused when the future is done, and not before. Raises ValueError for the head of another
+        key.
+        """
+        if head.key != self.key.digest:
+            raise ValueError(f"the snapshot is of key {head.key}, this tier's is {self.key.digest}")
+        return self._writer.put(head, token_ids, slabs)
+
+    def stats(self) -> DiskStats:
+        """Counts so far, and what is there."""
+        return self._counts.now(self._index.bytes, self._index.files)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Ends: what waits to be written is, for ``timeout`` seconds at the most, and reads that wait are cancelled.
+
+        Returns whether all was written and no thread is left. One that a disk keeps longer than that uses its buffers
+        until its future is done.
+        """
+        deadline = time.monotonic() + timeout
+        ends = [self._writer.close(timeout), self._scanner.close(max(0.1, deadline - time.monotonic()))]
+        # Readers last: a restore that is cut off waits for its reads.
+        for workers in (self._looker, self._token_reader, self._restorer, self._readers):
+            ends.append(workers.close(max(0.1, deadline - time.monotonic())))
+        return all(ends)
+
+    def _found(self, entry: Entry) -> None:
+        self._index.add(entry)
+        self._event("found", entry)
+
+    def _lost(self, name: str) -> None:
+        if (entry := self._index.remove(name)) is not None:
+            self._event("lost", entry)
+
+    def _discard(self, error: BadSnapshot, name: str) -> None:
+        entry = self._index.remove(name)
+        self._counts.add(corrupt=1)
+        try:
+            self._files.remove(error.path)
+            error.action = "removed"
+        except OSError as failure:
+            self._scanner.bar(name)
+            error.action = f"not served, and cannot be removed: {failure.strerror or failure}"
+        logger.warning("%s", error)
+        if entry is not None:
+            self._event("bad", entry)

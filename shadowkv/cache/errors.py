@@ -1,0 +1,26 @@
+"""What can be wrong with a snapshot's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class BadSnapshot(Exception):
+    """A file that is not, byte for byte, what was written; it is never served.
+
+    Attributes:
+        path: of the file.
+        problem: what is wrong with it.
+        action: what was done about it.
+    """
+
+    def __init__(self, path: Path, problem: str, action: str = "not served") -> None:
+        super().__init__(path, problem, action)
+        self.path, self.problem, self.action = path, problem, action
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; {self.action}"
+
+
+class SnapshotGone(Exception):
+    """A file that is not there any more, or another under its name: an ordinary miss."""

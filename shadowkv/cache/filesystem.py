@@ -1,0 +1,100 @@
+"""The calls of the file system that the disk tier makes, in one place: a subclass can be slow, full or read-only."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+HAS_NO_RESERVATIONS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
+HAS_NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.ENOSYS}
+
+
+class FileSystem:
+    """The machine's own. All methods raise OSError."""
+
+    def make_directory(self, path: Path) -> None:
+        """Makes a directory of the owner's alone, and those above it, if it is not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+    def names(self, directory: Path) -> list[str]:
+        """What is in a directory."""
+        return os.listdir(directory)
+
+    def stat(self, path: Path) -> os.stat_result:
+        """Size and times."""
+        return os.stat(path)
+
+    def open(self, path: Path) -> int:
+        """A descriptor to read from front to end; links are not followed, and pipes not waited for."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return descriptor
+
+    def create(self, path: Path) -> int:
+        """A descriptor to write a new file of the owner's alone."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def reserve(self, descriptor: int, size: int) -> None:
+        """Takes the blocks of a file at once, so that a full disk is found before anything is written."""
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in HAS_NO_RESERVATIONS:
+                raise
+
+    def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        """Reads into ``buffer`` from an offset; returns how many bytes, 0 at the file's end."""
+        return os.preadv(descriptor, [buffer], offset)
+
+    def write(self, descriptor: int, data: memoryview | bytes, offset: int) -> int:
+        """Writes at an offset; returns how many bytes."""
+        return os.pwrite(descriptor, data, offset)
+
+    def sync(self, descriptor: int) -> None:
+        """Returns when what was written is on the disk."""
+        os.fsync(descriptor)
+
+    def publish(self, temporary: Path, path: Path, replace: bool) -> bool:
+        """Gives a finished file its name, for good; returns whether it has: what has the name keeps it unless
+        ``replace``. The temporary name is gone only if it has."""
+        if replace:
+            os.replace(temporary, path)
+        else:
+            try:
+                # Unlike a rename it fails where the name is taken, also by a server that takes it just now.
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in HAS_NO_LINKS:
+                    raise
+                if path.exists():
+                    return False
+                os.replace(temporary, path)
+            else:
+                os.unlink(temporary)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        return True
+
+    def remove(self, path: Path) -> None:
+        """Removes a file; that it is not there is no error."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def touch(self, path: Path, seconds: float) -> None:
+        """Sets the time of last use."""
+        os.utime(path, (seconds, seconds))

@@ -1,0 +1,142 @@
+"""What is in a directory of snapshots: a tree by parent, and which of them is the next to go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from shadowkv.cache.head import Head
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file that was found.
+
+    Attributes:
+        head: what it says.
+        file_bytes: its whole size.
+        used: when it was last read or written, in seconds since 1970, by any process.
+    """
+
+    head: Head
+    file_bytes: int
+    used: float
+
+    @property
+    def name(self) -> str:
+        """Of the snapshot."""
+        return self.head.name
+
+
+class Index:
+    """Entries by name and by parent; every method may be called from any thread, and none waits for a disk."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, Entry] = {}
+        self._children: dict[str, set[str]] = {}
+        self._bytes = 0
+
+    @property
+    def files(self) -> int:
+        """How many there are."""
+        return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """What they take on the disk."""
+        return self._bytes
+
+    def add(self, entry: Entry) -> None:
+        """Takes an entry up, in place of another of its name."""
+        with self._lock:
+            self._drop(entry.name)
+            self._entries[entry.name] = entry
+            self._children.setdefault(_begins_at(entry.head), set()).add(entry.name)
+            self._bytes += entry.file_bytes
+
+    def remove(self, name: str) -> Entry | None:
+        """Forgets an entry; returns it if it was there."""
+        with self._lock:
+            return self._drop(name)
+
+    def _drop(self, name: str) -> Entry | None:
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._bytes -= entry.file_bytes
+            siblings = self._children[_begins_at(entry.head)]
+            siblings.discard(name)
+            if not siblings:
+                del self._children[_begins_at(entry.head)]
+        return entry
+
+    def used(self, name: str, seconds: float) -> None:
+        """Says that an entry was used then."""
+        with self._lock:
+            if (entry := self._entries.get(name)) is not None:
+                self._entries[name] = replace(entry, used=max(seconds, entry.used))
+
+    def get(self, name: str) -> Entry | None:
+        """The entry of a name."""
+        return self._entries.get(name)
+
+    def names(self) -> set[str]:
+        """All names."""
+        with self._lock:
+            return set(self._entries)
+
+    def entries(self) -> list[Entry]:
+        """All entries."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def children(self, parent: str) -> list[Entry]:
+        """What continues a snapshot, or with an origin in place of its name what begins there: only what was computed
+        on the very bytes that are there."""
+        with self._lock:
+            found = [self._entries[name] for name in self._children.get(parent, ())]
+            return [entry for entry in found if self.fits(entry.head)]
+
+    def chain(self, name: str) -> list[Entry]:
+        """The snapshots that lead to one, from a prompt's first token on, itself last; empty if one of them is not
+        there or is not what the next was computed on."""
+        found: list[Entry] = []
+        with self._lock:
+            while name:
+                entry = self._entries.get(name)
+                if entry is None or not self.fits(entry.head):
+                    return []
+                found.append(entry)
+                name = entry.head.parent
+        return found[::-1]
+
+    def fits(self, head: Head) -> bool:
+        """Whether the snapshot that ``head`` continues is there, and is the one that it was computed on."""
+        if not head.parent:
+            return True
+        parent = self._entries.get(head.parent)
+        # That a parent is shorter also means that no chain is a ring, whatever files say.
+        return (
+            parent is not None
+            and parent.head.uid == head.parent_uid
+            and parent.head.origin == head.origin
+            and head.start <= parent.head.length < head.length
+        )
+
+    def by_age(self, keep: Collection[str] = ()) -> list[Entry]:
+        """All but those to ``keep``, what is to go first in front: what nothing leads to, then what has not been used
+        for longest. A snapshot is as new as the newest that continues it, as its ``used`` then says, and goes after
+        it."""
+        entries = self.entries()
+        used = {entry.name: entry.used for entry in entries}
+        for entry in sorted(entries, key=lambda one: -one.head.length):
+            if entry.head.parent in used:
+                used[entry.head.parent] = max(used[entry.head.parent], used[entry.name])
+        order = {one.name: (self.fits(one.head), used[one.name], -one.head.length) for one in entries}
+        others = [replace(one, used=used[one.name]) for one in entries if one.name not in keep]
+        return sorted(others, key=lambda one: order[one.name])
+
+
+def _begins_at(head: Head) -> str:
+    return head.parent or head.origin

@@ -1,0 +1,107 @@
+"""A directory of snapshots as one finds it: what is there, what is bad, and what can go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shadowkv.cache.errors import BadSnapshot
+from shadowkv.cache.files import SnapshotFile, read_head
+from shadowkv.cache.filesystem import FileSystem
+from shadowkv.cache.head import file_name
+from shadowkv.cache.index import Entry, Index
+from shadowkv.cache.key import is_name
+from shadowkv.cache.scan import snapshot_names
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What is in a directory.
+
+    Attributes:
+        directory: which.
+        index: files with a good header.
+        bad: what is wrong with the others, by name.
+    """
+
+    directory: Path
+    index: Index
+    bad: dict[str, BadSnapshot]
+
+    @classmethod
+    def of(cls, directory: Path) -> Inventory:
+        """Reads all headers; raises OSError where the directory cannot be read."""
+        found = cls(directory, Index(), {})
+        for name in sorted(snapshot_names(directory, FileSystem())):
+            try:
+                head, status = read_head(directory, name)
+                found.index.add(Entry(head, status.st_size, status.st_mtime))
+            except FileNotFoundError:
+                pass  # a server has removed it
+            except BadSnapshot as error:
+                found.bad[name] = error
+            except OSError as error:
+                found.bad[name] = BadSnapshot(directory / file_name(name), f"it cannot be read, {error.strerror}")
+        return found
+
+    def named(self, text: str) -> str:
+        """The name that begins with ``text``, which may also be a file's name; raises ValueError unless there is
+        one."""
+        text = Path(text).name.removesuffix(file_name(""))
+        found = [name for name in [*self.index.names(), *self.bad] if name.startswith(text)]
+        if len(found) == 1 and text:
+            return found[0]
+        many = f"{len(found)} snapshots' names begin" if found else "no snapshot's name begins"
+        raise ValueError(f"{many} with {text!r} in {self.directory}{'' if is_name(text) else ' (see ls)'}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every snapshot's facts, those used last first."""
+        return [
+            {
+                "name": entry.name,
+                "start": entry.head.start,
+                "length": entry.head.length,
+                "file_bytes": entry.file_bytes,
+                "used": entry.used,
+                "created": entry.head.created,
+                "parent": entry.head.parent,
+                "usable": bool(self.index.chain(entry.name)),
+                "origin": entry.head.origin,
+                "key": entry.head.key,
+                "facts": dict(entry.head.facts),
+            }
+            for entry in sorted(self.index.entries(), key=lambda one: (-one.used, one.name))
+        ]
+
+    def verify(self, names: Iterable[str], progress: Callable[[int], object]) -> dict[str, BadSnapshot]:
+        """Reads every byte of these snapshots; returns what is wrong with which. ``progress`` is told of bytes."""
+        bad = {name: error for name, error in self.bad.items() if name in set(names)}
+        for name in sorted(set(names) - set(bad)):
+            try:
+                with SnapshotFile(self.directory, name) as file:
+                    file.verify(progress)
+            except FileNotFoundError:
+                pass  # a server has removed it
+            except BadSnapshot as error:
+                bad[name] = error
+            except OSError as error:
+                bad[name] = BadSnapshot(self.directory / file_name(name), f"it cannot be read, {error.strerror}")
+        return bad
+
+    def surplus(self, limit: float | None = None, age: float | None = None) -> list[Entry]:
+        """What is to go so that ``limit`` bytes stay, or nothing that was not used for ``age`` seconds; in order."""
+        entries, total = self.index.by_age(), self.index.bytes
+        found = []
+        for entry in entries:
+            over = limit is not None and total > limit
+            if over or (age is not None and time.time() - entry.used > age):
+                found.append(entry)
+                total -= entry.file_bytes
+        return found
+
+    def remove(self, name: str) -> None:
+        """Removes a snapshot's file; raises OSError."""
+        FileSystem().remove(self.directory / file_name(name))

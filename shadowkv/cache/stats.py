@@ -1,0 +1,59 @@
+"""What the disk tier has done so far."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """Counts since the start, and what is there now.
+
+    Attributes:
+        bytes: of all files in the directory now, whoever wrote them.
+        files: how many.
+        hits: snapshots that were read.
+        misses: searches that found nothing, and reads that came to nothing.
+        evictions: files removed for others' sake.
+        corrupt: files that were not what was written, and were not served.
+        writes: files written.
+        written_bytes: their sizes.
+        refused: snapshots that were not written, because too many waited, after an error, or for their size.
+        write_errors: files that could not be written.
+        read_errors: files that could not be read.
+        restored_bytes: of snapshots that were read.
+        restore_seconds: from asking for them to having them, summed over ``hits``.
+    """
+
+    bytes: int = 0
+    files: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    refused: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+
+
+class Counts:
+    """Counts that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = DiskStats()
+
+    def add(self, **more: float) -> None:
+        """Adds to the named attributes of the statistics."""
+        with self._lock:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
+
+    def now(self, bytes: int, files: int) -> DiskStats:
+        """The statistics, with what is there."""
+        with self._lock:
+            return replace(self._stats, bytes=bytes, files=files)

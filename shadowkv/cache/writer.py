@@ -1,0 +1,229 @@
+"""Writes snapshots on one thread, within a limit of bytes: whoever hands them over never waits."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.cache.files import Buffer, write_snapshot
+from shadowkv.cache.filesystem import FileSystem
+from shadowkv.cache.head import Head, file_name
+from shadowkv.cache.index import Entry, Index
+from shadowkv.cache.key import TokenIds
+from shadowkv.cache.stats import Counts
+from shadowkv.cache.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 600.0
+
+EVICTION_ROUNDS = 3
+"""Through all files: those that another server turns out to have used are newer in the next round."""
+
+CLOCK_SECONDS = 0.001
+"""By which a time on the disk may differ from the one it was set to."""
+
+GIVING_UP_SECONDS = 1.0
+"""For a writer that has been told to give up to remove what it has begun."""
+
+
+@dataclass(frozen=True)
+class WriterLimits:
+    """How much may be written.
+
+    Attributes:
+        directory_bytes: of all files.
+        queue_bytes: of snapshots that wait for their turn; one may always wait.
+        pause_seconds: without writes after one failed, twice as long after each that fails then.
+    """
+
+    directory_bytes: int
+    queue_bytes: int
+    pause_seconds: float
+
+
+class Writer:
+    """The writing half of a disk tier.
+
+    ``look`` takes up a file that the index may not have yet; ``complete`` says whether the index has all files, before
+    which none is removed for others' sake.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        limits: WriterLimits,
+        index: Index,
+        counts: Counts,
+        files: FileSystem,
+        *,
+        look: Callable[[str], object],
+        complete: Callable[[], bool],
+        event: Callable[[str, Entry], None],
+    ) -> None:
+        self._directory, self._limits, self._index, self._counts, self._files = directory, limits, index, counts, files
+        self._look, self._complete, self._event = look, complete, event
+        self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}
+        self._paused_until, self._pause = 0.0, limits.pause_seconds
+        self._give_up = threading.Event()
+        self._thread = Workers(1, "cache-write")
+
+    def put(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
+        """Queues a snapshot; the future says whether it is on the disk, and data and ids may be reused from then on."""
+        size = head.nbytes
+        with self._lock:
+            full = bool(self._waiting) and sum(self._waiting.values()) + size > self._limits.queue_bytes
+            refused = full or head.name in self._waiting or time.monotonic() < self._paused_until
+            if not refused:
+                self._waiting[head.name] = size
+        if refused:
+            return self._refused()
+        future = self._thread.submit(self._write, head, token_ids, slabs)
+        future.add_done_callback(lambda _: self._done(head.name))
+        return future
+
+    def _done(self, name: str) -> None:
+        with self._lock:
+            del self._waiting[name]
+
+    def _refused(self) -> Future[bool]:
+        self._counts.add(refused=1)
+        refused: Future[bool] = Future()
+        refused.set_result(False)
+        return refused
+
+    def close(self, timeout: float) -> bool:
+        """Writes what waits, for ``timeout`` seconds at the most, and ends; returns whether all was written."""
+        if self._thread.close(timeout, drain=True):
+            return True
+        self._give_up.set()
+        self._thread.close(GIVING_UP_SECONDS)
+        return False
+
+    def _write(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> bool:
+        if self._stays(head.name):
+            return False
+        ancestors = self._ancestors(head)
+        if ancestors is None or not self._index.fits(head) or time.monotonic() < self._paused_until:
+            return self._refused().result()
+        try:
+            written = self._make_room(head.file_bytes, ancestors) and self._attempt(head, token_ids, slabs, ancestors)
+        except InterruptedError:
+            return False
+        except OSError as error:
+            self._failed(error)
+            return False
+        except Exception:
+            self._counts.add(write_errors=1)
+            logger.exception("%s is not stored", head.name)
+            return False
+        if written is False:
+            return self._refused().result()
+        self._pause = self._limits.pause_seconds
+        if written is None:
+            return False
+        entry = Entry(written, written.file_bytes, time.time())
+        self._index.add(entry)
+        self._counts.add(writes=1, written_bytes=entry.file_bytes)
+        self._event("stored", entry)
+        return True
+
+    def _attempt(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer], keep: set[str]) -> Head | None:
+        """Writes a file, once more with others removed if the disk is full and the data can be had again."""
+        begun = False
+
+        def go_on() -> bool:
+            nonlocal begun
+            begun = True
+            return not self._give_up.is_set()
+
+        def attempt() -> Head | None:
+            return write_snapshot(
+                self._directory,
+                head,
+                token_ids,
+                slabs,
+                replace_existing=lambda: not self._stays(head.name),
+                go_on=go_on,
+                files=self._files,
+            )
+
+        try:
+            return attempt()
+        except OSError as error:
+            again = not begun or iter(slabs) is not slabs
+            if error.errno != errno.ENOSPC or not again or not self._evict(head.file_bytes, keep):
+                raise
+        return attempt()
+
+    def _stays(self, name: str) -> bool:
+        """Whether a file of this name is there and of use."""
+        entry = self._entry(name)
+        return entry is not None and self._index.fits(entry.head)
+
+    def _entry(self, name: str) -> Entry | None:
+        if self._index.get(name) is None:
+            self._look(name)
+        return self._index.get(name)
+
+    def _ancestors(self, head: Head) -> set[str] | None:
+        """Names of all that a snapshot continues; None if one of them is not there, so that nobody could read it."""
+        names: set[str] = set()
+        name = head.parent
+        while name:
+            entry = self._entry(name)
+            if entry is None or name in names:
+                return None
+            names.add(name)
+            name = entry.head.parent
+        return names
+
+    def _failed(self, error: OSError) -> None:
+        self._counts.add(write_errors=1)
+        logger.warning(
+            "%s cannot be written to: %s; nothing is stored there for %g s, and requests go on without",
+            self._directory,
+            error.strerror or error,
+            self._pause,
+        )
+        self._paused_until = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _make_room(self, size: int, keep: set[str]) -> bool:
+        """Removes what is over the limit with ``size`` bytes more; returns whether there is room then."""
+        over = self._index.bytes + size - self._limits.directory_bytes
+        if over <= 0 or (size <= self._limits.directory_bytes and not self._complete()):
+            return True
+        return size <= self._limits.directory_bytes and self._evict(over, keep) >= over
+
+    def _evict(self, size: int, keep: set[str]) -> int:
+        """Removes files of ``size`` bytes or a little more, if there are as many; returns how many bytes."""
+        freed = 0
+        for _ in range(EVICTION_ROUNDS if self._complete() else 0):
+            for entry in self._index.by_age(keep):
+                if freed >= size:
+                    return freed
+                freed += self._remove(entry)
+        return freed
+
+    def _remove(self, entry: Entry) -> int:
+        """Removes a file, unless another server has used it; returns how many bytes are free for it."""
+        path = self._directory / file_name(entry.name)
+        with suppress(FileNotFoundError):  # another server was quicker
+            used = self._files.stat(path).st_mtime
+            if used > entry.used + CLOCK_SECONDS:
+                self._index.used(entry.name, used)
+                return 0
+            self._files.remove(path)
+        self._index.remove(entry.name)
+        self._counts.add(evictions=1)
+        self._event("evicted", entry)
+        return entry.file_bytes
