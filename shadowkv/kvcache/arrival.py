@@ -9,7 +9,7 @@ class Arrival(Protocol):
     """What a restored sequence waits for; layers arrive in order.
 
     A prefill waits for each layer before it reads it. Whoever decodes, forks, trims or reads the sequence waits for the
-    last one first; who releases it ends the arrival.
+    last one first, who releases it ends the arrival, and who extends or truncates it need not wait: the cache does so.
     """
 
     def wait(self, layer: int) -> None:

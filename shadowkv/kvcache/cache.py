@@ -162,10 +162,13 @@ class KVCache:
         return self.transfer.describe(sequence, start, tail)
 
     def open_reading(self, sequence: Sequence, start: int = 0, tail: bool = True) -> Reading:
-        """Begins to read what ``describe`` says, layer by layer; what it reads it holds until it is closed."""
+        """Begins to read what ``describe`` says, layer by layer; what it reads it holds until it is closed.
+
+        Raises ValueError as ``describe`` does, and where there is nothing to read.
+        """
         return self.transfer.open_reading(sequence, start, tail)
 
-    def restore(self, chain: Items[Link], capacity: int, start: int, parent: Sequence | None = None) -> Restoring:
+    def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
         """A new sequence of what is used of snapshots, which are then to be written, extended to ``start`` tokens by a
         prompt and to ``capacity`` by decoding.
 
@@ -177,11 +180,11 @@ class KVCache:
                 sequence can be forked, of the last one also any token of what is dense or in its exact tail.
             parent: a sequence that has what stands before the chain: it is shared, where the first header starts.
         """
-        return self.transfer.restore(chain, capacity, start, parent)
+        return self.transfer.restore(chain, start, capacity, parent)
 
-    def restore_demand(self, chain: Items[Link], capacity: int, start: int, parent: Sequence | None = None) -> Blocks:
+    def restore_demand(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Blocks:
         """What ``restore`` takes; raises the same ValueErrors."""
-        return self.transfer.demand(chain, capacity, start, parent)
+        return self.transfer.demand(chain, start, capacity, parent)
 
     def fork_demand(self, sequence: Sequence, length: int, start: int, capacity: int) -> Blocks:
         """What ``fork`` takes; raises the same ValueErrors."""

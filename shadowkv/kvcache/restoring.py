@@ -13,9 +13,10 @@ from shadowkv.kvcache.store import Store
 
 
 class Restoring:
-    """A sequence that has everything but its bytes.
+    """A sequence that has everything but its bytes; to be kept until these are written.
 
-    Until all are written whoever uses it has to wait: ``sequence.arrival`` says how, where it is set.
+    Until then whoever uses the sequence has to wait: ``sequence.arrival`` says how, where it is set. Layers may be
+    written on any stream that comes after what had been launched when it was made.
 
     Attributes:
         sequence: the new one.

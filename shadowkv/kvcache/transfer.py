@@ -52,17 +52,20 @@ class Transfer:
         )
 
     def open_reading(self, sequence: Sequence, start: int = 0, tail: bool = True) -> Reading:
-        """Begins to read what ``describe`` says."""
+        """Begins to read what ``describe`` says; see ``KVCache.open_reading``."""
+        header = self.describe(sequence, start, tail)
+        if header.length == start:
+            raise ValueError(f"the sequence has nothing to read behind {start} tokens")
         self.pool.arrived(sequence)
-        return Reading(self.pool, sequence, self.describe(sequence, start, tail))
+        return Reading(self.pool, sequence, header)
 
-    def demand(self, chain: Items[Link], capacity: int, start: int, parent: Sequence | None = None) -> Blocks:
+    def demand(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Blocks:
         """What ``restore`` takes."""
-        return self.pool.demand(self._outline(chain, capacity, start, parent), start, capacity)
+        return self.pool.demand(self._outline(chain, start, capacity, parent), start, capacity)
 
-    def restore(self, chain: Items[Link], capacity: int, start: int, parent: Sequence | None = None) -> Restoring:
+    def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
         """A new sequence of snapshots that are still to be written; see ``KVCache.restore``."""
-        outline = self._outline(chain, capacity, start, parent)
+        outline = self._outline(chain, start, capacity, parent)
         sequence = self.pool.restore(outline, start, capacity, parent)
         header, stop = chain[-1]
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
@@ -81,7 +84,7 @@ class Transfer:
     def load(self, chain: Items[tuple[Snapshot, int]], capacity: int) -> Sequence:
         """A new sequence of snapshots; see ``KVCache.load``."""
         links = [Link(snapshot.header, stop) for snapshot, stop in chain]
-        restoring = self.restore(links, capacity, links[-1].stop)
+        restoring = self.restore(links, links[-1].stop, capacity)
         for number, (snapshot, _) in enumerate(chain):
             for layer, data in enumerate(snapshot.data):
                 restoring.write_layer(number, layer, data.to(self.store.compute))
@@ -134,7 +137,7 @@ class Transfer:
             for x in state:
                 yield Field(f"observed.{x.name}", x.shape, x.dtype)
 
-    def _outline(self, chain: Items[Link], capacity: int, start: int, parent: Sequence | None) -> Outline:
+    def _outline(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None) -> Outline:
         """What a sequence of a chain begins with; raises ValueError where it cannot be made here."""
         if not chain:
             raise ValueError("a sequence is restored of at least one snapshot")

@@ -155,7 +155,7 @@ class Lifetimes(RuleBasedStateMachine):
         try:
             new = self.cache.export(old, cut)
             chain = [Link(new.header, length)]
-            restoring = self.cache.restore(chain, old.capacity, length, old)
+            restoring = self.cache.restore(chain, length, old.capacity, old)
         except (ValueError, OutOfPages):  # the first as in ``move``
             assert self.cache.free == before
             return
