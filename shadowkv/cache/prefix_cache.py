@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from shadowkv.cache.pages import PageDigests
+from shadowkv.cache.pages import PageNames
 from shadowkv.cache.tree import PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
@@ -23,14 +23,14 @@ class Prompt:
 
     Attributes:
         token_ids: of the prompt, or of prompt and answer.
-        pages: digests of its full pages.
+        pages: names of its full pages.
     """
 
     token_ids: list[int]
-    pages: PageDigests
+    pages: PageNames
 
     @property
-    def shareable(self) -> list[bytes]:
+    def shareable(self) -> list[str]:
         """Those that another sequence may compute for it: one token at least is left."""
         return self.pages[: (len(self.token_ids) - 1) // PAGE]
 
@@ -85,7 +85,7 @@ class PrefixCache:
         best, limit = None, len(wanted.token_ids) - 1
         for sequence, kept in self._kept.items():
             pages = len(kept.token_ids) // PAGE
-            if kept.pages.root != wanted.pages.root or pages > len(wanted.pages):
+            if kept.pages.origin != wanted.pages.origin or pages > len(wanted.pages):
                 continue
             if pages and kept.pages[pages - 1] != wanted.pages[pages - 1]:
                 continue
@@ -130,7 +130,7 @@ class PrefixCache:
         """What ``take`` needs."""
         if match.whole:
             return self._cache.growth(match.sequence, start, capacity)
-        return self._cache.fork_growth(match.sequence, match.tokens, start, capacity)
+        return self._cache.fork_demand(match.sequence, match.tokens, start, capacity)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back a sequence that is not kept."""

@@ -1,7 +1,7 @@
 """A radix tree over pages of token ids, and which sequences can be forked after which of them.
 
-A node is a run of pages that were computed in one go behind a page of its parent. Its first page's digest stands for
-all tokens from the first on, so that a prompt finds every node on its way by looking its own digests up. Nodes may have
+A node is a run of pages that were computed in one go behind a page of its parent. Its first page's name stands for
+all tokens from the first on, so that a prompt finds every node on its way by looking its own names up. Nodes may have
 the same tokens, where they were computed by several requests at once: the longest match is taken.
 """
 
@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from shadowkv.cache.pages import common_pages
 from shadowkv.kvcache.sequence import Sequence
 
-MOST_PAGES = 512
-"""Pages of a node: a long prompt is a chain of nodes, each of which can be moved at once."""
-
 
 @dataclass(eq=False)
 class Node:
@@ -24,7 +21,7 @@ class Node:
 
     Attributes:
         parent: what it begins behind; None at the root.
-        digests: of its pages.
+        names: of its pages.
         sealed: whether they are stored in the policy's own form; dense pages of the same tokens are another node's.
         holders: sequences that have its pages, and the page up to which they have them.
         children: nodes that begin behind one of its pages.
@@ -32,7 +29,7 @@ class Node:
 
     parent: Node | None
     first: int
-    digests: list[bytes]
+    names: list[str]
     sealed: bool
     holders: dict[Sequence, int] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
@@ -40,14 +37,14 @@ class Node:
     @property
     def end(self) -> int:
         """The page after its last."""
-        return self.first + len(self.digests)
+        return self.first + len(self.names)
 
 
 class PrefixTree:
     """All nodes, and the way of every sequence through them."""
 
     def __init__(self) -> None:
-        self._by_first: dict[bytes, list[Node]] = {}
+        self._by_first: dict[str, list[Node]] = {}
         self._ways: dict[Sequence, list[Node]] = {}
 
     def __len__(self) -> int:
@@ -56,36 +53,34 @@ class PrefixTree:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._ways
 
-    def along(self, digests: Items[bytes]) -> Iterator[tuple[Node, int]]:
+    def along(self, names: Items[str]) -> Iterator[tuple[Node, int]]:
         """Nodes on the way of a prompt, in order of their first pages, each with the page up to which it goes along."""
-        for first, digest in enumerate(digests):
-            for node in self._by_first.get(digest, ()):
-                yield node, first + common_pages(node.digests, digests[first:])
+        for first, name in enumerate(names):
+            for node in self._by_first.get(name, ()):
+                yield node, first + common_pages(node.names, names[first:])
 
-    def hold(self, sequence: Sequence, digests: Items[bytes]) -> None:
-        """Notes that ``sequence`` can be forked after any of the pages of ``digests``."""
+    def hold(self, sequence: Sequence, names: Items[str]) -> None:
+        """Notes that ``sequence`` can be forked after any of the pages of ``names``."""
         sealed = bool(sequence.path)
         way = self._ways.setdefault(sequence, [])
         if way and way[0].sealed != sealed:  # compressed since: its dense pages are not its any more
             self.forget(sequence)
             way = self._ways.setdefault(sequence, [])
         covered = way[-1].holders[sequence] if way else 0
-        while covered < len(digests):
-            node = way[-1] if way else None
-            if node is None or not self._can_grow(node, covered):
-                node = Node(node, covered, [], sealed)
-                way.append(node)
-                self._insert(node, digests[covered])
-            new = digests[covered : node.first + MOST_PAGES]
-            node.digests += new
-            covered += len(new)
-            node.holders[sequence] = covered
+        if covered >= len(names):
+            return
+        node = way[-1] if way else None
+        if node is None or not self._can_grow(node, covered):
+            node = Node(node, covered, [], sealed)
+            way.append(node)
+            self._insert(node, names[covered])
+        node.names += names[covered:]
+        node.holders[sequence] = node.end
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
         """Whether pages from ``end`` on can be the node's own: they are its only holder's."""
-        alone = len(node.holders) == 1 and not node.children
-        return alone and node.end == end and len(node.digests) < MOST_PAGES
+        return len(node.holders) == 1 and not node.children and node.end == end
 
     def fork(self, child: Sequence, parent: Sequence, pages: int) -> None:
         """Notes that ``child`` shares the first ``pages`` with ``parent``."""
@@ -115,18 +110,18 @@ class PrefixTree:
         del node.holders[sequence]
         self._prune(node)
 
-    def _insert(self, node: Node, digest: bytes) -> None:
-        self._by_first.setdefault(digest, []).append(node)
+    def _insert(self, node: Node, name: str) -> None:
+        self._by_first.setdefault(name, []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)
 
     def _prune(self, node: Node | None) -> None:
         """Removes a node that nobody holds, and parents that have no other children."""
         while node is not None and not node.holders and not node.children:
-            same = self._by_first[node.digests[0]]
+            same = self._by_first[node.names[0]]
             same.remove(node)
             if not same:
-                del self._by_first[node.digests[0]]
+                del self._by_first[node.names[0]]
             if node.parent is not None:
                 node.parent.children.remove(node)
             node = node.parent

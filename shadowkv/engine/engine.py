@@ -11,11 +11,13 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shadowkv.cache.pages import PageDigests, root_of
+from shadowkv.cache.key import origin
+from shadowkv.cache.pages import PageNames
 from shadowkv.cache.prefix_cache import Prompt
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
@@ -82,6 +84,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
         self._prefills = Prefills(self.runner, self.scheduler)
+        self._origin = partial(origin, 40 * "0")
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self._stop_ids = frozenset(token for token in stops if token < loaded.config.vocab_size)
@@ -135,7 +138,7 @@ class Engine:
         constraint = None if params.json_schema is None else self._grammars.constraint(params.json_schema)
         prompt_token_ids, prompt = list(prompt_token_ids), None
         if self.config.enable_prefix_caching and params.cache_prompt:
-            prompt = Prompt(prompt_token_ids, PageDigests(root_of(params.cache_salt)).extend_to(prompt_token_ids))
+            prompt = Prompt(prompt_token_ids, PageNames(self._origin(params.cache_salt)).extend_to(prompt_token_ids))
         return Request(request_id, prompt_token_ids, params, max_tokens, seed, stop_ids, constraint, prompt)
 
     def add(self, request: Request) -> None:

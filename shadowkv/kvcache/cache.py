@@ -2,8 +2,8 @@
 
 ShadowKV, arXiv:2410.21465. What a policy does differs by its parts alone. Models call ``append``, ``begin`` or
 ``attend``, and ``finish_prefill``; an engine holds sequences (``allocate``, ``extend``, ``fork``, ``trim``,
-``release``) and runs steps (``plan_decode``, ``decode_batch``, ``end_decode``); ``transfer.py`` moves sequences from
-cache to cache.
+``release``) and runs steps (``plan_decode``, ``decode_batch``, ``end_decode``), makes bytes of sequences
+(``open_reading``) and sequences of bytes (``restore``).
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from shadowkv.kvcache.decode import Decode, SelectionHook
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
 from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
+from shadowkv.kvcache.reading import Reading
+from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.rounding import padded, rounded
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
 from shadowkv.kvcache.sparse_prefill import BlockHook
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.store import Store
-from shadowkv.kvcache.transfer import Exported, Transfer
+from shadowkv.kvcache.transfer import Transfer
 from shadowkv.ops import Ops
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
@@ -134,10 +138,6 @@ class KVCache:
         """
         return self.pool.fork(sequence, length, start, capacity)
 
-    def fork_growth(self, sequence: Sequence, length: int, start: int, capacity: int) -> Blocks:
-        """What ``fork`` takes besides what ``sequence`` has."""
-        return self.pool.fork_growth(sequence, length, start, capacity)
-
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forgets the newest tokens; sealed and shared ones cannot be forgotten (ValueError)."""
         self.pool.truncate(sequence, length)
@@ -150,16 +150,59 @@ class KVCache:
         """Gives back everything; the sequence must not be used again."""
         self.pool.release(sequence)
 
-    def export(self, sequence: Sequence) -> Exported:
-        """All that ``sequence`` is, as tensors of its own."""
-        return self.transfer.export(sequence)
+    def describe(self, sequence: Sequence, start: int = 0, tail: bool = True) -> SnapshotHeader:
+        """What a snapshot of ``sequence`` behind its first ``start`` tokens, a fork point or 0, has in it; found on the
+        host alone. Raises ValueError where it cannot be forked there.
 
-    def load(self, exported: Exported, capacity: int) -> Sequence:
-        """A new sequence that is what ``exported`` says, and may grow to ``capacity`` tokens.
+        Args:
+            tail: False leaves out what may yet change: all behind what is sealed or, of a dense sequence, behind the
+                pages that are full without its newest token, which may be taken back. The snapshot is then that of a
+                fork at its end.
+        """
+        return self.transfer.describe(sequence, start, tail)
+
+    def open_reading(self, sequence: Sequence, start: int = 0, tail: bool = True) -> Reading:
+        """Begins to read what ``describe`` says, layer by layer; what it reads it holds until it is closed.
+
+        Raises ValueError as ``describe`` does, and where there is nothing to read.
+        """
+        return self.transfer.open_reading(sequence, start, tail)
+
+    def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
+        """A new sequence of what is used of snapshots, which are then to be written, extended to ``start`` tokens by a
+        prompt and to ``capacity`` by decoding.
+
+        Raises OutOfPages, with nothing taken, and ValueError where this cache stores other bytes, or where the chain
+        has gaps.
+
+        Args:
+            chain: headers, and up to which token each is used: there the next one starts. That is a point where the
+                sequence can be forked, of the last one also any token of what is dense or in its exact tail.
+            parent: a sequence that has what stands before the chain: it is shared, where the first header starts.
+        """
+        return self.transfer.restore(chain, start, capacity, parent)
+
+    def restore_demand(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Blocks:
+        """What ``restore`` takes; raises the same ValueErrors."""
+        return self.transfer.demand(chain, start, capacity, parent)
+
+    def fork_demand(self, sequence: Sequence, length: int, start: int, capacity: int) -> Blocks:
+        """What ``fork`` takes; raises the same ValueErrors."""
+        return self.pool.demand(self.pool.forked(sequence, length), start, capacity)
+
+    def export(self, sequence: Sequence, start: int = 0) -> Snapshot:
+        """All that ``sequence`` is behind its first ``start`` tokens (``describe``), as bytes of their own."""
+        return self.transfer.export(sequence, start)
+
+    def load(self, snapshots: Snapshot | Items[tuple[Snapshot, int]], capacity: int) -> Sequence:
+        """A new sequence that is what a snapshot says, or a chain of them (``restore``), and may grow to ``capacity``
+        tokens.
 
         Raises ValueError where this cache stores other bytes, OutOfPages, with nothing taken, where it has no room.
         """
-        return self.transfer.load(exported, capacity)
+        if isinstance(snapshots, Snapshot):
+            snapshots = [(snapshots, snapshots.header.length)]
+        return self.transfer.load(snapshots, capacity)
 
     def stores_alike(self, other: KVCache, tokens: int) -> bool:
         """Whether what ``other`` exports of a prompt of ``tokens`` can be loaded here."""
@@ -188,6 +231,7 @@ class KVCache:
         """
         if "kept_energy" not in self.store.state or not sequence.path:
             return None
+        self.pool.arrived(sequence)
         states = [segment.state for segment in sequence.path]
         return self.store.state["kept_energy"][:, states, 0].amin(1)
 

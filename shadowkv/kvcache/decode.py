@@ -52,6 +52,8 @@ class Decode:
     def plan(self, sequences: Items[Sequence]) -> DecodePlan:
         """Makes segments of tails that have outgrown their state, and plans what is due and one more token for each."""
         tables, spec = self.tables, self.spec
+        for sequence in sequences:
+            self.pool.arrived(sequence)
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
         capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
         if (tables.length[slots] >= capacity).any():

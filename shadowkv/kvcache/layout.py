@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -44,8 +44,10 @@ class PageCount:
 
     def lacking(self, owned: PageCount) -> PageCount:
         """What is missing of each kind where ``owned`` is there."""
-        kinds = [field.name for field in fields(self)]
-        return PageCount(*(max(0, getattr(self, kind) - getattr(owned, kind)) for kind in kinds))
+        return PageCount(*(max(0, wanted - there) for wanted, there in zip(astuple(self), astuple(owned), strict=True)))
+
+    def __add__(self, other: PageCount) -> PageCount:
+        return PageCount(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 MOST_ENTRIES = 32767

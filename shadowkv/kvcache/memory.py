@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Names
 from dataclasses import dataclass
 
@@ -217,9 +217,17 @@ class _Mapped:
 
 
 def _pin(array: np.ndarray, device: torch.device) -> Tensor:
-    """Pins ``array``, slab by slab, and returns it as a tensor of ``device``.
+    """Pins ``array`` and returns it as a tensor of ``device``."""
+    unpin = pin(array)
+    mapped = _Mapped(array)  # kept by the tensor's storage
+    weakref.finalize(mapped, unpin)
+    return torch.as_tensor(mapped, device=device)
 
-    Not through PyTorch's pinned allocator, which rounds sizes up to a power of two.
+
+def pin(array: np.ndarray) -> Callable[[], None]:
+    """Pins host memory for the current CUDA context, slab by slab; returns what undoes it.
+
+    Not through PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError.
     """
     runtime = torch.cuda.cudart()
     starts = range(array.ctypes.data, array.ctypes.data + array.nbytes, SLAB)
@@ -236,6 +244,4 @@ def _pin(array: np.ndarray, device: torch.device) -> Tensor:
             unpin()
             raise MemoryError(f"CUDA error {status} after pinning {len(pinned)} of {len(starts)} GiB of host memory")
         pinned.append(start)
-    mapped = _Mapped(array)  # kept by the tensor's storage
-    weakref.finalize(mapped, unpin)
-    return torch.as_tensor(mapped, device=device)
+    return unpin

@@ -41,7 +41,24 @@ class Numbers:
 
     def on(self, device: torch.device) -> Tensor:
         """All of them, int64 [n]."""
-        return torch.from_numpy(np.concatenate(self._arrays)).to(device)
+        return self._joined().to(device)
+
+    def launched(self, device: torch.device) -> Tensor:
+        """The same, without waiting for what the device does before it."""
+        numbers = self._joined()
+        return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+    def _joined(self) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *self._arrays]))
+
+
+def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
+    """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are
+    there."""
+    position = np.arange(start, stop)
+    names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
+    rows = numbers.add(np.stack((names, position % PAGE)))
+    return lambda x: ExactRows(*x[rows].view(2, -1))
 
 
 class Placing:
@@ -63,7 +80,7 @@ class Placing:
         length = start + count
         after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
         tail_ring = sequence.ring if sequence.path else sequence.dense
-        tail = self._exact_rows(numbers, tail_ring, before, start)
+        tail = exact_rows(numbers, tail_ring, before, start)
         cached = [self._cached(numbers, segment) for segment in sequence.path]
         if after.fits:
             self.pool.begin_segment(sequence, length)
@@ -77,9 +94,9 @@ class Placing:
         elif segment is None and reserved:
             learning = reserved[0]
         static_tokens = segment.static_tokens if segment is not None and after.fits else 0
-        static = self._exact_rows(numbers, segment.static if segment is not None else [], 0, static_tokens)
+        static = exact_rows(numbers, segment.static if segment is not None else [], 0, static_tokens)
         ring = sequence.dense if segment is None else sequence.ring
-        exact = self._exact_rows(numbers, ring, after.tokens if sealed else start, length)
+        exact = exact_rows(numbers, ring, after.tokens if sealed else start, length)
         state = numbers.add([0 if segment is None else segment.state or 0])
         observed = None if learning is None else numbers.add([learning])
         return lambda x: Places(
@@ -99,20 +116,13 @@ class Placing:
             cached=tuple(one(x) for one in cached),
         )
 
-    def _exact_rows(self, numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
-        """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact pages."""
-        position = np.arange(start, stop)
-        names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
-        rows = numbers.add(np.stack((names, position % PAGE)))
-        return lambda x: ExactRows(*x[rows].view(2, -1))
-
     def _cached(self, numbers: Numbers, segment: Segment) -> Callable[[Tensor], CachedSegment]:
         """A segment that later tokens attend to all of."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
         one = numbers.add([segment.row, segment.state or 0, segment.first, count, chunks])
         pages, value_pages = numbers.add(segment.pages), numbers.add(segment.value_pages)
-        static = self._exact_rows(numbers, segment.static, 0, segment.static_tokens)
+        static = exact_rows(numbers, segment.static, 0, segment.static_tokens)
 
         def there(x: Tensor) -> CachedSegment:
             row, state, first, num_pages, num_chunks = x[one].split(1)

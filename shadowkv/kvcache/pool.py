@@ -8,24 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from shadowkv.kvcache.growth import MOST_SEGMENTS
 from shadowkv.kvcache.layout import PageCount
 from shadowkv.kvcache.memory import BlockPool, Blocks, OutOfPages
+from shadowkv.kvcache.outline import Outline
 from shadowkv.kvcache.sequence import Segment, Sequence, Tables
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
-
-
-class Span(NamedTuple):
-    """A segment's place in its sequence; as a ``Segment`` has it."""
-
-    first: int
-    end: int
-    reach: int
-    static_tokens: int
-    num_pages: int
 
 
 class SequencePool:
@@ -72,81 +62,91 @@ class SequencePool:
         """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.layout.blocks(self._lacking(sequence, start, capacity))
 
-    def fork_growth(self, parent: Sequence, length: int, start: int, capacity: int) -> Blocks:
-        """What ``fork`` takes besides what ``parent`` has."""
-        child = Sequence(self.tables, self.tables.padding_slot)
-        rows = self._begin_alike(parent, child, length, [self.tables.padding_row] * len(parent.path))
-        shared = Blocks(sequences=1, rows=rows)
-        return self.layout.blocks(self._lacking(child, start, capacity)) + shared
+    def demand(self, outline: Outline, start: int, capacity: int) -> Blocks:
+        """What ``restore`` takes."""
+        rows = sum(span.first < outline.shared for span in outline.spans)
+        return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, rows=rows)
 
     def allocate(self, start: int, capacity: int) -> Sequence:
         """A new, empty sequence; raises OutOfPages, with nothing taken, if anything is lacking."""
-        return self.fork(None, 0, start, capacity)
+        return self.restore(Outline(), start, capacity)
 
-    def fork(self, parent: Sequence | None, length: int, start: int, capacity: int) -> Sequence:
+    def fork(self, parent: Sequence, length: int, start: int, capacity: int) -> Sequence:
         """A new sequence that begins with the first ``length`` tokens of ``parent``, which it shares with it.
 
         Nothing is copied but page numbers. Raises OutOfPages, with nothing taken, if anything is lacking, and
         ValueError where the parent cannot be forked there (see ``fork_point``).
         """
-        if not start <= capacity <= self.max_model_len:
-            raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
-        if parent is not None and (not length or self.fork_point(parent, length) != length):
+        return self.restore(self.forked(parent, length), start, capacity, parent)
+
+    def forked(self, parent: Sequence, length: int) -> Outline:
+        """What a fork of ``parent`` begins with; raises ValueError where it cannot be forked there."""
+        if not length or self.fork_point(parent, length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
-        (slot,) = self.pools["sequences"].allocate(1)
-        sequence = Sequence(self.tables, slot)
-        try:
-            if parent is not None:
-                self._share(parent, sequence, length)
-            self.extend(sequence, start, capacity)
-        except OutOfPages:
-            self.release(sequence)
-            raise
-        return sequence
+        return Outline.fork(parent, length)
 
     def fork_point(self, sequence: Sequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked: a page boundary.
 
-        Exact copies of outliers are of a whole segment: where there are any, that is where a segment ends.
+        Exact copies of outliers are of all pages that a segment was fitted with: those stay together.
         """
-        sealed = sequence.sealed
-        if not sealed:
+        if not sequence.path:
             return min(length, sequence.length) // PAGE * PAGE
-        if not self.layout.spec.outliers:
-            return min(length, sealed) // PAGE * PAGE
-        return max((one.sealed for one in sequence.path if one.sealed <= length), default=0)
+        point = min(length, sequence.sealed) // PAGE * PAGE
+        if self.layout.spec.outliers:
+            ends = (min(point, one.sealed) for one in sequence.path if one.fitted <= point)
+            return max(ends, default=0)
+        return point
+
+    def restore(self, outline: Outline, start: int, capacity: int, parent: Sequence | None = None) -> Sequence:
+        """A sequence that begins as ``outline`` says, extended to ``start`` and ``capacity`` tokens; what stands in its
+        pages, but for those that it shares with ``parent``, is the caller's to write.
+
+        Raises OutOfPages, with nothing taken, if anything is lacking, and ValueError where it would be too long.
+        """
+        if not outline.length <= start <= capacity <= self.max_model_len:
+            length, most = outline.length, self.max_model_len
+            raise ValueError(f"{length=} <= {start=} <= {capacity=} <= max_model_len={most} does not hold")
+        new, need = self._pages_of(outline, start, capacity), self.demand(outline, start, capacity)
+        exact = new.ring + sum(-(-span.static_tokens // PAGE) for span in outline.spans)
+        widths = self.tables.exact.shape[1], self.tables.pages.shape[1]
+        if exact > widths[0] or outline.sealed > PAGE * widths[1]:
+            raise ValueError(
+                f"{outline.sealed} sealed tokens and {exact} pages of exact ones are more than the "
+                f"{PAGE * widths[1]} and {widths[0]} that a sequence can have here"
+            )
+        if not need.within(self.free):
+            raise OutOfPages(f"the sequence needs {need}, free are {self.free}")
+        (slot,) = self.pools["sequences"].allocate(1)
+        sequence = Sequence(self.tables, slot, capacity)
+        if parent is not None:
+            self._share(parent, sequence, outline.shared)
+        self._take(sequence, new)
+        for number, span in enumerate(outline.spans):
+            if number == len(sequence.path):
+                self._begin(sequence, span.first, span.end, span.reach, span.static_tokens)
+            segment = sequence.path[number]
+            segment.end, segment.reach, segment.fitted = span.end, span.reach, span.fitted
+            self._name_sealed(sequence, span.num_pages - len(segment.pages))
+        self.tables.length[slot] = outline.length
+        self._write(sequence)
+        return sequence
 
     def extend(self, sequence: Sequence, start: int, capacity: int) -> None:
         """Gives ``sequence`` what ``growth`` says; raises OutOfPages, with nothing taken, if anything is lacking."""
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
+        if sequence.path and max(sequence.readings, default=0) > sequence.sealed:
+            raise ValueError("the sequence cannot be extended while its exact tail is read")
         self._take(sequence, self._lacking(sequence, start, capacity))
         sequence.capacity = capacity
         self._write(sequence)
 
-    def restore(self, spans: list[Span], length: int, capacity: int) -> Sequence:
-        """A sequence of ``length`` tokens with segments as ``spans`` says; what stands in them is the caller's to
-        write.
-
-        Raises OutOfPages, with nothing taken, if anything is lacking.
-        """
-        (slot,) = self.pools["sequences"].allocate(1)
-        sequence = Sequence(self.tables, slot)
-        static = [-(-span.static_tokens // PAGE) for span in spans]
-        sealed = sum(span.num_pages for span in spans)
-        tail = -(-(length - sealed * PAGE + 1) // PAGE) if spans else 0
-        try:
-            host = sealed if self.layout.host_fields else 0
-            self._take(sequence, PageCount(0, sum(static), tail, sealed, host, len(spans)))
-            for span, pages in zip(spans, static, strict=True):
-                self._begin(sequence, pages, **span._asdict())
-            self.tables.length[sequence.slot] = length if spans else 0
-            self.extend(sequence, length, capacity)
-        except OutOfPages:
-            self.release(sequence)
-            raise
-        self.tables.length[sequence.slot] = length
-        return sequence
+    def arrived(self, sequence: Sequence) -> None:
+        """Makes what the current stream does from now on wait for all that is on its way to a restored sequence."""
+        if sequence.arrival is not None:
+            sequence.arrival.wait(self.layout.shape.num_layers - 1)
+            sequence.arrival = None
 
     def begin_segment(self, sequence: Sequence, end: int) -> None:
         """Makes a new last segment behind what is sealed, with a state that is to be fitted on tokens up to ``end``.
@@ -154,14 +154,11 @@ class SequencePool:
         All that it takes is held from the start, whatever else is held: what a sequence answers depends on itself.
         """
         spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
-        pages, tokens = spec.outlier_pages, spec.outliers * spec.chunk
-        if number == 1:
-            pages, tokens = spec.static_pages, spec.static_tokens
-        self._begin(sequence, pages, first, end, self.layout.growth.reach(number, first, end), tokens)
+        tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
+        self._begin(sequence, first, end, self.layout.growth.reach(number, first, end), tokens)
 
-    def _begin(
-        self, sequence: Sequence, static: int, first: int, end: int, reach: int, static_tokens: int, num_pages: int = 0
-    ) -> None:
+    def _begin(self, sequence: Sequence, first: int, end: int, reach: int, static_tokens: int) -> None:
+        static = -(-static_tokens // PAGE)
         segment = Segment(
             row=sequence.row_reserve.pop(0),
             state=sequence.state_reserve.pop(0) if self.layout.growth.learns else None,
@@ -173,7 +170,6 @@ class SequencePool:
         )
         del sequence.static_reserve[:static]
         sequence.path.append(segment)
-        self._name_sealed(sequence, num_pages)
         if self.store.buffer is not None:
             self.store.buffer.reset(segment.row)  # once: its sealed chunks never change
 
@@ -185,6 +181,7 @@ class SequencePool:
         if not new:
             self.tables.sealed[sequence.slot] = self.tables.end[last.row] = sealed
             return
+        last.fitted = sealed
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.dense))
         sequence.dense = []
         self._write(sequence)
@@ -200,6 +197,7 @@ class SequencePool:
 
     def trim(self, sequence: Sequence) -> None:
         """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
+        self.arrived(sequence)
         sequence.capacity, sequence.observed = (length := sequence.length), False
         unused = slice(-(-length // PAGE), None)
         spare, sequence.dense[unused] = sequence.dense[unused], []
@@ -219,6 +217,8 @@ class SequencePool:
 
     def release(self, sequence: Sequence) -> None:
         """Gives back everything; the sequence must not be used again."""
+        if sequence.arrival is not None:
+            sequence.arrival.end()
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.device_pages()))
         for kind, held in self._counted(sequence):
             self.pools[kind].release(held)
@@ -259,8 +259,11 @@ class SequencePool:
 
     def _share(self, parent: Sequence, child: Sequence, length: int) -> None:
         """Makes ``child`` begin as ``parent`` does, up to ``length``."""
-        rows = self.pools["rows"].allocate(sum(segment.first < length for segment in parent.path))
-        self._begin_alike(parent, child, length, rows)
+        self.arrived(parent)
+        segments = [segment for segment in parent.path if segment.first < length]
+        rows = self.pools["rows"].allocate(len(segments))
+        child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
+        child.dense = parent.dense[: length // PAGE] if not segments else []
         parent.shared, child.shared = max(parent.shared, length), length
         self.tables.length[child.slot] = length
         self.pools["device"].retain(self.pools["device"].blocks_of(child.device_pages()))
@@ -270,14 +273,6 @@ class SequencePool:
         if self.store.buffer is not None:
             for row in rows:
                 self.store.buffer.reset(row)
-
-    @staticmethod
-    def _begin_alike(parent: Sequence, child: Sequence, length: int, rows: list[int]) -> int:
-        """Names the pages of ``parent`` up to ``length`` in ``child`` too; returns how many of ``rows`` that takes."""
-        segments = [segment for segment in parent.path if segment.first < length]
-        child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
-        child.dense = parent.dense[: length // PAGE] if not segments else []
-        return len(segments)
 
     def _name_sealed(self, sequence: Sequence, count: int) -> None:
         """Makes the first pages of the reserve the last segment's."""
@@ -304,6 +299,26 @@ class SequencePool:
 
     def _lacking(self, sequence: Sequence, start: int, capacity: int) -> PageCount:
         return self.layout.pages(start, capacity, sequence.standing).lacking(sequence.owned)
+
+    def _pages_of(self, outline: Outline, start: int, capacity: int) -> PageCount:
+        """Pages of a sequence that begins as ``outline`` says, without those that it shares."""
+        sealed, shared, spans = outline.sealed // PAGE, outline.shared // PAGE, outline.spans
+        own = [span for span in spans if span.first >= outline.shared]
+        has = PageCount(
+            dense=0 if spans else -(-outline.length // PAGE),
+            ring=-(-(outline.length - outline.sealed + 1) // PAGE) if spans else 0,  # and the next token
+            sealed=sealed,
+            host=sealed if self.layout.host_fields else 0,
+        )
+        lacking = self.layout.pages(start, capacity, outline.standing).lacking(has)
+        return lacking + PageCount(
+            dense=0 if spans else has.dense - shared,
+            static=sum(-(-span.static_tokens // PAGE) for span in own),
+            ring=has.ring,
+            sealed=sealed - shared if spans else 0,
+            host=sealed - shared if has.host else 0,
+            segments=len(own),
+        )
 
     def _widen_ring(self, sequence: Sequence, more: list[int]) -> None:
         """Adds pages to the ring; the tail's pages get the places that they have in a wider one."""

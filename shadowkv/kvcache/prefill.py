@@ -253,6 +253,7 @@ class Prefill:
             exact[layers][:, rows.pages, :, rows.offsets] = tokens.transpose(0, 1)
 
     def _commit(self, sequence: Sequence, places: Places) -> None:
+        self.pool.arrived(sequence)
         self.tables.length[sequence.slot] = places.length
         if places.sealed:
             self.pool.seal(sequence, places.before + places.sealed)
@@ -274,6 +275,8 @@ class Prefill:
             if sparse is not None:
                 return sparse.attend(layer, q, keys, values, segment.stop - stop)
             return self.ops.causal_attention(q, keys, values)
+        if segment.sequence.arrival is not None:
+            segment.sequence.arrival.wait(layer)
         places = batch.places_of(segment, self._places)
         k = self._behind_tail(self.store.k[layer], places.tail, keys)
         v = self._behind_tail(self.store.v[layer], places.tail, values)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from shadowkv.kvcache.arrival import Arrival
 from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing, generated_reach
 from shadowkv.kvcache.layout import PageCount
 from shadowkv.kvcache.spec import PAGE
@@ -29,6 +30,7 @@ class Segment:
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
         reach: position up to which pages of prompts may be sealed on the state.
+        fitted: position after the pages that were sealed as it was fitted: its outliers are all among them.
         pages, value_pages: names of its sealed pages and of those that hold their values.
         static: names of exact pages with its sink and outliers.
         static_tokens: tokens in those, per kv head.
@@ -39,6 +41,7 @@ class Segment:
     first: int
     end: int
     reach: int
+    fitted: int = 0
     pages: list[int] = field(default_factory=list)
     value_pages: list[int] = field(default_factory=list)
     static: list[int] = field(default_factory=list)
@@ -57,6 +60,7 @@ class Segment:
             row=row,
             end=end,
             reach=self.reach - self.end + end,
+            fitted=min(self.fitted, stop),
             pages=self.pages[:count],
             value_pages=self.value_pages[:count],
             static=list(self.static),
@@ -73,6 +77,8 @@ class Sequence:
         capacity: tokens it may grow to.
         observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
         shared: tokens that it has, or had, in common with sequences forked from it or it from them.
+        readings: of each reading that is open, up to which token it reads (``reading.py``).
+        arrival: of a restored one, what is still on its way (``arrival.py``); None where everything is there.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
         ring: names of the exact pages that a compressed one's tail goes round.
@@ -86,6 +92,8 @@ class Sequence:
     capacity: int = 0
     shared: int = 0
     observed: bool = False
+    readings: list[int] = field(default_factory=list)
+    arrival: Arrival | None = None
     path: list[Segment] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)
@@ -107,8 +115,8 @@ class Sequence:
 
     @property
     def fixed(self) -> int:
-        """Tokens that never change: the sealed ones, and those that another sequence may read in the same pages."""
-        return max(self.sealed, self.shared)
+        """Tokens that may not change: the sealed ones, and those that others may read in the same pages."""
+        return max(self.sealed, self.shared, *self.readings)
 
     @property
     def standing(self) -> Standing:

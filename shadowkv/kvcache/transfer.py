@@ -1,159 +1,168 @@
-"""Sequences as tensors of their own: what moves from cache to cache, whatever their blocks, budgets and places are."""
+"""Sequences as bytes and back: snapshots of what a cache holds, for caches of any blocks, budgets and places."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 
 import torch
-from torch import Tensor
 
-from shadowkv.kvcache.growth import Standing
-from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.pool import SequencePool, Span
-from shadowkv.kvcache.sequence import Segment, Sequence
-from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import PAGE, PREFILLS, KVSpec
+from shadowkv.kvcache.form import form_of
+from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing
+from shadowkv.kvcache.memory import Blocks, Field
+from shadowkv.kvcache.outline import Link, Outline
+from shadowkv.kvcache.pool import SequencePool
+from shadowkv.kvcache.reading import Reading
+from shadowkv.kvcache.restoring import Restoring
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.snapshot import Cut, Snapshot, SnapshotHeader, SnapshotSegment
+from shadowkv.kvcache.snapshot_fields import SnapshotField, laid_out
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
 
-@dataclass(frozen=True)
-class Form:
-    """What two caches must have in common for one to take over what the other has stored.
-
-    Attributes:
-        spec: the policy without what says how much is selected, stays exact or lies where.
-        fields: of sealed pages and of fitted states.
-    """
-
-    spec: KVSpec
-    shape: ModelShape
-    dtype: torch.dtype
-    fields: frozenset[Field]
-
-
-@dataclass(frozen=True)
-class ExportedSegment:
-    """A segment's bytes.
-
-    Attributes:
-        first, end, reach, static_tokens: as a ``Segment`` has them.
-        pages: by field, [num_layers, pages, *field.shape].
-        state: by field, [num_layers, *field.shape].
-        static: keys and values of its sink and outliers, [2, num_layers, n, H, d].
-    """
-
-    first: int
-    end: int
-    reach: int
-    static_tokens: int
-    pages: dict[str, Tensor]
-    state: dict[str, Tensor]
-    static: Tensor
-
-    @property
-    def num_pages(self) -> int:
-        """Sealed pages."""
-        return next(iter(self.pages.values())).shape[1]
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A sequence.
-
-    Attributes:
-        length: tokens.
-        segments: what is sealed, in order.
-        tail: rotated keys and values of the other tokens, [2, num_layers, n, H, d].
-        observed: of a dense sequence that may be compressed, what is known of its state, by field; else empty.
-    """
-
-    form: Form
-    length: int
-    segments: tuple[ExportedSegment, ...]
-    tail: Tensor
-    observed: dict[str, Tensor]
-
-
 class Transfer:
-    """Export and import of a cache's sequences."""
+    """Snapshots of a cache's sequences, and sequences made of snapshots.
+
+    Attributes:
+        form: what another cache must have in common with this one.
+    """
 
     def __init__(self, store: Store, pool: SequencePool) -> None:
         self.store, self.pool, self.layout = store, pool, store.layout
-        layout = store.layout
-        spec = replace(layout.spec, budget=None, mass=None, drawn=0.0, local=1, place="device")
-        spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
-        fields = frozenset((*layout.sealed_fields, *layout.host_fields, *layout.state_fields))
-        self.form = Form(spec, layout.shape, layout.dtype, fields)
+        self.form = form_of(store.layout, store.rotary.config)
 
-    def export(self, sequence: Sequence) -> Exported:
-        """Copies, on the device that computes."""
-        segments = tuple(map(self._export_segment, sequence.path))
-        ring = sequence.ring if sequence.path else sequence.dense
-        tail = self._read(ring, sequence.sealed, sequence.length)
-        observed = self._state(sequence.state_reserve[0]) if sequence.observed else {}
-        return Exported(self.form, sequence.length, segments, tail, observed)
-
-    def load(self, exported: Exported, capacity: int) -> Sequence:
-        """A new sequence with copies of what ``exported`` has; see ``KVCache.load``."""
-        if exported.form != self.form:
-            raise ValueError(f"the sequence is stored as {exported.form}, this cache stores {self.form}")
-        length, compressed = exported.length, bool(exported.segments)
-        if not compressed and self.layout.growth.sealed(Standing(), length, length == capacity).fits:
-            raise ValueError(f"{length} tokens are all exact there, and would be sealed here")
-        spans = [Span(one.first, one.end, one.reach, one.static_tokens, one.num_pages) for one in exported.segments]
-        sequence = self.pool.restore(spans, length, capacity)
-        for segment, one in zip(sequence.path, exported.segments, strict=True):
-            self._load_segment(segment, one)
-        ring = sequence.ring if compressed else sequence.dense
-        self._write(ring, sequence.sealed, exported.tail)
-        if exported.observed and sequence.state_reserve:
-            self._load_state(sequence.state_reserve[0], exported.observed)
-            sequence.observed = True
-        return sequence
-
-    def _export_segment(self, segment: Segment) -> ExportedSegment:
-        return ExportedSegment(
-            segment.first,
-            segment.end,
-            segment.reach,
-            segment.static_tokens,
-            {name: self.store.page[name][:, self._names(pages)] for name, pages in self._pages(segment)},
-            {} if segment.state is None else self._state(segment.state),
-            self._read(segment.static, 0, segment.static_tokens),
+    def describe(self, sequence: Sequence, start: int = 0, tail: bool = True) -> SnapshotHeader:
+        """What a snapshot of ``sequence`` behind ``start`` tokens has in it; see ``KVCache.describe``."""
+        if start and self.pool.fork_point(sequence, start) != start:
+            raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {start}")
+        content = self._content(sequence, start, tail)
+        fields, layer_bytes = self._laid_out(content)
+        sealed = content.segments[-1].sealed(start) if content.segments else start
+        return SnapshotHeader(
+            form=self.form,
+            start=start,
+            length=sealed + content.tail_tokens,
+            segments=content.segments,
+            tail_tokens=content.tail_tokens,
+            observed=content.observed,
+            fields=fields,
+            num_layers=self.layout.shape.num_layers,
+            layer_bytes=layer_bytes,
         )
 
-    def _load_segment(self, segment: Segment, one: ExportedSegment) -> None:
-        for name, pages in self._pages(segment):
-            self.store.page[name][:, self._names(pages)] = one.pages[name]
-        if segment.state is not None:
-            self._load_state(segment.state, one.state)
-        self._write(segment.static, 0, one.static)
+    def open_reading(self, sequence: Sequence, start: int = 0, tail: bool = True) -> Reading:
+        """Begins to read what ``describe`` says; see ``KVCache.open_reading``."""
+        header = self.describe(sequence, start, tail)
+        if header.length == start:
+            raise ValueError(f"the sequence has nothing to read behind {start} tokens")
+        self.pool.arrived(sequence)
+        return Reading(self.pool, sequence, header)
 
-    def _state(self, name: int) -> dict[str, Tensor]:
-        return {field: state[:, name].clone() for field, state in self.store.state.items()}
+    def demand(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Blocks:
+        """What ``restore`` takes."""
+        return self.pool.demand(self._outline(chain, start, capacity, parent), start, capacity)
 
-    def _load_state(self, name: int, found: dict[str, Tensor]) -> None:
-        for field, state in self.store.state.items():
-            state[:, name] = found[field]
+    def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
+        """A new sequence of snapshots that are still to be written; see ``KVCache.restore``."""
+        outline = self._outline(chain, start, capacity, parent)
+        sequence = self.pool.restore(outline, start, capacity, parent)
+        header, stop = chain[-1]
+        sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
+        return Restoring(self.store, chain, sequence)
 
-    def _pages(self, segment: Segment) -> list[tuple[str, list[int]]]:
-        """Fields of sealed pages, and the names of those that have them."""
-        on_host = {field.name for field in self.layout.host_fields}
-        return [(name, segment.value_pages if name in on_host else segment.pages) for name in self.store.page]
+    def export(self, sequence: Sequence, start: int = 0) -> Snapshot:
+        """A snapshot on the device that computes."""
+        with self.open_reading(sequence, start) as reading:
+            header = reading.header
+            size = header.num_layers, header.layer_bytes
+            data = torch.empty(size, dtype=torch.uint8, device=self.store.compute)
+            for layer, out in enumerate(data):
+                reading.read_layer(layer, out)
+        return Snapshot(header, data)
 
-    def _names(self, pages: list[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.store.compute)
+    def load(self, chain: Items[tuple[Snapshot, int]], capacity: int) -> Sequence:
+        """A new sequence of snapshots; see ``KVCache.load``."""
+        links = [Link(snapshot.header, stop) for snapshot, stop in chain]
+        restoring = self.restore(links, links[-1].stop, capacity)
+        for number, (snapshot, _) in enumerate(chain):
+            for layer, data in enumerate(snapshot.data):
+                restoring.write_layer(number, layer, data.to(self.store.compute))
+        return restoring.sequence
 
-    def _places(self, pages: list[int], start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Names and rows of ``count`` tokens from position ``start`` on in a ring of exact pages."""
-        position = torch.arange(start, start + count, device=self.store.compute)
-        return self._names(pages)[position // PAGE % max(1, len(pages))], position % PAGE
+    def _content(self, sequence: Sequence, start: int, tail: bool) -> Cut:
+        """What a snapshot has in it."""
+        if not sequence.path:
+            stop = sequence.length if tail else max(start, (sequence.length - 1) // PAGE * PAGE)
+            return Cut((), stop - start, tail and sequence.observed)
+        segments = tuple(
+            SnapshotSegment(
+                first=one.first,
+                end=one.end,
+                reach=one.reach,
+                fitted=one.fitted,
+                static_tokens=one.static_tokens,
+                num_pages=(one.sealed - max(start, one.first)) // PAGE,
+                continued=one.first < start,
+            )
+            for one in sequence.path
+            if one.sealed > start or one is sequence.path[-1]
+        )
+        if tail:
+            return Cut(segments, sequence.length - sequence.sealed, False)
+        return Cut(tuple(one.cut(start, sequence.sealed) for one in segments), 0, False)
 
-    def _read(self, pages: list[int], start: int, stop: int) -> Tensor:
-        names, rows = self._places(pages, start, stop - start)
-        return torch.stack([x[:, names, :, rows].transpose(0, 1) for x in (self.store.k, self.store.v)])
+    def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
+        """The fields of a layer of ``content``, and its bytes."""
+        return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
 
-    def _write(self, pages: list[int], start: int, tokens: Tensor) -> None:
-        names, rows = self._places(pages, start, tokens.shape[2])
-        for x, new in zip((self.store.k, self.store.v), tokens, strict=True):
-            x[:, names, :, rows] = new.transpose(0, 1)
+    def _arrays(self, content: Cut) -> Iterator[Field]:
+        """By name where caches may keep them in other orders, as places differ."""
+        layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
+        sealed = sorted((*layout.sealed_fields, *layout.host_fields), key=lambda field: field.name)
+        state = sorted(layout.state_fields, key=lambda field: field.name)
+        for number, one in enumerate(content.segments):
+            name = f"segments.{number}"
+            if one.num_pages:
+                for x in sealed:
+                    yield Field(f"{name}.pages.{x.name}", (one.num_pages, *x.shape), x.dtype)
+            if not one.continued:
+                for x in state:
+                    yield Field(f"{name}.state.{x.name}", x.shape, x.dtype)
+                if one.static_tokens:
+                    yield Field(f"{name}.static", (2, one.static_tokens, *token), layout.dtype)
+        if content.tail_tokens:
+            yield Field("tail", (2, content.tail_tokens, *token), layout.dtype)
+        if content.observed:
+            for x in state:
+                yield Field(f"observed.{x.name}", x.shape, x.dtype)
+
+    def _outline(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None) -> Outline:
+        """What a sequence of a chain begins with; raises ValueError where it cannot be made here."""
+        if not chain:
+            raise ValueError("a sequence is restored of at least one snapshot")
+        for header, stop in chain:
+            self._check(header, stop)
+        before = Outline() if parent is None else self.pool.forked(parent, chain[0][0].start)
+        outline = before.behind(chain)
+        if len(outline.spans) > MOST_SEGMENTS:
+            raise ValueError(f"the sequence has {len(outline.spans)} segments, more than {MOST_SEGMENTS}")
+        length, final = outline.length, outline.length == capacity or outline.length < start
+        if not outline.spans and self.layout.growth.sealed(Standing(), length, final).fits:
+            raise ValueError(f"{length} tokens are all exact there, and would be sealed here")
+        return outline
+
+    def _check(self, header: SnapshotHeader, stop: int) -> None:
+        """Raises ValueError unless ``header`` is what this cache would make of such a sequence, and can be cut so."""
+        if header.form != self.form:
+            raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
+        size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
+        if (header.fields, header.layer_bytes, header.num_layers) != (*size, self.layout.shape.num_layers):
+            raise ValueError("the fields of the snapshot are not those that this cache stores of such a sequence")
+        spec = self.layout.spec
+        for one in header.segments:
+            static = spec.outliers * spec.chunk if one.first else spec.static_tokens
+            if one.static_tokens != static or static > one.fitted - one.first:
+                raise ValueError(f"{one.static_tokens} exact tokens of a segment: this cache has {static}")
+            if spec.outliers and one.first < stop < one.fitted:
+                raise ValueError(f"a snapshot cannot be cut at {stop}, among pages of which outliers are exact")

@@ -1,45 +1,39 @@
-"""Pages under digests and the tree over them, against plain comparison of token ids."""
+"""Pages by name and the tree over them, against plain comparison of token ids."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shadowkv.cache.pages import PageDigests, common_pages, root_of
+from shadowkv.cache.key import origin
+from shadowkv.cache.pages import PageNames, common_pages
 from shadowkv.cache.tree import PrefixTree
 from shadowkv.kvcache.spec import PAGE
 
-ROOT = root_of(None)
+ORIGIN = origin(40 * "0")
 
 
-def digests(pages: str) -> PageDigests:
+def names(pages: str) -> PageNames:
     """Of a prompt that has a page of one token for each letter."""
-    return PageDigests(ROOT).extend_to([ord(letter) for letter in pages for _ in range(PAGE)])
-
-
-def test_digests_are_what_they_were() -> None:
-    """Names in other processes depend on them."""
-    pages = PageDigests(root_of(None)).extend_to(list(range(2 * PAGE + 5)))
-    assert [page.hex() for page in pages] == ["fc7662fb299c3b319907c9b44879615f", "92bbf36e8c935653c23c5f8b5a1810ac"]
+    return PageNames(ORIGIN).extend_to([ord(letter) for letter in pages for _ in range(PAGE)])
 
 
 @given(st.text("ab", max_size=6), st.text("ab", max_size=6), st.integers(0, 6))
 def test_pages_in_common_are_those_of_a_common_start(one: str, other: str, grown: int) -> None:
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    first = digests(one[:grown])
+    first = names(one[:grown])
     ids = [ord(letter) for letter in one for _ in range(PAGE)]
-    assert first.extend_to(ids) == digests(one)
-    assert common_pages(first, digests(other)) == same
+    assert first.extend_to(ids) == names(one)
+    assert common_pages(first, names(other)) == same
 
 
 def test_salts_share_nothing() -> None:
     ids = list(range(3 * PAGE))
-    pages = [PageDigests(root_of(salt)).extend_to(ids) for salt in (None, "", "a", "b", "salt a")]
+    pages = [PageNames(origin(40 * "0", salt)).extend_to(ids) for salt in (None, "", "a", "b", "salt a")]
     assert not any(common_pages(one, other) for i, one in enumerate(pages) for other in pages[:i])
 
 
@@ -48,12 +42,7 @@ class Tree(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch("shadowkv.cache.tree.MOST_PAGES", 3)
-        self.patch.start()
         self.tree, self.held = PrefixTree(), dict[Any, str]()
-
-    def teardown(self) -> None:
-        self.patch.stop()
 
     def add(self, pages: str) -> Any:
         sequence = Held()
@@ -62,7 +51,7 @@ class Tree(RuleBasedStateMachine):
 
     @rule(pages=st.text("ab", max_size=8))
     def compute(self, pages: str) -> None:
-        self.tree.hold(self.add(pages), digests(pages))
+        self.tree.hold(self.add(pages), names(pages))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), more=st.text("ab", max_size=4))
@@ -73,7 +62,7 @@ class Tree(RuleBasedStateMachine):
         child.path = parent.path
         self.tree.fork(child, parent, len(pages))
         self.held[child] = pages + more
-        self.tree.hold(child, digests(pages + more))
+        self.tree.hold(child, names(pages + more))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), more=st.text("ab", max_size=4), compress=st.booleans())
@@ -81,7 +70,7 @@ class Tree(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(list(self.held)))
         sequence.path = sequence.path or [None] * compress
         self.held[sequence] += more
-        self.tree.hold(sequence, digests(self.held[sequence]))
+        self.tree.hold(sequence, names(self.held[sequence]))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -101,11 +90,11 @@ class Tree(RuleBasedStateMachine):
     @rule(pages=st.text("ab", max_size=8))
     def look(self, pages: str) -> None:
         found = dict[Any, int]()
-        for node, end in self.tree.along(digests(pages)):
+        for node, end in self.tree.along(names(pages)):
             for sequence, held in node.holders.items():
                 found[sequence] = max(found.get(sequence, 0), min(end, held))
         for sequence, own in self.held.items():
-            assert found.get(sequence, 0) == common_pages(digests(own), digests(pages))
+            assert found.get(sequence, 0) == common_pages(names(own), names(pages))
         assert found.keys() <= self.held.keys()
 
     @invariant()

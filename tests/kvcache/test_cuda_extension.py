@@ -23,18 +23,19 @@ REFERENCES = dict.fromkeys(NAMES, "reference")
 def stored(cache: KVCache, stream: Stream) -> torch.Tensor:
     """Keys and values float32 [L, 2, H, m, d] of all that is cached, exact ones instead of their approximations."""
     batch = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
-    cached, layers = cache.export(stream.sequence), []
-    tail = cached.tail.permute(1, 0, 3, 2, 4).float()
+    cached, layers = cache.export(stream.sequence).arrays(), []
+    tail = cached["tail"].transpose(2, 3).float()
     if batch is None:
         return tail
-    (segment,) = cached.segments
+    static = cached["segments.0.static"].transpose(2, 3).float()
+    assert "segments.1.static" not in cached
     every = torch.arange(int(batch.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
     for layer in range(SHAPE.num_layers):
         keep = ~cache.store.excluded(layer, batch.pages, batch.first)[0].repeat_interleave(cache.spec.chunk, dim=1)
         sources = [part.source(cache.store, layer, batch) for part in (cache.parts.keys, cache.parts.values)]
         sealed = [gather_selected(source, every)[0].float() for source in sources]
         layers.append(torch.stack([x[keep].unflatten(0, (SHAPE.num_kv_heads, -1)) for x in sealed]))
-    return torch.cat((torch.stack(layers), segment.static.permute(1, 0, 3, 2, 4).float(), tail), dim=3)
+    return torch.cat((torch.stack(layers), static, tail), dim=3)
 
 
 @pytest.mark.parametrize("at_once", [2, 7, 512])

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.presets import preset
 
 SPECS = {
@@ -124,11 +125,15 @@ class Lifetimes(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
-        """To another cache and back."""
+        """To another cache and back, in one piece or in two."""
         stream = data.draw(st.sampled_from(self.running))
-        capacity = stream.sequence.capacity
+        capacity, length = stream.sequence.capacity, stream.length
+        cut = self.cache.fork_point(stream.sequence, data.draw(st.integers(0, length - 1)))
+        pieces = [(self.cache.export(stream.sequence, cut), length)]
+        if cut:
+            pieces.insert(0, (self.cache.export(stream.sequence), cut))
         try:
-            there = self.other.load(self.cache.export(stream.sequence), capacity)
+            there = self.other.load(pieces, capacity)
         except ValueError:  # it became longer than what stays dense after its prompt, and is dense yet
             assert not stream.sequence.path
             return
@@ -136,6 +141,28 @@ class Lifetimes(RuleBasedStateMachine):
         stream.sequence = self.cache.load(self.other.export(there), capacity)
         self.other.release(there)
         assert self.other.free == self.other.total
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def go_on_beside(self, data: st.DataObject) -> None:
+        """As a sequence that shares what it can with the one that it was, which leaves."""
+        stream = data.draw(st.sampled_from(self.running))
+        old, length = stream.sequence, stream.length
+        cut = self.cache.fork_point(old, data.draw(st.integers(0, length - 1)))
+        before = self.cache.free
+        if not cut:
+            return
+        try:
+            new = self.cache.export(old, cut)
+            chain = [Link(new.header, length)]
+            restoring = self.cache.restore(chain, length, old.capacity, old)
+        except (ValueError, OutOfPages):  # the first as in ``move``
+            assert self.cache.free == before
+            return
+        for layer, piece in enumerate(new.data):
+            restoring.write_layer(0, layer, piece)
+        stream.sequence = restoring.sequence
+        self.cache.release(old)
 
     @precondition(lambda self: self.running or self.finished)
     @rule(data=st.data())

@@ -10,6 +10,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 from shadowkv.kvcache import prefill_batch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.snapshot import Snapshot
 
 POLICIES = {
     "full": preset("full"),
@@ -31,17 +32,15 @@ def same(a: Any, b: Any) -> None:
     if isinstance(a, torch.Tensor):
         # Several matrices at once may be computed in another order.
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    elif isinstance(a, Snapshot):
+        assert a.header == b.header
+        same(a.arrays(), b.arrays())
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for name in a:
             same(a[name], b[name])
-    elif isinstance(a, tuple):
-        for pair in zip(a, b, strict=True):
-            same(*pair)
-    elif hasattr(a, "__dict__"):
-        same(vars(a), vars(b))
     else:
-        assert a == b
+        raise AssertionError(f"{a} and {b} are not compared")
 
 
 @pytest.mark.parametrize("block", [10000, 100])

@@ -1,0 +1,21 @@
+"""Arrival: layers of a restored sequence that are still on their way to the device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Arrival(Protocol):
+    """What a restored sequence waits for; layers arrive in order.
+
+    A prefill waits for each layer before it reads it. Whoever decodes, forks, trims or reads the sequence waits for the
+    last one first, who releases it ends the arrival, and who extends or truncates it need not wait: the cache does so.
+    """
+
+    def wait(self, layer: int) -> None:
+        """Returns once what the current stream does from now on comes after ``layer`` and all before it have arrived;
+        may be asked for a layer again. Raises if it will not come: the sequence can only be released then."""
+
+    def end(self) -> None:
+        """Makes what the current stream does from now on come after all that is still written; nothing is afterwards.
+        Raises nothing."""

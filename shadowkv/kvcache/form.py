@@ -1,0 +1,31 @@
+"""What two caches must have in common for one to take over what the other has stored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from hashlib import sha256
+
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.spec import PREFILLS
+from shadowkv.ops.rotate.tables import RopeConfig
+
+FORMAT = 1
+"""Of snapshots and of all codecs' bytes: to be raised when either changes, as files outlive the program."""
+
+
+def form_of(layout: Layout, rope: RopeConfig) -> str:
+    """A digest, in 64 hexadecimal digits, of format, sizes, rotation, fields and policy, without what says how much is
+    selected, stays exact behind what is sealed, or lies where. The weights of the model are for others to compare."""
+    spec = replace(layout.spec, budget=None, mass=None, drawn=0.0, local=1, place="device")
+    spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
+    fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
+    form = {
+        "format": FORMAT,
+        "spec": asdict(spec),
+        "shape": asdict(layout.shape),
+        "rope": asdict(rope),
+        "dtype": str(layout.dtype),
+        "fields": sorted((field.name, field.shape, str(field.dtype)) for field in fields),
+    }
+    return sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()

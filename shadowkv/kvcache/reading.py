@@ -1,0 +1,62 @@
+"""Readings: a sequence's bytes, layer by layer, while it goes on, finishes or is evicted."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from torch import Tensor
+
+from shadowkv.kvcache.pool import SequencePool
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshot_places import Places
+
+
+class Reading:
+    """What a snapshot of a sequence is made of, where it was when the reading began.
+
+    It holds the blocks that it reads until it is closed: the sequence may meanwhile decode, be trimmed, forked and
+    released. What is read cannot be truncated. An exact tail is written over by what follows it, so that a compressed
+    sequence whose tail is read cannot be extended, and one that still decodes should be read without its tail.
+    Layers may be read on any stream that comes after what had been launched when it was opened.
+
+    Attributes:
+        header: of the snapshot.
+    """
+
+    def __init__(self, pool: SequencePool, sequence: Sequence, header: SnapshotHeader) -> None:
+        self.header, self._pool, self._sequence = header, pool, sequence
+        places = Places(pool.store, header, header.cut(header.length), sequence)
+        self._held = {kind: pool.pools[kind].blocks_of(names) for kind, names in places.held.items()}
+        self._places, self._open = places.found(), True
+        starts = [*(field.offset for field in header.fields[1:]), header.layer_bytes]
+        stops = [field.offset + field.nbytes for field in header.fields]
+        self._gaps = [slice(*gap) for gap in zip(stops, starts, strict=bool(stops)) if gap[0] < gap[1]]
+        for kind, blocks in self._held.items():
+            pool.pools[kind].retain(blocks)
+        sequence.readings.append(header.length)
+
+    def read_layer(self, layer: int, out: Tensor) -> None:
+        """Copies a layer into ``out``, uint8 [layer_bytes] where the cache computes, which begins at a multiple of 16
+        bytes; what is no field becomes 0. The host does not wait."""
+        for place in self._places:
+            place.read(layer, out)
+        for gap in self._gaps:
+            out[gap].zero_()
+
+    def close(self) -> None:
+        """Lets go of what it reads: what the device does from now on must come after the layers that were read."""
+        if not self._open:
+            return
+        self._open = False
+        for kind, blocks in self._held.items():
+            self._pool.pools[kind].release(blocks)
+        self._sequence.readings.remove(self.header.length)
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,33 @@
+"""Restoring: a sequence made of snapshots, which are written layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from torch import Tensor
+
+from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.snapshot_places import Places
+from shadowkv.kvcache.store import Store
+
+
+class Restoring:
+    """A sequence that has everything but its bytes; to be kept until these are written.
+
+    Until then whoever uses the sequence has to wait: ``sequence.arrival`` says how, where it is set. Layers may be
+    written on any stream that comes after what had been launched when it was made.
+
+    Attributes:
+        sequence: the new one.
+    """
+
+    def __init__(self, store: Store, chain: Items[Link], sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._places = [Places(store, header, header.cut(stop), sequence).found() for header, stop in chain]
+
+    def write_layer(self, link: int, layer: int, data: Tensor) -> None:
+        """Copies a layer of the chain's snapshot number ``link`` to its place, as much of it as is used: ``data`` is
+        uint8 [layer_bytes] where the cache computes and begins at a multiple of 16 bytes. The host does not wait."""
+        for place in self._places[link]:
+            place.write(layer, data)

@@ -1,0 +1,145 @@
+"""Snapshots: what stands behind a fork point of a cached sequence, as bytes, and the header that says what they are.
+
+The bytes are [num_layers, layer_bytes], so that a layer travels in one piece. Snapshots form chains: each begins where
+what is used of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
+kept without that state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache import strict_json
+from shadowkv.kvcache.snapshot_check import reasons
+from shadowkv.kvcache.snapshot_fields import SnapshotField
+from shadowkv.kvcache.spec import PAGE
+
+
+@dataclass(frozen=True)
+class SnapshotSegment:
+    """A segment of a sequence, or its newer part.
+
+    Attributes:
+        first, end, reach, fitted, static_tokens: as a ``Segment`` has them.
+        num_pages: sealed pages that are in this snapshot.
+        continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
+            pages before the snapshot's start.
+    """
+
+    first: int
+    end: int
+    reach: int
+    fitted: int
+    static_tokens: int
+    num_pages: int
+    continued: bool
+
+    def begin(self, start: int) -> int:
+        """Position of the first token that a snapshot from ``start`` on has of it."""
+        return start if self.continued else self.first
+
+    def sealed(self, start: int) -> int:
+        """Position after its last sealed token."""
+        return self.begin(start) + PAGE * self.num_pages
+
+    def cut(self, start: int, stop: int) -> SnapshotSegment:
+        """It for a sequence that goes on otherwise behind position ``stop`` (``Segment.prefix``)."""
+        end, count = min(self.end, stop), min(self.num_pages, (stop - self.begin(start)) // PAGE)
+        reach = self.reach - self.end + end
+        return replace(self, end=end, reach=reach, fitted=min(self.fitted, stop), num_pages=count)
+
+
+class Cut(NamedTuple):
+    """What is used of a snapshot: segments, of each the first pages, and the first tokens of the tail."""
+
+    segments: tuple[SnapshotSegment, ...]
+    tail_tokens: int
+    observed: bool
+
+
+@dataclass(frozen=True)
+class SnapshotHeader:
+    """What a snapshot holds. Raises ValueError where its numbers contradict one another.
+
+    Attributes:
+        form: what caches must have in common to read it (``form_of``).
+        start: tokens of the sequence that stand before it, a multiple of 64.
+        length: tokens of the sequence.
+        segments: those with sealed pages behind ``start``, or the last one where none has; empty where it is dense.
+        tail_tokens: exact tokens behind ``start`` and behind what is sealed, up to ``length``.
+        observed: whether what is known of a dense sequence's state is here.
+        fields: of a layer, one behind the other: ``segments.0.pages.latents`` [num_pages, ...],
+            ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
+            [2, tail_tokens, H, d], ``observed.basis`` [...]: rotated keys and values where there are two.
+        num_layers, layer_bytes: the size of its bytes.
+    """
+
+    form: str
+    start: int
+    length: int
+    segments: tuple[SnapshotSegment, ...]
+    tail_tokens: int
+    observed: bool
+    fields: tuple[SnapshotField, ...]
+    num_layers: int
+    layer_bytes: int
+
+    def __post_init__(self) -> None:
+        for reason in reasons(self):
+            raise ValueError(f"this is no header of a snapshot: {reason}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all layers."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def exact(self) -> int:
+        """Position of the first token of its tail."""
+        return self.length - self.tail_tokens
+
+    def cut(self, stop: int) -> Cut:
+        """What is used of it by a sequence that goes on otherwise behind its first ``stop`` tokens; all of it where
+        those are all. Raises ValueError unless they end in it: where a page does, or among exact tokens."""
+        if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
+            raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
+        if stop == self.length:
+            return Cut(self.segments, self.tail_tokens, self.observed)
+        if stop > self.exact or not self.segments:
+            return Cut(self.segments, stop - self.exact, False)
+        there = (one for one in self.segments if one.begin(self.start) < stop)
+        return Cut(tuple(one.cut(self.start, stop) for one in there), 0, False)
+
+    def to_json(self) -> str:
+        """For ``from_json``."""
+        return strict_json.to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> SnapshotHeader:
+        """A header from text that anybody may have written; raises ValueError with what is wrong."""
+        return strict_json.from_json(SnapshotHeader, text)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A header and its bytes.
+
+    Attributes:
+        data: uint8 [num_layers, layer_bytes], on any device.
+    """
+
+    header: SnapshotHeader
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        wanted = (self.header.num_layers, self.header.layer_bytes)
+        if self.data.dtype != torch.uint8 or self.data.shape != wanted:
+            raise ValueError(f"a snapshot's bytes are uint8 {wanted}, not {self.data.dtype} {tuple(self.data.shape)}")
+
+    def arrays(self) -> dict[str, Tensor]:
+        """All fields by name, [num_layers, *shape]."""
+        return {one.name: torch.stack([one.of(layer) for layer in self.data]) for one in self.header.fields}

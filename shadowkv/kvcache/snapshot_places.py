@@ -1,0 +1,160 @@
+"""Where the fields of a snapshot's layer are in a cache's memory: from there they are read, to there written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.placing import Numbers, exact_rows
+from shadowkv.kvcache.prefill_batch import ExactRows
+from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.snapshot import Cut, SnapshotHeader
+from shadowkv.kvcache.snapshot_fields import SnapshotField
+from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.store import Store
+
+TOKENS_AT_ONCE = 8192
+"""Exact tokens that are copied at a time, to bound what that takes beside them."""
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""What pages are copied as: copies of the largest words take the fewest steps."""
+
+
+class Place(Protocol):
+    """Where a field is, or as much of it as is used."""
+
+    def read(self, layer: int, out: Tensor) -> None:
+        """Copies it to its place in a layer of bytes, uint8 [layer_bytes]."""
+
+    def write(self, layer: int, data: Tensor) -> None:
+        """Copies what is used of it from there."""
+
+
+@dataclass(frozen=True)
+class PagesPlace:
+    """Sealed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
+
+    field: SnapshotField
+    memory: Tensor
+    names: Tensor
+
+    def read(self, layer: int, out: Tensor) -> None:
+        torch.index_select(_words(self.memory[layer]), 0, self.names, out=_words(self.field.of(out)))
+
+    def write(self, layer: int, data: Tensor) -> None:
+        _words(self.memory[layer])[self.names] = _words(self.field.of(data)[: len(self.names)])
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """A fitted state: number ``name`` of ``memory`` [num_layers, states, ...]."""
+
+    field: SnapshotField
+    memory: Tensor
+    name: int
+
+    def read(self, layer: int, out: Tensor) -> None:
+        self.field.of(out).copy_(self.memory[layer, self.name])
+
+    def write(self, layer: int, data: Tensor) -> None:
+        self.memory[layer, self.name].copy_(self.field.of(data))
+
+
+@dataclass(frozen=True)
+class TokensPlace:
+    """Exact tokens: ``rows`` of keys and of values [num_layers, names, H, 64, d]."""
+
+    field: SnapshotField
+    memory: tuple[Tensor, Tensor]
+    rows: ExactRows
+
+    def read(self, layer: int, out: Tensor) -> None:
+        for exact, tokens in zip(self.memory, self.field.of(out), strict=True):
+            for some, pages, offsets in self._parts():
+                tokens[some] = exact[layer][pages, :, offsets]
+
+    def write(self, layer: int, data: Tensor) -> None:
+        for exact, tokens in zip(self.memory, self.field.of(data), strict=True):
+            for some, pages, offsets in self._parts():
+                exact[layer][pages, :, offsets] = tokens[some]
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for start in range(0, len(self.rows.pages), TOKENS_AT_ONCE):
+            some = slice(start, min(start + TOKENS_AT_ONCE, len(self.rows.pages)))
+            yield some, self.rows.pages[some], self.rows.offsets[some]
+
+
+class Places:
+    """The places of what is ``used`` of a snapshot, in a sequence as it is now.
+
+    Attributes:
+        held: names of the pages of the device and of the host, and of the states, that it is in.
+    """
+
+    def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: Sequence) -> None:
+        self._store, self._fields = store, {field.name: field for field in header.fields}
+        self._numbers, self._found = Numbers(), list[Callable[[Tensor], Place]]()
+        self.held: dict[str, list[int]] = {"device": [], "host": [], "states": []}
+        path = {segment.first: segment for segment in sequence.path}
+        for number, one in enumerate(used.segments):
+            segment, name = path[one.first], f"segments.{number}"
+            first = (one.begin(header.start) - one.first) // PAGE
+            self._add_pages(f"{name}.pages", segment, slice(first, first + one.num_pages))
+            if not one.continued:
+                self._add_state(f"{name}.state", segment.state)
+                self._add_tokens(f"{name}.static", segment.static, 0, segment.static_tokens)
+        ring = sequence.ring if sequence.path else sequence.dense
+        self._add_tokens("tail", ring, header.exact, header.exact + used.tail_tokens)
+        if used.observed and sequence.state_reserve:
+            self._add_state("observed", sequence.state_reserve[0])
+
+    def found(self) -> list[Place]:
+        """All of them; what they need to know is brought to the device in one copy that nobody waits for."""
+        there = self._numbers.launched(self._store.compute)
+        return [place(there) for place in self._found]
+
+    def _add_pages(self, name: str, segment: Segment, some: slice) -> None:
+        pages, values = segment.pages[some], segment.value_pages[some]
+        on_host = {field.name for field in self._store.layout.host_fields}
+        self.held["device"] += pages
+        self.held["host"] += values if on_host else []
+        if not pages:
+            return
+        for field, memory in self._store.page.items():
+            names = self._numbers.add(values if field in on_host else pages)
+            self._found.append(partial(_pages_place, self._fields[f"{name}.{field}"], memory, names))
+
+    def _add_state(self, name: str, state: int | None) -> None:
+        if state is None:
+            return
+        self.held["states"].append(state)
+        for field, memory in self._store.state.items():
+            self._found.append(partial(_state_place, self._fields[f"{name}.{field}"], memory, state))
+
+    def _add_tokens(self, name: str, ring: list[int], start: int, stop: int) -> None:
+        if start == stop:
+            return
+        self.held["device"] += [ring[number % len(ring)] for number in range(start // PAGE, -(-stop // PAGE))]
+        rows = exact_rows(self._numbers, ring, start, stop)
+        self._found.append(lambda x: TokensPlace(self._fields[name], (self._store.k, self._store.v), rows(x)))
+
+
+def _pages_place(field: SnapshotField, memory: Tensor, names: slice, numbers: Tensor) -> Place:
+    return PagesPlace(field, memory, numbers[names])
+
+
+def _state_place(field: SnapshotField, memory: Tensor, name: int, numbers: Tensor) -> Place:
+    return StatePlace(field, memory, name)
+
+
+def _words(rows: Tensor) -> Tensor:
+    """[n, ...], each row in one piece, as [n, m] of the largest words that a row is a multiple of."""
+    size = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+    word = next(dtype for dtype in WORDS if size % dtype.itemsize == 0)
+    return rows.flatten(1).view(word)

@@ -1,0 +1,61 @@
+"""Dataclasses as JSON, read back strictly: whatever a text holds, either it is right or there is a ValueError."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+Value = TypeVar("Value")
+
+MOST_BYTES = 2**20
+"""Of a text: nothing longer is parsed."""
+
+
+def to_json(value: Any) -> str:
+    """A dataclass of numbers, strings, booleans, tuples and such dataclasses."""
+    return json.dumps(asdict(value), separators=(",", ":"))
+
+
+def from_json(kind: type[Value], text: str | bytes) -> Value:
+    """A ``kind`` from what ``to_json`` has made of one; raises ValueError with what is wrong."""
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"the text has {len(text)} bytes, more than {MOST_BYTES}")
+    try:
+        plain = json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("the text is nested too deeply") from None
+    return _read(kind, plain, kind.__name__)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key is there twice in {_shown([key for key, _ in pairs])}")
+    return found
+
+
+def _read(kind: Any, plain: Any, name: str) -> Any:
+    """``plain`` as a ``kind``, at the place called ``name``."""
+    if is_dataclass(kind):
+        return _read_object(kind, plain, name)
+    if get_origin(kind) is tuple:
+        if not isinstance(plain, list):
+            raise ValueError(f"{name} is {_shown(plain)}, not a list")
+        return tuple(_read(get_args(kind)[0], one, f"{name}[{number}]") for number, one in enumerate(plain))
+    if type(plain) is not kind:  # a boolean is no number
+        raise ValueError(f"{name} is {_shown(plain)}, not of type {kind.__name__}")
+    return plain
+
+
+def _read_object(kind: Any, plain: Any, name: str) -> Any:
+    wanted = [field.name for field in fields(kind)]
+    if not isinstance(plain, dict) or set(plain) != set(wanted):
+        raise ValueError(f"{name} is {_shown(plain)}, not an object with exactly {', '.join(wanted)}")
+    kinds = get_type_hints(kind)
+    return kind(**{field: _read(kinds[field], plain[field], f"{name}.{field}") for field in wanted})
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,543 @@
+"""Sequences that are read while they go on, and made again of chains of snapshots, behind others and layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+import torch
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, scatter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.reading import Reading
+from shadowkv.kvcache.restoring import Restoring
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.snapshot import Snapshot
+
+SPECS = {
+    "full": preset("full"),
+    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
+    "turbo-late": preset("turbo:dense_below=700", rank=16, budget=32, values="rotated-4bit"),
+    "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
+    "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
+    "quest": preset("quest", budget=32),
+}
+TURNS = {"grows": (900, 150, 60), "new states": (300, 700, 900), "short": (130, 100, 90), "one page": (64, 1, 130)}
+"""Tokens of three turns, each of which goes on behind a part of what the one before has cached."""
+CAPACITY = 3000
+
+
+def poisoned(cache: KVCache, seed: int = 5) -> KVCache:
+    """A cache after a day of others, with NaN wherever nobody is."""
+    scatter(cache, seed)
+    for tier in cache.store.tiers.values():
+        tier.arena.fill_(0xFF)
+    return cache
+
+
+def turns(cache: KVCache, name: str) -> tuple[list[Stream], list[int]]:
+    """A conversation, each turn of which is a sequence of its own that is forked from the one before; and where."""
+    streams: list[Stream] = []
+    points = []
+    for seed, new in enumerate(TURNS[name]):
+        stream = Stream(seed)
+        point = 0
+        if streams:
+            parent = streams[-1]
+            point = cache.fork_point(parent.sequence, parent.length - 1)
+        if point:
+            stream = parent.going_on(cache.fork(parent.sequence, point, point + new, CAPACITY), point, stream)
+        else:
+            stream.sequence = cache.allocate(new, CAPACITY)
+        points.append(point)
+        prefill(cache, [(stream, new)])
+        for _ in range(80):
+            decode(cache, [stream])
+        streams.append(stream)
+    return streams, points
+
+
+def chain(cache: KVCache, streams: list[Stream], points: list[int]) -> list[tuple[Snapshot, int]]:
+    """Snapshots of turns that follow one another: what each adds, and how much of it the next one has."""
+    first = max(number for number, point in enumerate(points) if not stored(streams, points, number))
+    ends = zip(streams[first:], [0, *points[first + 1 :]], [*points[first + 1 :], streams[-1].length], strict=True)
+    return [(cache.export(stream.sequence, start), stop) for stream, start, stop in ends if start < stop]
+
+
+def stored(streams: list[Stream], points: list[int], number: int) -> bool:
+    """Whether a turn keeps what stands before it as the turn before does: not if it was compressed in between."""
+    return bool(points[number]) and bool(streams[number].sequence.path) == bool(streams[number - 1].sequence.path)
+
+
+def same(cache: KVCache, stream: Stream, other: KVCache, sequence: Sequence) -> None:
+    """The same bytes, and the same outputs of what follows."""
+    made, wanted = other.export(sequence), cache.export(stream.sequence)
+    assert made.header == wanted.header
+    assert torch.equal(made.data, wanted.data)
+    twin = stream.again()
+    twin.sequence, twin.length = sequence, stream.length
+    stream.outputs = []
+    for _ in range(70):
+        decode(cache, [stream])
+        decode(other, [twin])
+    for one, where in ((stream, cache), (twin, other)):
+        if one.length + 50 > one.sequence.capacity:
+            where.extend(one.sequence, one.length + 50, one.length + 60)
+        prefill(where, [(one, 50)])
+        decode(where, [one])
+    if DEVICE == "cpu":
+        assert torch.equal(twin.output(), stream.output())
+    else:
+        torch.testing.assert_close(twin.output(), stream.output(), atol=1e-4, rtol=1e-3)
+
+
+@lru_cache
+def conversation(kv: str, name: str) -> list[tuple[Snapshot, int]]:
+    """A chain of snapshots."""
+    cache = make_cache(SPECS[kv], slots=30)
+    return chain(cache, *turns(cache, name))
+
+
+def write(restoring: Restoring, snapshots: list[Snapshot], layer: int) -> None:
+    for number, snapshot in enumerate(snapshots):
+        restoring.write_layer(number, layer, snapshot.data[layer])
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_chain_is_the_sequence_that_was_forked(kv: str, name: str) -> None:
+    cache = make_cache(SPECS[kv], slots=30)
+    streams, points = turns(cache, name)
+    snapshots = chain(cache, streams, points)
+    assert len(snapshots) == 3 or kv == "turbo-late" or name != "grows"
+    other = poisoned(make_cache(SPECS[kv], slots=24, blocks=350, max_model_len=3500))
+    sequence = other.load(snapshots, CAPACITY)
+    same(cache, streams[-1], other, sequence)
+    other.release(sequence)
+    assert other.free == other.total
+
+
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_chain_behind_a_sequence_that_is_there(kv: str) -> None:
+    for name in TURNS:
+        cache = make_cache(SPECS[kv], slots=30)
+        streams, points = turns(cache, name)
+        last = streams[-1]
+        if not stored(streams, points, 2):
+            continue
+        snapshot, length = cache.export(last.sequence, points[2]), last.length
+        links = [Link(snapshot.header, length)]
+        before, demand = cache.free, cache.restore_demand(links, length, CAPACITY, streams[1].sequence)
+        restoring = cache.restore(links, length, CAPACITY, streams[1].sequence)
+        assert before - cache.free == demand
+        shared = points[2] // 64
+        if restoring.sequence.path:
+            assert restoring.sequence.pages[:shared] == streams[1].sequence.pages[:shared]
+        else:
+            assert restoring.sequence.dense[:shared] == streams[1].sequence.dense[:shared]
+        for layer in range(SHAPE.num_layers):
+            write(restoring, [snapshot], layer)
+        for stream in streams[:2]:
+            cache.release(stream.sequence)
+        same(cache, last, cache, restoring.sequence)
+        cache.release(restoring.sequence)
+        cache.release(last.sequence)
+        assert cache.free == cache.total
+
+
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
+    """Of what never changes after its first turn, then of what has come since."""
+    cache = make_cache(SPECS[kv])
+    stream = Stream(0, cache.allocate(900, CAPACITY))
+    prefill(cache, [(stream, 900)])
+    decode(cache, [stream])
+    with cache.open_reading(stream.sequence, tail=False) as reading:
+        first = read(reading)
+    stop = first.header.length
+    assert stop == (stream.sequence.sealed or 896) and not first.header.cut(stop).observed
+    for _ in range(150):
+        decode(cache, [stream])
+    prefill(cache, [(stream, 700)])
+    other = poisoned(make_cache(SPECS[kv]))
+    sequence = other.load([(first, stop), (cache.export(stream.sequence, stop), stream.length)], CAPACITY)
+    same(cache, stream, other, sequence)
+
+
+def read(reading: Reading) -> Snapshot:
+    """All layers, into memory that was somebody's."""
+    header = reading.header
+    data = torch.full((header.num_layers, header.layer_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    for layer in range(header.num_layers):
+        reading.read_layer(layer, data[layer])
+    return Snapshot(header, data)
+
+
+def crowd(cache: KVCache) -> list[Stream]:
+    """Others that take whatever is free."""
+    streams = []
+    for seed in range(50, 80):
+        if not cache.demand(200, 250).within(cache.free):
+            break
+        streams.append(Stream(seed, cache.allocate(200, 250)))
+        prefill(cache, [(streams[-1], 200)])
+    return streams
+
+
+@pytest.mark.parametrize("length", [1000, 500, 130, 64])
+@pytest.mark.parametrize("kv", SPECS)
+def test_what_is_read_stays_while_the_sequence_goes_on_and_leaves(kv: str, length: int) -> None:
+    cache = poisoned(make_cache(SPECS[kv], slots=30, blocks=80))
+    stream = Stream(0, cache.allocate(length, length + 400))
+    prefill(cache, [(stream, length)])
+    decode(cache, [stream])
+    reading = cache.open_reading(stream.sequence, tail=False)
+    wanted = read(reading)
+    for _ in range(150):
+        decode(cache, [stream])
+    assert torch.equal(read(reading).data, wanted.data)
+    with cache.open_reading(stream.sequence, tail=False) as later:
+        assert later.header.length > reading.header.length
+    cache.release(stream.sequence)
+    others = crowd(cache)
+    assert not cache.demand(200, 250).within(cache.free)
+    assert torch.equal(read(reading).data, wanted.data)
+    reading.close()
+    reading.close()
+    for one in others:
+        cache.release(one.sequence)
+    assert cache.free == cache.total
+
+
+@pytest.mark.parametrize("length", [1000, 400, 130, 3])
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_finished_sequence_is_read_with_its_tail(kv: str, length: int) -> None:
+    cache = poisoned(make_cache(SPECS[kv], slots=30, blocks=80))
+    stream = Stream(0, cache.allocate(length, length + 400))
+    prefill(cache, [(stream, length)])
+    for _ in range(90):
+        decode(cache, [stream])
+    cache.trim(stream.sequence)
+    reading = cache.open_reading(stream.sequence)
+    wanted, header = read(reading), reading.header
+    assert header.length == stream.length and header.tail_tokens
+    with pytest.raises(ValueError, match="cannot cut the sequence"):
+        cache.truncate(stream.sequence, stream.length - 1)
+    if stream.sequence.path:
+        with pytest.raises(ValueError, match="cannot be extended while its exact tail is read"):
+            cache.extend(stream.sequence, stream.length + 1, stream.length + 100)
+    cache.release(stream.sequence)
+    others = crowd(cache)
+    assert torch.equal(read(reading).data, wanted.data)
+    assert wanted.data.sum() == read(reading).data.sum()
+    reading.close()
+    for one in others:
+        cache.release(one.sequence)
+    assert cache.free == cache.total
+    sequence = cache.load(wanted, stream.length + 10)
+    assert torch.equal(cache.export(sequence).data, wanted.data)
+    cache.truncate(sequence, sequence.length - 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kv=st.sampled_from(sorted(SPECS)), length=st.integers(1, 1200), steps=st.integers(0, 70), at=st.integers(1, 1270)
+)
+def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, length: int, steps: int, at: int) -> None:
+    cache, other = make_cache(SPECS[kv]), poisoned(make_cache(SPECS[kv]))
+    stream = Stream(0, cache.allocate(length, CAPACITY))
+    prefill(cache, [(stream, length)])
+    for _ in range(steps):
+        decode(cache, [stream])
+    whole, stop = cache.export(stream.sequence), min(at, stream.length)
+    sealed, dense = stream.sequence.sealed, not stream.sequence.path
+    if stop <= sealed and cache.fork_point(stream.sequence, stop) != stop:
+        with pytest.raises(ValueError, match="cut at"):
+            other.load([(whole, stop)], CAPACITY)
+        assert other.free == other.total
+        return
+    if stop <= sealed:
+        left = cache.fork(stream.sequence, stop, stop, CAPACITY)
+    else:
+        left = stream.sequence
+        cache.truncate(left, stop)
+        left.observed = left.observed and stop == whole.header.length  # queries behind the cut do not count
+    cut = stream.again()
+    cut.sequence, cut.length = left, stop
+    try:
+        sequence = other.load([(whole, stop)], CAPACITY)
+    except ValueError:  # dense as long as nothing followed
+        assert dense and stop >= cache.spec.dense_limit
+        return
+    same(cache, cut, other, sequence)
+
+
+class Late:
+    """Layers that come when they are waited for, not before."""
+
+    def __init__(self, restoring: Restoring, snapshots: list[Snapshot]) -> None:
+        self.restoring, self.snapshots, self.there, self.ended = restoring, snapshots, 0, False
+
+    def wait(self, layer: int) -> None:
+        for one in range(self.there, layer + 1):
+            write(self.restoring, self.snapshots, one)
+            self.there = one + 1
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def late(cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int) -> tuple[Sequence, Late]:
+    links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
+    restoring = cache.restore(links, start, capacity)
+    arrival = Late(restoring, [snapshot for snapshot, _ in snapshots])
+    restoring.sequence.arrival = arrival
+    return restoring.sequence, arrival
+
+
+@pytest.mark.parametrize("new", [1, 30, 600])
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_prefill_waits_for_each_layer(kv: str, new: int) -> None:
+    snapshots, outputs = conversation(kv, "grows"), []
+    start = snapshots[-1][1] + new
+    for at_once in (True, False):
+        other, stream = poisoned(make_cache(SPECS[kv])), Stream(0)
+        stream.sequence, arrival = late(other, snapshots, start, start + 300)
+        stream.length = start - new
+        if at_once:
+            arrival.wait(SHAPE.num_layers - 1)
+        assert arrival.there == (SHAPE.num_layers if at_once else 0)
+        prefill(other, [(stream, new)], block=200)
+        assert arrival.there == SHAPE.num_layers and stream.sequence.arrival is None
+        for _ in range(100):
+            decode(other, [stream])
+        outputs.append(stream.output())
+    torch.testing.assert_close(*outputs, atol=0 if DEVICE == "cpu" else 1e-4, rtol=0)
+
+
+def test_no_layer_is_waited_for_before_its_turn() -> None:
+    cache, stream, snapshots = make_cache(SPECS["turbo"]), Stream(0), conversation("turbo", "grows")
+    length = snapshots[-1][1]
+    sequence, arrival = late(cache, snapshots, length + 9, length + 9)
+    batch = cache.prefill_batch([(sequence, 9)])
+    block, rows = batch.block(0, 9), slice(length, length + 9)
+    for layer in range(SHAPE.num_layers):
+        cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
+        assert arrival.there == layer
+        cache.attend(layer, stream.q[layer, rows], block)
+        assert arrival.there == layer + 1
+        cache.finish_prefill(layer, batch)
+
+
+@pytest.mark.parametrize("what", ["decode", "fork", "export", "trim", "kept_energy"])
+def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
+    cache = make_cache(SPECS["turbo"])
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    whole = cache.export(stream.sequence)
+    sequence, arrival = late(cache, [(whole, 900)], 900, 1000)
+    cache.held([sequence])
+    assert not arrival.there
+    twin = stream.again()
+    twin.sequence, twin.length = sequence, 900
+    if what == "decode":
+        decode(cache, [twin])
+        decode(cache, [stream])
+        assert torch.equal(twin.outputs[-1], stream.outputs[-1])
+    elif what == "fork":
+        cache.fork(sequence, 128, 200, 200)
+    elif what == "export":
+        assert torch.equal(cache.export(sequence).data, whole.data)
+    elif what == "trim":
+        cache.trim(sequence)
+    else:
+        assert torch.equal(cache.kept_energy(sequence), cache.kept_energy(stream.sequence))
+    assert arrival.there == SHAPE.num_layers and sequence.arrival is None
+
+
+def test_what_never_arrives_can_be_released() -> None:
+    class Lost(Late):
+        def wait(self, layer: int) -> None:
+            raise OSError("gone")
+
+    cache = make_cache(SPECS["turbo"])
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    restoring = cache.restore([Link(cache.describe(stream.sequence), 900)], 950, 1000)
+    restoring.sequence.arrival = arrival = Lost(restoring, [])
+    with pytest.raises(OSError, match="gone"):
+        prefill(cache, [(Stream(1, restoring.sequence), 50)])
+    cache.release(stream.sequence)
+    cache.release(restoring.sequence)
+    assert arrival.ended and cache.free == cache.total
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kv=st.sampled_from(sorted(SPECS)), name=st.sampled_from(sorted(TURNS)), blocks=st.integers(1, 60),
+    slots=st.integers(1, 3), new=st.integers(0, 900), room=st.integers(0, 900), behind=st.booleans(),
+)  # fmt: skip
+def test_no_room_takes_nothing_and_room_is_what_was_asked_for(
+    kv: str, name: str, blocks: int, slots: int, new: int, room: int, behind: bool
+) -> None:
+    snapshots, target = conversation(kv, name), make_cache(SPECS[kv], slots=slots, blocks=blocks)
+    links, parent = [Link(one.header, stop) for one, stop in snapshots], None
+    if behind and len(links) > 1:
+        try:
+            parent = target.load(snapshots[:-1], links[-2].stop)
+        except (OutOfPages, ValueError):
+            assert target.free == target.total
+            return
+        links = links[-1:]
+    start = links[-1].stop + new
+    before, shape = target.free, (start, start + room, parent)
+    try:
+        demand = target.restore_demand(links, *shape)
+    except ValueError:
+        with pytest.raises(ValueError):
+            target.restore(links, *shape)
+        assert target.free == before
+        return
+    if not demand.within(before):
+        with pytest.raises(OutOfPages):
+            target.restore(links, *shape)
+        assert target.free == before
+        return
+    sequence = target.restore(links, *shape).sequence
+    assert before - target.free == demand
+    assert target.growth(sequence, start, start + room).within(target.free - target.free)  # it lacks nothing
+    held = [sequence] if parent is None else [sequence, parent]
+    assert target.held(held) == target.total - target.free
+    for one in held:
+        target.release(one)
+    assert target.free == target.total
+
+
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_fork_takes_what_it_says(kv: str) -> None:
+    cache = make_cache(SPECS[kv], slots=30)
+    for stream in turns(cache, "grows")[0]:
+        for at in range(64, stream.length, 64):
+            if cache.fork_point(stream.sequence, at) != at:
+                with pytest.raises(ValueError, match=f"cannot be forked after {at}"):
+                    cache.fork_demand(stream.sequence, at, at, at)
+                continue
+            for start, capacity in ((at, at), (at + 10, at + 300), (at + 900, at + 901)):
+                before, demand = cache.free, cache.fork_demand(stream.sequence, at, start, capacity)
+                fork = cache.fork(stream.sequence, at, start, capacity)
+                assert before - cache.free == demand
+                cache.release(fork)
+
+
+def test_with_outliers_pages_can_be_cut_behind_those_that_were_fitted() -> None:
+    cache = make_cache(SPECS["shadowkv"])
+    stream = Stream(0, cache.allocate(900, CAPACITY))
+    prefill(cache, [(stream, 900)])
+    for _ in range(200):
+        decode(cache, [stream])
+    (segment,) = stream.sequence.path
+    assert segment.fitted == 832 and segment.sealed > 960
+    assert [cache.fork_point(stream.sequence, n) for n in (831, 832, 900, 5000)] == [0, 832, 896, segment.sealed]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("kv", SPECS)
+def test_the_host_waits_for_no_layer(kv: str, request: pytest.FixtureRequest) -> None:
+    cache = make_cache(SPECS[kv])
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    whole = cache.export(stream.sequence)
+    restoring = cache.restore([Link(whole.header, 900)], 950, 1000)
+    request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    with cache.open_reading(stream.sequence) as reading:
+        for layer, data in enumerate(whole.data):
+            reading.read_layer(layer, data)
+            restoring.write_layer(0, layer, data)
+
+
+def refusals() -> Iterator[tuple[str, list[tuple[Snapshot, int]], str]]:
+    cache = make_cache(SPECS["turbo"], slots=30)
+    streams, points = turns(cache, "grows")
+    first, second, third = chain(cache, streams, points)
+    yield "turbo", [], "at least one snapshot"
+    yield "turbo", [second, third], "from token .* on does not continue what ends at 0"
+    yield "turbo", [first, third], "does not continue what ends at"
+    yield "turbo", [first, first], "does not continue what ends at"
+    yield "turbo", [(first[0], first[1] - 1), second], "cannot be cut at"
+    yield "turbo", [(first[0], first[0].header.length), second], "they end in its exact tail"
+    yield "turbo", [(first[0], 0)], "cannot be cut at 0"
+    yield "turbo", [(first[0], 10**6)], "cannot be cut at 1000000"
+    yield "full", [first], "is stored as form .* this cache stores form "
+    stream = Stream(5, cache.allocate(100, 2000))
+    prefill(cache, [(stream, 100)])
+    short = cache.export(stream.sequence)
+    prefill(cache, [(stream, 700)])
+    yield "turbo", [(short, 64), (cache.export(stream.sequence, 64), 800)], "does not continue what ends at 64"
+    yield "turbo", [(short, 70), (cache.export(stream.sequence, 64), 800)], "they end in its exact tail"
+    outliers = make_cache(SPECS["shadowkv"])
+    stream = Stream(0, outliers.allocate(900, 1000))
+    prefill(outliers, [(stream, 900)])
+    yield "shadowkv", [(outliers.export(stream.sequence), 448)], "cannot be cut at 448, among pages"
+
+
+def test_chains_that_are_none_are_refused_and_take_nothing() -> None:
+    targets = {kv: make_cache(spec) for kv, spec in SPECS.items()}
+    for kv, snapshots, reason in refusals():
+        links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
+        for ask in (targets[kv].restore, targets[kv].restore_demand):
+            with pytest.raises(ValueError, match=reason):
+                ask(links, 1500, 2000)
+        assert targets[kv].free == targets[kv].total
+
+
+def test_where_it_cannot_be_forked_nothing_is_described_or_shared() -> None:
+    cache = make_cache(SPECS["turbo"], slots=30)
+    streams, points = turns(cache, "grows")
+    with pytest.raises(ValueError, match="cannot be forked after 65"):
+        cache.describe(streams[0].sequence, 65)
+    with pytest.raises(ValueError, match="cannot be forked after"):
+        cache.open_reading(streams[0].sequence, streams[0].length // 64 * 64)
+    header = cache.describe(streams[1].sequence, points[1])
+    short = cache.fork(streams[0].sequence, 64, 64, 64)
+    before = cache.free
+    with pytest.raises(ValueError, match=f"cannot be forked after {points[1]}"):
+        cache.restore([Link(header, header.length)], 1500, 2000, short)
+    with pytest.raises(ValueError, match="nothing to read behind 64 tokens"):
+        cache.open_reading(short, 64)
+    assert cache.free == before
+
+
+def test_a_cache_of_shorter_sequences_refuses_what_is_too_long() -> None:
+    cache, target = make_cache(SPECS["turbo"]), make_cache(SPECS["turbo"], max_model_len=500)
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    for capacity in (900, 500):
+        with pytest.raises(ValueError, match="max_model_len=500 does not hold"):
+            target.load(cache.export(stream.sequence), capacity)
+    assert target.free == target.total
+
+
+def test_gaps_between_fields_are_zeros_and_bytes_of_one_sequence_are_always_the_same() -> None:
+    found = []
+    for seed in (3, 8):
+        cache = poisoned(make_cache(SPECS["turbo"]), seed)
+        stream = Stream(0, cache.allocate(700, 800))
+        prefill(cache, [(stream, 700)])
+        with cache.open_reading(stream.sequence) as reading:
+            found.append(read(reading))
+    header = found[0].header
+    covered = torch.zeros(header.layer_bytes, dtype=torch.bool)
+    for field in header.fields:
+        covered[field.offset : field.offset + field.nbytes] = True
+    assert not covered.all()
+    assert not found[0].data[:, ~covered].any()
+    if DEVICE == "cpu":
+        assert torch.equal(found[0].data, found[1].data)
