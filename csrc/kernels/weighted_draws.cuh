@@ -1,6 +1,7 @@
 // Selection by a thread block of values by chance: the largest for sure, each other in proportion to an exponential of
 // its value. Values that share a bin of the first digit are all sure or none is, so that the bins' counts are all that is
-// needed to begin with. Chances are whole numbers: sums over threads are exact.
+// needed to begin with. Chances are whole numbers, sums of them are exact. The one sum of floats that they come of is a
+// fixed tree over bins: blocks of 8 and of 16 warps, of which batches of many rows take the smaller, add it up alike.
 #pragma once
 
 #include "kernels/mma.cuh"
@@ -10,6 +11,7 @@ namespace shadowkv {
 
 constexpr int kMostChanceBits = 20;
 constexpr int kSearches = 4;       // places that a thread looks for at once
+constexpr int kBinsAtOnce = 4;     // that are added up one after the other: a thread's share in a block of 16 warps
 constexpr float kCaution = 0.97f; // of the chances that weights of bins allow: what they come to is known later
 
 // Chris Wellons' lowbias32.
@@ -19,7 +21,8 @@ __device__ __forceinline__ uint32_t mix_bits(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// The sum of x over the block's threads, for all of them. Barriers as scan_block has them.
+// The sum of x over the block's threads, for all of them: pairs of neighbours, then pairs of those. Barriers as
+// scan_block has them.
 __device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
@@ -40,8 +43,9 @@ struct Chosen {
 
 // Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
 // sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs in
-// ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of the
-// block, with barriers before and after, of which the last leaves what `use` wrote to be read.
+// ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a block
+// of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use` wrote to
+// be read.
 template <typename Use>
 __device__ __forceinline__ Chosen select_by_chance(
     RadixShared& shared, const uint4* values, uint32_t groups, uint32_t certain, uint32_t wanted, float factor,
@@ -66,10 +70,14 @@ __device__ __forceinline__ Chosen select_by_chance(
   const float edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY, less = bin ? -factor * edge : 0.f;
   const auto weight_of = [&](float value) { return exp2_fast(fmaf(factor, value, less)); };
   float sum = 0;
-  for (int i = 0; i < own_bins; ++i) {
-    const int own = first_bin + i;
-    const uint32_t count = own > bin || own < kFirstFinite ? 0 : shared.first[own];
-    if (count) sum = fmaf(float(count), weight_of(__low2float(half_of_order(own << 5 | 16))), sum);
+  for (int from = 0; from < own_bins; from += kBinsAtOnce) { // twice in a block of 8 warps: neighbours of one of 16
+    float of_bins = 0;
+    for (int i = from; i < from + kBinsAtOnce; ++i) {
+      const int own = first_bin + i;
+      const uint32_t count = own > bin || own < kFirstFinite ? 0 : shared.first[own];
+      if (count) of_bins = fmaf(float(count), weight_of(__low2float(half_of_order(own << 5 | 16))), of_bins);
+    }
+    sum += of_bins;
   }
   sum = sum_block(shared, sum);
   // Bins of the largest numbers are so wide that weights of their middles are nothing: then they all count as their edge.

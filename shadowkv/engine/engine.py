@@ -35,6 +35,7 @@ from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.models.loader import LoadedModel
+from shadowkv.ops.draw_tokens.weights import COLDEST
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,9 @@ class Engine:
         Raises RequestError if it can never be served.
         """
         self.validate(prompt_token_ids, params)
-        seed = random.getrandbits(64) if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:  # greedy answers repeat unasked, though what they attend to is drawn, too
+            seed = random.getrandbits(64) if params.temperature > COLDEST else 0
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
         constraint = None if params.json_schema is None else self._grammars.constraint(params.json_schema)

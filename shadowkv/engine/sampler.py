@@ -1,6 +1,7 @@
 """Chooses the next token of every sequence in a batch at once.
 
-A draw depends on the request's seed and its step alone, so a seeded request gives the same text in any batch.
+The random number of a draw depends on the request's seed and its step alone, and what it draws on its own logits: a
+seeded request gives the same text in any batch that leaves those alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.ops import Ops
 from shadowkv.ops.draw_tokens.weights import COLDEST, PARAMETERS
+from shadowkv.ops.mix64 import mix64
 
 COLUMNS = PARAMETERS[:-1]
 """Parameters of a draw that stay the same from step to step, by their names in ``SamplingParams``."""
@@ -104,12 +106,10 @@ def _change(logits: Tensor, request: Request) -> None:
 
 
 def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
-    """Numbers in [0, 1), float64 [B], from the seeds of requests and their steps (the finaliser of SplitMix64)."""
+    """Numbers in [0, 1), float64 [B], from the seeds of requests and their steps (SplitMix64)."""
     x = np.array([seed & (1 << 64) - 1 for seed in seeds], np.uint64)
     x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products are of 64 bits
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ x >> np.uint64(31)) >> np.uint64(11)) * 2.0**-53
+    return (mix64(x) >> np.uint64(11)) * 2.0**-53
 
 
 def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> list[TokenLogprobs | None]:

@@ -23,7 +23,9 @@ class SamplingParams:
         stop: strings that end the text and are not part of it.
         stop_token_ids: tokens that end the text, beside the model's own.
         ignore_eos: go on after the model's end tokens.
-        seed: makes sampling repeatable, whatever else is in the batch.
+        seed: of all random numbers of the request, whatever else is in the batch: those that choose its tokens, and
+            those by which tokens of attention are drawn; None is one by chance, or 0 where decoding is greedy.
+            ``docs/design.md`` says what repeats.
         json_schema: JSON schema (as JSON text) that the output follows; ``{}`` is any JSON.
         logprobs: alternatives to report per token, 0 the chosen one alone; None is off.
         prompt_logprobs: the same for the prompt's tokens.

@@ -23,10 +23,13 @@ from shadowkv.kvcache.spec import PAGE
 
 @dataclass(eq=False)
 class Running:
-    """A request that owns a sequence."""
+    """A request that owns a sequence, which draws by its seed from then on, whoever had it before."""
 
     request: Request
     sequence: Sequence
+
+    def __post_init__(self) -> None:
+        self.sequence.seed = self.request.seed
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class SequenceNumbers(NamedTuple):
 
 class SegmentNumbers(NamedTuple):
     """Of each of R segments, int64 [R]: its row of the page tables, its state, the sequence of the batch that it is of,
-    the positions of its first token and after its last, and chunks to find and to draw per kv head."""
+    the positions of its first token and after its last, chunks to find and to draw per kv head, and the seed of what is
+    drawn in this step."""
 
     row: Any
     state: Any
@@ -49,6 +50,7 @@ class SegmentNumbers(NamedTuple):
     end: Any
     found: Any
     drawn: Any
+    seed: Any
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ class DecodePlan:
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
         """The same of ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
         count, rows, most = self.shape[:3]
-        sequences, segments, rest = numbers.split((5 * count, 7 * rows, len(numbers) - 5 * count - 7 * rows))
+        sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * most].view(count, most)
-        return SequenceNumbers(*sequences.view(5, -1)), SegmentNumbers(*segments.view(7, -1)), of_sequence
+        return SequenceNumbers(*sequences.view(5, -1)), SegmentNumbers(*segments.view(8, -1)), of_sequence
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ class SealedBatch:
         num_chunks: int64 [R], their chunks.
         budget: int64 [R], chunks to find per kv head.
         max_budget: no row selects more, found and drawn.
-        draws: chunks to draw besides, by the positions of the new tokens, so that every step has another draw; None
-            where the policy draws none.
+        draws: chunks to draw besides, by the seeds of requests and the positions of the new tokens: another draw in
+            every step; None where the policy draws none.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
     """
 

@@ -24,13 +24,10 @@ from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
-from shadowkv.ops.select_by_sketch.draws import Draws
+from shadowkv.ops.select_by_sketch.draws import Draws, row_seeds
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
 """Sees layer, rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended to."""
-
-SEED_OF_SEGMENT = 0x632BE5AB
-"""Segments of a sequence draw by other random numbers: so many times their first page is added to the seed."""
 
 
 class Decode:
@@ -105,7 +102,8 @@ class Decode:
             budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
         budget = np.where(end > first, budget, 0)
         drawn = spec.drawn_chunks(budget, end - first - tables.static_tokens[row])
-        return SegmentNumbers(row, tables.state[row], sequence, first, end, budget - drawn, drawn), of_sequence
+        seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
+        return SegmentNumbers(row, tables.state[row], sequence, first, end, budget - drawn, drawn, seed), of_sequence
 
     def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """What ``plan`` means to the device, from shapes that the plan fixes and numbers that the device has.
@@ -133,7 +131,7 @@ class Decode:
             elif self.store.compute.type == "cpu" and plan.micro_batches == 1 and not there.all():
                 sequence = there.nonzero().squeeze(1)
                 segments = SegmentNumbers(*(x[sequence] for x in segments))
-            sealed = self._sealed_batch(plan, segments, length if sequence is None else length[sequence])
+            sealed = self._sealed_batch(plan, segments)
         return DecodeBatch(
             length,
             pages,
@@ -145,12 +143,11 @@ class Decode:
             of_sequence,
         )
 
-    def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers, length: Tensor) -> SealedBatch:
+    def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers) -> SealedBatch:
         pages = value_pages = self.tables.pages[segments.row, : plan.sealed_pages].long()
         if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
             value_pages = self.tables.value_pages[segments.row, : plan.sealed_pages].long()
         tokens = segments.end - segments.first
-        seeds = length + SEED_OF_SEGMENT * (segments.first // PAGE)
         return SealedBatch(
             rows=segments.row,
             states=segments.state,
@@ -161,7 +158,7 @@ class Decode:
             num_chunks=tokens // self.spec.chunk,
             budget=segments.found,
             max_budget=plan.max_budget,
-            draws=Draws(segments.drawn, seeds) if self.spec.drawn else None,
+            draws=Draws(segments.drawn, segments.seed) if self.spec.drawn else None,
         )
 
     def end(self, plan: DecodePlan) -> None:

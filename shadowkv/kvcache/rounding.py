@@ -37,7 +37,7 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
         none = np.full((batch, columns), wanted)
         none[:count, :most] = np.where(of_sequence < rows, of_sequence, wanted)
         of_sequence = none
-    nobody = SegmentNumbers(row, tables.state[row], owner, 0, 0, 0, 0)
+    nobody = SegmentNumbers(row, tables.state[row], owner, 0, 0, 0, 0, 0)
     return replace(
         plan,
         sequences=SequenceNumbers(*sequences),

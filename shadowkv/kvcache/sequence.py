@@ -109,6 +109,16 @@ class Sequence:
         return int(self.tables.length[self.slot])
 
     @property
+    def seed(self) -> int:
+        """What tokens of attention are drawn by, with the position of each new token: 0 until it is set, so that what
+        has no request behind it repeats. Of a number that is set the low 64 bits count."""
+        return int(self.tables.seed[self.slot])
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.tables.seed[self.slot] = seed & (1 << 64) - 1
+
+    @property
     def sealed(self) -> int:
         """Tokens that are sealed."""
         return self.path[-1].sealed if self.path else 0
@@ -172,6 +182,7 @@ class Tables:
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
+        seed: uint64 [slots], what a sequence draws by.
         rows: int64 [slots, MOST_SEGMENTS], their rows.
         state, first, end, static_tokens: int64 [rows], of a segment: its state, the positions of its first token and
             after its last, and how many of its tokens are exact elsewhere, per kv head.
@@ -185,6 +196,7 @@ class Tables:
         self.padding_slot, self.padding_row = slots, rows
         self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
         self.ring_pages = np.ones(slots + 1, np.int64)
+        self.seed = np.zeros(slots + 1, np.uint64)
         self.rows = np.full((slots + 1, MOST_SEGMENTS), rows, np.int64)
         self.state = np.full(rows + 1, spare_state, np.int64)
         self.first, self.end, self.static_tokens = np.zeros((3, rows + 1), np.int64)
@@ -227,7 +239,7 @@ class Tables:
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""
-        for array in (self.length, self.sealed, self.reach, self.static_pages, self.segments):
+        for array in (self.length, self.sealed, self.reach, self.static_pages, self.segments, self.seed):
             array[slot] = 0
 
 

@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 import torch
 from driver import SHAPE, Stream, decode, make_cache, prefill, sealed_batch
+from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
-from shadowkv.ops.select_by_sketch.draws import CAUTION
+from shadowkv.ops.select_by_sketch.draws import CAUTION, row_seeds
 
 S, STEPS = 3000, 70
 
@@ -103,3 +107,107 @@ def test_rows_draw_the_same_alone_and_in_a_batch() -> None:
         decode(cache, streams)
     for stream, length, wanted in zip(streams, lengths, alone, strict=True):
         torch.testing.assert_close(stream.output()[length:], wanted, atol=1e-4, rtol=1e-3)
+
+
+class Seen:
+    """What a cache's index has selected, in order, and the seeds of its rows."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.chunks: list[Tensor] = []
+        self.seeds: list[Tensor] = []
+        cache.selection_hook = self._see
+
+    def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+        self.chunks.append(selected.chunks)
+        assert batch.draws is not None
+        self.seeds.append(batch.draws.seeds)
+        return selected
+
+    def of_row(self, row: int) -> list[Tensor]:
+        """Numbers of the chunks of every step and layer."""
+        return [chunks[row][chunks[row] >= 0] for chunks in self.chunks]
+
+
+def alike(one: list[Tensor], other: list[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def forked(cache: KVCache, parent: Stream, seeds: list[int]) -> list[Stream]:
+    """Sequences that go on alike after what ``parent`` has sealed, each with a seed."""
+    at = cache.fork_point(parent.sequence, parent.length)
+    children = [parent.going_on(cache.fork(parent.sequence, at, S, S + 20), at, parent) for _ in seeds]
+    for child, seed in zip(children, seeds, strict=True):
+        child.sequence.seed = seed
+        prefill(cache, [(child, S - at)])
+    return children
+
+
+def test_answers_of_one_prompt_miss_other_tokens_and_a_seed_repeats() -> None:
+    cache = make_cache(preset("turbo:budget=128"))
+    parent = Stream(3, cache.allocate(S, S + 20))
+    prefill(cache, [(parent, S)])
+    seen, streams = Seen(cache), forked(cache, parent, [7, 8, 7, -7])
+    for _ in range(4):
+        decode(cache, streams)
+    first, second, again, third = map(seen.of_row, range(4))
+    assert all(alike(first, again))
+    assert not any(alike(first, second)) and not any(alike(first, third)) and not any(alike(second, third))
+    steps = torch.stack(seen.seeds)[:: SHAPE.num_layers, 0]
+    assert len(steps.unique()) == len(steps)  # every step has another draw
+
+
+def test_rows_select_the_same_bit_by_bit_alone_and_in_any_batch() -> None:
+    cache, lengths = make_cache(preset("turbo:budget=128")), [900, 2000, 1300, 640, 1999, 3000, 700]
+    streams = [Stream(number, cache.allocate(n, n + 5)) for number, n in enumerate(lengths)]
+    for stream, length in zip(streams, lengths, strict=True):
+        stream.sequence.seed = 2**63 + length
+        prefill(cache, [(stream, length)])
+
+    def select(some: list[Stream], layer: int) -> Selection:
+        q = torch.stack([stream.q[layer, stream.length] for stream in some])
+        return cache.parts.index.select(cache.store, layer, q, sealed_batch(cache, some))
+
+    select(streams, 0)  # seals what is due in all of them
+    for layer in range(SHAPE.num_layers):
+        for together in (streams[:2], streams):
+            batch = select(together, layer)
+            for row, stream in enumerate(together):
+                (alone,), (own_weight,) = vars(select([stream], layer)).values()
+                width = alone.shape[-1]
+                assert torch.equal(batch.chunks[row, :, :width], alone) and (batch.chunks[row, :, width:] == -1).all()
+                there = alone >= 0
+                assert torch.equal(batch.log_weight[row, :, :width][there], own_weight[there])
+
+
+def test_a_slot_forgets_the_seed_of_the_sequence_that_had_it() -> None:
+    cache = make_cache(preset("turbo:budget=128"), slots=1)
+    sequence = cache.allocate(100, 100)
+    assert sequence.seed == 0
+    for seed, kept in ((5, 5), (-1, 2**64 - 1), (2**64 + 3, 3)):
+        sequence.seed = seed
+        assert sequence.seed == kept
+    cache.trim(sequence)
+    cache.extend(sequence, 100, 120)
+    assert sequence.seed == 3
+    cache.release(sequence)
+    assert cache.allocate(100, 100).seed == 0
+
+
+def test_plans_carry_seeds_of_segments_and_what_fills_them_up_has_one() -> None:
+    cache = make_cache(preset("turbo:budget=128"))
+    stream = Stream(4, cache.allocate(500, 1300))
+    prefill(cache, [(stream, 500)])
+    cache.extend(stream.sequence, 1200, 1300)
+    prefill(cache, [(stream, 700)])
+    stream.sequence.seed = 9
+    other, dense = Stream(5, cache.allocate(700, 701)), Stream(6, cache.allocate(9, 10))
+    prefill(cache, [(other, 700), (dense, 9)])
+    plan = cache.plan_decode([stream.sequence, other.sequence, dense.sequence])
+    assert plan.segments.sequence.tolist() == [0, 0, 1]  # a prompt behind a short one has a state of its own
+    wanted = row_seeds(np.array([9, 9, 0], np.uint64), np.array([1200, 1200, 700]), plan.segments.first)
+    assert plan.segments.seed.tolist() == wanted.tolist() and len(set(wanted.tolist())) == 3
+    wide = cache.rounded(plan, 8)
+    batch = cache.decode_batch(wide, torch.from_numpy(wide.packed()).to(cache.device))
+    assert batch.sealed is not None and batch.sealed.draws is not None
+    seeds = batch.sealed.draws.seeds.tolist()
+    assert seeds[:3] == wanted.tolist() and seeds[3:] == [0]

@@ -9,7 +9,9 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, by_chance
+from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes
+from shadowkv.ops.sketch_queries import cuda as making
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
@@ -295,6 +297,37 @@ def test_many_rows_draw(seed, rows, heads):
 
 def test_a_long_row_draws(seed):
     check_draws(problem([9000, 900], [4000, 200], 8000, 2, 4, 128), some_draws(2, 4000))
+
+
+@pytest.mark.parametrize(("group", "dim", "chunk"), [(4, 128, 1), (8, 64, 8), (3, 96, 2)])
+def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
+    """Bit by bit, from queries on: in batches that larger thread blocks select for and in those of smaller ones."""
+    rows, heads = 100, 8  # blocks are smaller from 50 such rows on, where a GPU has 132 multiprocessors
+    counts = torch.randint(50, 75, (rows,)).tolist()
+    counts[1], counts[5], counts[40] = 170, 1, 0
+    _, _, *planes, pages, num_pages, budget, _, _ = problem(counts, [1] * rows, 1, heads, group, dim, chunk)
+    q, maps = torch.randn(rows, heads * group, dim).cuda(), torch.randn(3, heads, dim, dim).cuda().bfloat16()
+    slots = torch.arange(rows).cuda() % 3
+    budget, drawn, seeds = torch.randint(1, 400 // chunk, (3, rows)).cuda()
+    drawn[3] = 0
+
+    def select(first: int, last: int) -> tuple[Tensor, Tensor]:
+        own = slice(first, last)
+        queries = making.sketch_queries(q[own], maps, slots[own])
+        names = pages[own, : max(1, *counts[first:last])].contiguous()
+        coarse = scoring.sign_scores(queries, *planes[::2], names, num_pages[own])
+        k = int((budget + drawn)[own].max())
+        args = queries, coarse, *planes, names, num_pages[own], budget[own], chunk, k
+        return cuda.select_by_sketch(*args, Draws(drawn[own], seeds[own]), 5)
+
+    alone = [select(row, row + 1) for row in range(rows)]
+    for size in (2, 7, 48, 51, rows):
+        chunks, log_weight = select(0, size)
+        for row in range(size):
+            (own,), (own_weight,) = alone[row]
+            width = own.shape[-1]
+            assert torch.equal(chunks[row, :, :width], own) and (chunks[row, :, width:] == -1).all()
+            assert torch.equal(log_weight[row, :, :width][own >= 0], own_weight[own >= 0])
 
 
 def test_rows_that_draw_nothing_are_as_without_draws(seed):

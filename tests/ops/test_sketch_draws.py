@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, by_chance, mix
+from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, by_chance, mix, row_seeds
 from shadowkv.ops.select_by_sketch.reference import EXCLUDED, drawn_runs, kept_runs
 from shadowkv.ops.sign_scores.reference import pack_sketch, sign_scores
 from shadowkv.ops.sketch_queries.reference import sketch_queries
@@ -187,6 +188,47 @@ def test_draws_depend_on_the_seed_the_layer_and_the_head_alone(ops, seed):
     assert not torch.equal(select([5, 5, 6], 1)[0], once[0])
     numbers = Draws(torch.zeros(1, dtype=torch.int64), torch.tensor([5])).uniform(0, 1000)
     assert len({int(x) for x in torch.cat(numbers).flatten()}) > 1990
+
+
+def test_a_row_selects_the_same_alone_and_in_any_batch(ops, seed):
+    """Bit by bit, of a page table as wide as its own and of one as wide as the longest row's."""
+    pages, rows, chunk = 300, 48, 1
+    signs, rest, scale = pack_sketch(torch.randn(pages, 2, 64, 64))
+    queries = sketch_queries(
+        torch.randn(rows, 6, 64), torch.eye(64).bfloat16().expand(1, 2, -1, -1), torch.zeros(rows, dtype=torch.int64)
+    )
+    names, num_pages = torch.randint(pages, (rows, pages)), torch.randint(55, 130, (rows,))
+    num_pages[1], num_pages[-1] = pages, 1
+    budget, counts, seeds = torch.randint(1, 200, (3, rows))
+
+    def select(first: int, last: int) -> tuple[Tensor, Tensor]:
+        own = slice(first, last)
+        some = type(queries)(**{name: x[own].contiguous() for name, x in vars(queries).items()})
+        places = names[own, : int(num_pages[own].max())].contiguous(), num_pages[own]
+        coarse, draws = ops.sign_scores(some, signs, scale, *places), Draws(counts[own], seeds[own])
+        k = int((budget + counts)[own].max())
+        return ops.select_by_sketch(some, coarse, signs, rest, scale, *places, budget[own], chunk, k, draws, 3)
+
+    for size in (2, 7, rows):
+        chunks, log_weight = select(0, size)
+        for row in range(size):
+            (alone,), (own_weight,) = select(row, row + 1)
+            width = alone.shape[-1]
+            assert torch.equal(chunks[row, :, :width], alone) and (chunks[row, :, width:] == -1).all()
+            there = alone >= 0
+            assert torch.equal(log_weight[row, :, :width][there], own_weight[there])
+
+
+def test_seeds_of_rows_are_hashes_of_request_position_and_segment():
+    requests = np.repeat(np.array([0, 1, 2**64 - 1], np.uint64), 2000)
+    positions, first = np.tile(np.arange(1000), 6), np.tile(np.repeat([0, 64], 1000), 3)
+    made = row_seeds(requests, positions, first)
+    assert made.dtype == np.int64 and made.min() >= 0 and made.max() < 2**32
+    assert len(set(made.tolist())) == len(made)
+    assert abs(made.mean() / 2**31 - 1) < 0.05
+    assert np.array_equal(row_seeds(requests[7:8], positions[7:8], first[7:8]), made[7:8])
+    # Pinned: answers of a seed are not to change unnoticed.
+    assert row_seeds(np.array([11], np.uint64), np.array([1234]), np.array([64])).tolist() == [3751012753]
 
 
 def test_the_hash_is_lowbias32():

@@ -2,21 +2,28 @@
 
 A chance is 1 of the best, and of the others in proportion to their weight. A sum over what is selected, each divided by
 its chance, estimates the sum over all without bias, and the better, the more the weights are like the summands. Chances
-are whole numbers of small units, so that what is selected does not depend on the order of additions.
+are whole numbers of small units, so that what is selected does not depend on the order of additions; the one sum that
+scales them is in an order of its own in every backend, or exact: never in one that the batch has a part in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from shadowkv.ops.mix64 import mix64
 
 WORD = 0xFFFFFFFF
 MOST_BITS = 20
 """A chance is a multiple of 2**-20, or of more where so many are drawn that their sum would take over 31 bits."""
 CAUTION = 0.97
 """What chances add up to, in all that may be drawn: a kernel knows the sum of all weights but roughly beforehand."""
+WEIGHT_BITS = 40
+"""Weights, 1 at the most, are added up in units of 2**-40: whole numbers have the same sum in any order, and so however
+wide the batch makes a row. Those of 2**23 values, less one, fit in 63 bits."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,8 @@ class Draws:
 
     Attributes:
         counts: int64 [B], chunks of each row and kv head.
-        seeds: int64 [B]; rows of the same seed draw by the same random numbers, in every process and batch.
+        seeds: int64 [B], of which the low 32 bits count; rows of the same seed draw by the same random numbers, in
+            every process and batch.
     """
 
     counts: Tensor
@@ -57,10 +65,11 @@ def by_chance(values: Tensor, sure: Tensor, wanted: Tensor, factor: Tensor, unif
     left = values.float().masked_fill(certain, float("-inf"))
     edge = left.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float16).min)
     weights = (factor[..., None] * (left - edge)).exp2().masked_fill(left.isneginf(), 0)
-    total = weights.sum(-1, keepdim=True)
+    units = (weights.nan_to_num(0) * 2.0**WEIGHT_BITS).long()  # NaN of a query that is not finite
+    total = units.sum(-1, keepdim=True).float() * 2.0**-WEIGHT_BITS
     rest = wanted[..., None] - certain.sum(-1, keepdim=True)
     scale = torch.where(total > 0, CAUTION * (rest << bits) / total, 0)
-    chance = (weights * scale).nan_to_num(0).round().long()  # NaN of a query that is not finite
+    chance = (weights * scale).nan_to_num(0).round().long()
     chance = torch.minimum(chance, 1 << bits).masked_fill(certain, 0)
     chance += certain * (1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
@@ -74,6 +83,18 @@ def _above_bins(values: Tensor, most: Tensor) -> Tensor:
     last = values.shape[-1] - 1
     too_many = bins.sort(dim=-1, descending=True).values.gather(-1, most.clamp(0, last)[..., None])
     return ((most > last)[..., None] | (bins > too_many)) & ~values.isneginf()
+
+
+def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Seeds of R rows that draw, int64 [R] of 32 bits: hashes of what tells one draw from another.
+
+    Args:
+        seeds: uint64 [R], of the requests: answers of one prompt miss other tokens.
+        positions: int64 [R] below 2**32, of the new tokens: every step has another draw.
+        first: int64 [R] below 2**32, of the first tokens of what is drawn from: so has every segment.
+    """
+    place = positions.astype(np.uint64) << np.uint64(32) | first.astype(np.uint64)
+    return (mix64(mix64(seeds) ^ place) >> np.uint64(32)).astype(np.int64)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def select_by_sketch(
     Returns:
         int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
         scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal. Which chunks
-        are drawn hangs on the last bits of sums.
+        are drawn hangs on the last bits of sums, in which backends differ. None of it depends on the other rows, nor
+        on how many there are.
         And float32 [B, H, k], the logarithm of how many each chunk stands for, 0 or more, anything where there is none;
         None without ``draws``.
     """

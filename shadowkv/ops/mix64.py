@@ -1,0 +1,12 @@
+"""A hash of 64 bits on the host: random numbers of a request follow from its seed and where they are used."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """Hashes of uint64 numbers, one to one (the finaliser of SplitMix64)."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
