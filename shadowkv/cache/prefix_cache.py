@@ -7,14 +7,24 @@ Otherwise it forks: any number of requests share pages of sequences that run or 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.host import HostTier
+from shadowkv.cache.index import Entry
+from shadowkv.cache.lower_tiers import LowerTiers, Step
 from shadowkv.cache.pages import PageNames
+from shadowkv.cache.speeds import Speeds
+from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
+
+IDLE_SECONDS = 0.002
+"""Between two looks for what is on its way, where nothing else is to be done."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +47,45 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Match:
-    """A start of a prompt that ``sequence`` has.
+    """A start of a prompt that is cached.
 
     Attributes:
+        sequence: on the device, that has it, or what stands before ``steps``; None where these have all of it.
         tokens: its length: one prompt token at least is left to compute.
         whole: whether the sequence itself can be gone on with, which nobody uses; otherwise it is forked.
+        steps: what is to be restored from the tiers below.
+        ready: whether that is in host memory, and not still on its way from the disk.
     """
 
-    sequence: Sequence
+    sequence: Sequence | None
     tokens: int
-    whole: bool
+    whole: bool = False
+    steps: tuple[Step, ...] = ()
+    ready: bool = True
 
 
 class PrefixCache:
     """Starts of prompts by their tokens; and finished sequences, least recently used first out.
 
+    Args:
+        host: holds copies of what is computed; None for none below the device.
+        disk: makes the disk tier, which is told whom it has to tell what happens; None without one.
+
     Attributes:
         version: counts what was added, so that who found nothing need not look again before.
+        lower: the tiers below the device.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        host: HostTier | None = None,
+        disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None = None,
+    ) -> None:
         self._cache, self._tree = cache, PrefixTree()
         self._kept: OrderedDict[Sequence, Prompt] = OrderedDict()
-        self.version = 0
+        self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
+        self.lower = None if host is None else LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -73,7 +99,27 @@ class PrefixCache:
                 if best is None or wanted > best.tokens:
                     tokens = self._cache.fork_point(sequence, wanted)
                     if tokens > (best.tokens if best else 0):
-                        best = Match(sequence, tokens, False)
+                        best = Match(sequence, tokens)
+        return best if self.lower is None else self._restorable(self.lower, prompt, best)
+
+    def _restorable(self, lower: LowerTiers, prompt: Prompt, best: Match | None) -> Match | None:
+        """What the tiers below have, where restoring it takes less time than computing what is ``best`` without it;
+        otherwise that. What is on disk is begun to be read."""
+        reached = best.tokens if best else 0
+        found = [(end, node) for node, end in self._tree.along(prompt.shareable) if end * PAGE > reached]
+        for end, node in sorted(found, key=lambda one: -one[0]):
+            if (way := lower.chain(node, end)) is None:
+                continue
+            steps, sequence = way
+            if lower.seconds(steps) > self.speeds.prefill.seconds * (end * PAGE - reached):
+                continue
+            try:
+                self._cache.restore_demand(lower.links(steps), end * PAGE, end * PAGE, sequence)
+            except ValueError:  # such sequences cannot be cut there
+                continue
+            ready = lower.fetch(steps)
+            if ready is not None:
+                return Match(sequence, end * PAGE, steps=tuple(steps), ready=ready)
         return best
 
     def _whole(self, wanted: Prompt) -> Match | None:
@@ -101,9 +147,14 @@ class PrefixCache:
 
     def computed(self, sequence: Sequence, prompt: Prompt) -> None:
         """Notes that the pages of a prompt are in ``sequence``, which runs: others can fork it."""
-        pages = self._cache.fork_point(sequence, len(prompt.token_ids)) // PAGE
+        # The last token may be taken back, and whoever asks for all of them has one to compute.
+        pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
         self.version += 1
-        self._tree.hold(sequence, prompt.pages[:pages])
+        way = self._tree.hold(sequence, prompt.pages, pages)
+        if self.lower is not None:
+            for node in way:
+                if node.copy is None and node.holders[sequence] == node.end:
+                    self.lower.store(node, sequence, prompt.token_ids)
 
     def keep(self, sequence: Sequence, prompt: Prompt) -> None:
         """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""
@@ -114,11 +165,21 @@ class PrefixCache:
     def take(self, match: Match, start: int, capacity: int) -> Sequence:
         """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens; raises OutOfPages."""
         sequence, cache = match.sequence, self._cache
+        if sequence is not None and sequence in self._kept and not match.whole:
+            self._kept.move_to_end(sequence)
+        if match.steps:
+            assert self.lower is not None
+            child = self.lower.restore(list(match.steps), start, capacity, sequence)
+            if sequence is not None:
+                self._tree.fork(child, sequence, match.steps[0].node.first)
+            for step in match.steps:
+                self._tree.join(child, step.node, step.stop)
+            return child
+        assert sequence is not None
+        self.counts.hit_tokens["device"] += match.tokens
         if not match.whole:
             child = cache.fork(sequence, match.tokens, start, capacity)
             self._tree.fork(child, sequence, match.tokens // PAGE)
-            if sequence in self._kept:
-                self._kept.move_to_end(sequence)
             return child
         del self._kept[sequence]
         cache.truncate(sequence, match.tokens)
@@ -128,9 +189,14 @@ class PrefixCache:
 
     def growth(self, match: Match, start: int, capacity: int) -> Blocks:
         """What ``take`` needs."""
+        sequence, cache = match.sequence, self._cache
+        if match.steps:
+            assert self.lower is not None
+            return cache.restore_demand(self.lower.links(match.steps), start, capacity, sequence)
+        assert sequence is not None
         if match.whole:
-            return self._cache.growth(match.sequence, start, capacity)
-        return self._cache.fork_demand(match.sequence, match.tokens, start, capacity)
+            return cache.growth(sequence, start, capacity)
+        return cache.fork_demand(sequence, match.tokens, start, capacity)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back a sequence that is not kept."""
@@ -149,3 +215,25 @@ class PrefixCache:
         del self._kept[victim]
         self.release(victim)
         return True
+
+    @property
+    def opening(self) -> bool:
+        """Whether it is soon known what is on disk, and not yet."""
+        return self.lower is not None and self.lower.opening
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are on their way to other tiers."""
+        return self.lower is not None and self.lower.busy
+
+    def advance(self, idle: bool) -> None:
+        """Goes on with them; waits a moment for the disk where there is nothing else to do."""
+        if self.lower is not None:
+            self.lower.advance()
+            if idle:
+                self.lower.wait(IDLE_SECONDS)
+
+    def close(self) -> None:
+        """Ends their work."""
+        if self.lower is not None:
+            self.lower.close()

@@ -1,9 +1,9 @@
-"""What the disk tier has done so far."""
+"""What the tiers have done so far."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,30 @@ class Counts:
         """The statistics, with what is there."""
         with self._lock:
             return replace(self._stats, bytes=bytes, files=files)
+
+
+@dataclass
+class TierCounts:
+    """What the engine's thread counts, from the start.
+
+    Attributes:
+        hit_tokens: prompt tokens that were not computed, by the tier that they were found in.
+        copied_bytes: from the device to host memory.
+        restored_bytes, restore_seconds, restores: from host memory to the device.
+        host_evictions: snapshots that made room for others there.
+        refused: nodes that were not copied, for want of room.
+    """
+
+    hit_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
+    copied_bytes: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    restores: int = 0
+    host_evictions: int = 0
+    refused: int = 0
+
+    def restored(self, nbytes: int, seconds: float) -> None:
+        """Counts a chain that has arrived."""
+        self.restores += 1
+        self.restored_bytes += nbytes
+        self.restore_seconds += seconds

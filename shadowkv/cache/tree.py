@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from shadowkv.cache.pages import common_pages
+from shadowkv.cache.copies import Copy
+from shadowkv.cache.head import new_uid
+from shadowkv.cache.pages import PageNames, common_pages
 from shadowkv.kvcache.sequence import Sequence
 
 
@@ -25,6 +27,9 @@ class Node:
         sealed: whether they are stored in the policy's own form; dense pages of the same tokens are another node's.
         holders: sequences that have its pages, and the page up to which they have them.
         children: nodes that begin behind one of its pages.
+        origin: what names of its prompt build on.
+        uid: names the very bytes: what continues them was computed on them.
+        copy: of its pages, below the device.
     """
 
     parent: Node | None
@@ -33,6 +38,9 @@ class Node:
     sealed: bool
     holders: dict[Sequence, int] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
+    origin: str = ""
+    uid: str = field(default_factory=new_uid)
+    copy: Copy | None = None
 
     @property
     def end(self) -> int:
@@ -59,37 +67,44 @@ class PrefixTree:
             for node in self._by_first.get(name, ()):
                 yield node, first + common_pages(node.names, names[first:])
 
-    def hold(self, sequence: Sequence, names: Items[str]) -> None:
-        """Notes that ``sequence`` can be forked after any of the pages of ``names``."""
+    def hold(self, sequence: Sequence, names: PageNames, pages: int) -> list[Node]:
+        """Notes that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its way."""
         sealed = bool(sequence.path)
         way = self._ways.setdefault(sequence, [])
         if way and way[0].sealed != sealed:  # compressed since: its dense pages are not its any more
             self.forget(sequence)
             way = self._ways.setdefault(sequence, [])
         covered = way[-1].holders[sequence] if way else 0
-        if covered >= len(names):
-            return
-        node = way[-1] if way else None
-        if node is None or not self._can_grow(node, covered):
-            node = Node(node, covered, [], sealed)
-            way.append(node)
-            self._insert(node, names[covered])
-        node.names += names[covered:]
-        node.holders[sequence] = node.end
+        if covered < pages:
+            node = way[-1] if way else None
+            if node is None or not self._can_grow(node, covered):
+                node = self._insert(Node(node, covered, [], sealed, origin=names.origin), names[covered])
+                way.append(node)
+            node.names += names[covered:pages]
+            node.holders[sequence] = node.end
+        return way
+
+    def plant(self, parent: Node | None, first: int, names: list[str], sealed: bool, origin: str) -> Node:
+        """Adds a node that nobody holds; its copy is the caller's to set."""
+        return self._insert(Node(parent, first, names, sealed, origin=origin), names[0])
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
         """Whether pages from ``end`` on can be the node's own: they are its only holder's."""
-        return len(node.holders) == 1 and not node.children and node.end == end
+        return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
     def fork(self, child: Sequence, parent: Sequence, pages: int) -> None:
         """Notes that ``child`` shares the first ``pages`` with ``parent``."""
-        way = self._ways[child] = []
+        self._ways[child] = []
         if bool(child.path) == bool(parent.path):
             for node in self._ways.get(parent, ()):
                 if node.first < pages and node.sealed == bool(child.path):
-                    way.append(node)
-                    node.holders[child] = min(node.holders[parent], pages)
+                    self.join(child, node, min(node.holders[parent], pages))
+
+    def join(self, sequence: Sequence, node: Node, end: int) -> None:
+        """Notes that ``sequence`` has the pages of the next node on its way up to ``end``."""
+        self._ways.setdefault(sequence, []).append(node)
+        node.holders[sequence] = end
 
     def cut(self, sequence: Sequence, pages: int) -> None:
         """Notes that ``sequence`` has the first ``pages`` only."""
@@ -108,16 +123,17 @@ class PrefixTree:
     def _leave(self, sequence: Sequence, node: Node) -> None:
         self._ways[sequence].remove(node)
         del node.holders[sequence]
-        self._prune(node)
+        self.prune(node)
 
-    def _insert(self, node: Node, name: str) -> None:
+    def _insert(self, node: Node, name: str) -> Node:
         self._by_first.setdefault(name, []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)
+        return node
 
-    def _prune(self, node: Node | None) -> None:
-        """Removes a node that nobody holds, and parents that have no other children."""
-        while node is not None and not node.holders and not node.children:
+    def prune(self, node: Node | None) -> None:
+        """Removes a node that nobody has, and parents that have no other children."""
+        while node is not None and not node.holders and not node.children and node.copy is None:
             same = self._by_first[node.names[0]]
             same.remove(node)
             if not same:

@@ -151,16 +151,26 @@ class AsyncEngine:
             self._error = error
             logger.exception("the engine has died")
         finally:
+            self._close()
             self._stopped = True
             self._warm.set()
             for sink in list(self._sinks.values()):
                 sink(EngineDead(self._reason()))
 
+    def _close(self) -> None:
+        try:
+            self.engine.close()
+        except Exception as error:  # nobody is left to tell
+            logger.warning("the prefix cache was not closed: %s", error)
+
     def _obey(self) -> bool:
         """Carries out what was asked since the last step, waiting for something to do; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=not self.engine.has_work)
+                if self.engine.settling:
+                    command = self._commands.get_nowait()
+                else:
+                    command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:
                 return True
             if command is None:

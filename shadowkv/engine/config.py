@@ -34,6 +34,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     enable_prefix_caching: bool = True
     max_cached_seqs: int = 8
+    kv_offload_gib: float = 0.0
+    kv_disk_dir: str | None = None
+    kv_disk_gib: float = 64.0
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
     kv: str | KVSpec = "turbo"
@@ -79,6 +82,12 @@ class EngineConfig:
             bad.append(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.host_memory_gib is not None and not self.host_memory_gib >= 0:
             bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
+        if not 0 <= self.kv_offload_gib < math.inf:
+            bad.append(f"kv_offload_gib={self.kv_offload_gib} must be a finite number of at least 0")
+        if not 0 < self.kv_disk_gib < math.inf:
+            bad.append(f"kv_disk_gib={self.kv_disk_gib} must be a finite number above 0")
+        if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
+            bad.append("kv_offload_gib and kv_disk_dir have no meaning with enable_prefix_caching=False")
         if not (self.fetch_buffer is None or self.fetch_buffer == 0 or 1 <= self.fetch_buffer < math.inf):
             bad.append(f"fetch_buffer={self.fetch_buffer} must be 0 or a finite number of at least 1")
         if self.rope_theta is not None and not self.rope_theta > 0:
@@ -223,6 +232,21 @@ class EngineConfig:
             metavar="GIB",
             help="pinned host memory for values (default: what the batch needs, at most half of what is free)",
         )
+        add(
+            kv,
+            "--kv-offload-gib",
+            type=float,
+            metavar="GIB",
+            help="pinned host memory for copies of what the prefix cache has computed (default: none)",
+        )
+        add(
+            kv,
+            "--kv-disk-dir",
+            metavar="DIR",
+            help="where such copies are kept as files, which outlive the server and may be shared by several "
+            "(default: none)",
+        )
+        add(kv, "--kv-disk-gib", type=float, metavar="GIB", help="of those files, at the most (default: %(default)s)")
         add(
             kv,
             "--fetch-buffer",

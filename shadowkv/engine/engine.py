@@ -11,12 +11,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from shadowkv.cache.key import origin
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.prefix_cache import Prompt
 from shadowkv.engine.config import EngineConfig
@@ -26,6 +24,7 @@ from shadowkv.engine.devices import current, device_of
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
 from shadowkv.engine.prefills import PrefillAtWork, Prefills
+from shadowkv.engine.prefix_caching import open_prefix_cache
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
@@ -78,14 +77,14 @@ class Engine:
         self.config, self.device = config, device_of(config.device)
         with current(self.device):
             loaded, self.cache, self.notes = load_engine_parts(config, loaded)
+            prefix_cache, self._origin = open_prefix_cache(config, loaded, self.cache)
             graphs = self.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
             self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
-        self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
         self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
         self._prefills = Prefills(self.runner, self.scheduler)
-        self._origin = partial(origin, 40 * "0")
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self._stop_ids = frozenset(token for token in stops if token < loaded.config.vocab_size)
@@ -219,7 +218,18 @@ class Engine:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
+            self.scheduler.prefix_cache.advance(idle=not self.num_running)
         return outputs
+
+    @property
+    def settling(self) -> bool:
+        """Whether what was computed is still on its way to other tiers: steps go on with that."""
+        return self.scheduler.prefix_cache.busy
+
+    def close(self) -> None:
+        """Ends the prefix cache's work: what is on its way to the disk is written, as far as that takes not long."""
+        with current(self.device):
+            self.scheduler.prefix_cache.close()
 
     def _advance_prefill(self) -> list[RequestOutput]:
         step, seconds = self._decode_seconds, IDLE_PREFILL_SECONDS
@@ -238,6 +248,8 @@ class Engine:
     def _end_prefill(self, prefill: PrefillAtWork, logits: Tensor, hidden: list[Tensor]) -> list[RequestOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
+        new = sum(len(one.request.prompt_token_ids) - one.request.cached_tokens for one in done)
+        self.scheduler.prefix_cache.speeds.prefill.add(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
         rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
         for one in done:
             if one.request.request_id in self._aborted:

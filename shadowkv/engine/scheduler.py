@@ -55,12 +55,18 @@ class Scheduler:
             than a block.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
         self.cache = cache
+        self.prefix_cache = PrefixCache(cache) if prefix_cache is None else prefix_cache
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []
-        self.prefix_cache = PrefixCache(cache)
 
     def validate(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if a request of this size could never be admitted."""
@@ -81,8 +87,9 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request."""
+        """Queues a request; what it needs from the disk is read meanwhile."""
         self.waiting.append(request)
+        self._match(request)
 
     def is_long(self, new: int) -> bool:
         """Whether so many new tokens of a prompt take more than a block: others may overtake it."""
@@ -108,7 +115,11 @@ class Scheduler:
             if beside and request.passed == self.prefix_cache.version:
                 passed += self.cache.demand(length, request.capacity)
                 continue
+            if request.prompt is not None and self.prefix_cache.opening:
+                continue
             found = self._match(request)
+            if found and not found.ready:
+                continue
             new = length - (found.tokens if found else 0)
             if beside and self.is_long(new):
                 request.passed = self.prefix_cache.version

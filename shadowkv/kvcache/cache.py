@@ -204,6 +204,11 @@ class KVCache:
             snapshots = [(snapshots, snapshots.header.length)]
         return self.transfer.load(snapshots, capacity)
 
+    @property
+    def form(self) -> str:
+        """What another cache must have in common with this one to read its snapshots."""
+        return self.transfer.form
+
     def stores_alike(self, other: KVCache, tokens: int) -> bool:
         """Whether what ``other`` exports of a prompt of ``tokens`` can be loaded here."""
         return self.transfer.form == other.transfer.form and all(

@@ -1,0 +1,51 @@
+"""Copies of a node's pages below the device: one snapshot, in host memory, on disk or both."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowkv.cache.index import Entry
+from shadowkv.kvcache.snapshot import SnapshotHeader
+
+
+@dataclass(eq=False)
+class Copy:
+    """A snapshot of a node's pages.
+
+    Attributes:
+        header: what it holds.
+        token_ids: uint32 [length - start].
+        slabs: of the host tier; None where it is not there.
+        entry: of the disk tier; None where it is not there.
+        ready: whether ``slabs`` hold its bytes: they may be on their way from the device or the disk.
+        users: how many read or write its slabs.
+        used: by a clock that counts uses; what it continues has been used no less lately.
+        fetched: whether it has come from the disk since it was used last.
+        fetching: from the disk, while it is on its way.
+        writing: to the disk, while it is.
+    """
+
+    header: SnapshotHeader
+    token_ids: npt.NDArray[np.uint32]
+    slabs: list[int] | None = None
+    entry: Entry | None = None
+    ready: bool = False
+    users: int = 0
+    used: int = 0
+    fetched: bool = False
+    fetching: Future[None] | None = None
+    writing: Future[bool] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all its bytes are in host memory."""
+        return self.ready and self.slabs is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there, or will be if asked for."""
+        return self.on_host or self.entry is not None

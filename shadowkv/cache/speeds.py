@@ -1,0 +1,48 @@
+"""How long it takes to restore what is cached and to compute it anew, by what it has taken: the lesser is done."""
+
+from __future__ import annotations
+
+NEW = 0.3
+"""Weight of the last measurement."""
+
+
+class Rate:
+    """Seconds a unit, of late; a guess until something has been measured."""
+
+    def __init__(self, guess: float) -> None:
+        self.seconds, self.measured = guess, False
+
+    def add(self, units: int, seconds: float) -> None:
+        """Takes a measurement into account."""
+        if units:
+            new = seconds / units
+            self.seconds = self.seconds + NEW * (new - self.seconds) if self.measured else new
+            self.measured = True
+
+
+class Speeds:
+    """Of computing prompts, and of the ways from host memory and from disk.
+
+    Attributes:
+        prefill: of a prompt's token.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = Rate(1e-3)
+        self._host, self._disk = Rate(1 / 20e9), Rate(1 / 1e9)
+
+    def host(self, nbytes: int, seconds: float) -> None:
+        """Bytes that came from host memory."""
+        self._host.add(nbytes, seconds)
+
+    def disk(self, nbytes: int, seconds: float) -> None:
+        """Bytes that came from the disk."""
+        self._disk.add(nbytes, seconds)
+
+    def host_seconds(self, nbytes: int) -> float:
+        """From host memory."""
+        return nbytes * self._host.seconds
+
+    def disk_seconds(self, nbytes: int) -> float:
+        """From the disk to host memory."""
+        return nbytes * self._disk.seconds

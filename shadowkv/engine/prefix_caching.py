@@ -1,0 +1,76 @@
+"""Builds the prefix cache that an engine's config asks for, with its tiers below the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.host import HostTier
+from shadowkv.cache.index import Entry
+from shadowkv.cache.key import CacheKey, origin
+from shadowkv.cache.prefix_cache import PrefixCache
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.sizing import GIB
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.models.decoder import Decoder
+from shadowkv.models.loader import LoadedModel
+
+WAY_GIB = 1.0
+"""Host memory for what is on its way from and to the disk, where none is asked for."""
+
+Origin = Callable[[str | None], str]
+
+
+def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
+    """The cache, and what names of prompts of a salt build on.
+
+    Raises MemoryError where the host memory is not there, ValueError where the directory cannot be used.
+    """
+    gib = config.kv_offload_gib or (WAY_GIB if config.kv_disk_dir else 0.0)
+    if not gib:
+        return PrefixCache(cache), partial(origin, 40 * "0")
+    host = HostTier(int(gib * GIB), cache.device)
+    if config.kv_disk_dir is None:
+        return PrefixCache(cache, host), partial(origin, 40 * "0")
+    key, limit = cache_key(loaded, cache), int(config.kv_disk_gib * GIB)
+    directory = Path(config.kv_disk_dir)
+
+    def disk(report: Callable[[str, Entry], None]) -> DiskTier:
+        try:
+            return DiskTier(directory, limit, key, report)
+        except OSError as error:
+            raise ValueError(f"--kv-disk-dir {directory} cannot be used: {error.strerror or error}") from error
+
+    return PrefixCache(cache, host, disk), key.origin
+
+
+def cache_key(loaded: LoadedModel, cache: KVCache) -> CacheKey:
+    """What snapshots of this engine depend on besides their tokens."""
+    return CacheKey(
+        model=fingerprint(loaded.model),
+        adapter=None,  # it is merged into the weights, and so in their fingerprint
+        quantization=loaded.config.quantization and str(loaded.config.quantization),
+        dtype=str(cache.dtype).removeprefix("torch."),
+        spec={"form": cache.form},
+        codecs={},  # in the form, too
+        prefill=cache.spec.prefill or "dense",
+    )
+
+
+def fingerprint(model: Decoder) -> str:
+    """A digest of a model's weights as they lie in memory, whatever file they came from.
+
+    Sums of their bits as whole numbers, which no order of additions changes: of all, and of every other one.
+    """
+    digest = blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        bits = tensor.contiguous().view(-1).view(torch.uint8)
+        whole = bits[: len(bits) // 4 * 4].view(torch.int32)
+        sums = [int(part.sum(dtype=torch.int64)) for part in (whole, whole[::2], whole[::3])] if len(whole) else []
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums} ".encode())
+    return digest.hexdigest()
