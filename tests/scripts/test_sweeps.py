@@ -6,10 +6,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mixed_gaps
 import mixed_sweep
 import prefill_plots
 import prefill_sweep
 import pytest
+import sweep_engine
 import torch
 from mixed_gaps import GapCase, measure_gaps
 from replayed_blocks import random_blocks
@@ -100,12 +102,21 @@ def test_a_case_of_many_requests(model, tmp_path, in_this_process):
         mixed_sweep.main([*flags, "--cases", "6x0+5"])
 
 
-def test_gaps_and_waits_beside_a_long_prompt(model):
+def test_gaps_and_waits_beside_a_long_prompt(model, monkeypatch, capsys):
     case = GapCase(3, 2000, 64, 3000, prompt=100, answer=600, delay=0.0)
     config = EngineConfig(model=str(model), load_format="dummy", device="cpu", max_num_seqs=5, max_model_len=4096)
     engine = Engine(config)
+    drawn = []
+
+    def random_prompt(engine, tokens, draw):
+        drawn.append((tokens, engine.num_running))
+        return sweep_engine.random_prompt(engine, tokens, draw)
+
+    monkeypatch.setattr(mixed_gaps, "random_prompt", random_prompt)
     figures = measure_gaps(engine, case)
-    assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"]
+    assert (2000, 0) in drawn, "while requests decode, the time would be in the first gap"
+    shown = [float(gap) for gap in capsys.readouterr().out.partition("ms:")[2].split()]
+    assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"] <= max(shown) + 0.05
     assert figures["probe_ttft_s"] > 0
     assert not engine.has_work
     with pytest.raises(RuntimeError, match="left no room"):
