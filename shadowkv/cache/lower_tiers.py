@@ -74,6 +74,9 @@ class LowerTiers:
         host: may be so small that it only holds what is on its way from and to the disk.
         disk: makes the disk tier; None without one.
         counts, speeds: to add to.
+
+    Attributes:
+        disk: the disk tier, if there is one.
     """
 
     def __init__(
@@ -98,8 +101,8 @@ class LowerTiers:
         self._orphans: dict[str, list[tuple[Entry, Future[np.ndarray]]]] = {}
         self._named: deque[tuple[Entry, Future[np.ndarray]]] = deque()
         self.speeds, self.counts = speeds, counts
-        self._disk = None if disk is None else disk(self._report)
-        self._opened, self._opening_until = self._disk is None, time.monotonic() + OPENING_SECONDS
+        self.disk = None if disk is None else disk(self._report)
+        self._opened, self._opening_until = self.disk is None, time.monotonic() + OPENING_SECONDS
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -166,8 +169,8 @@ class LowerTiers:
             self._mover.finish()
         job.reading.close()
         job.copy.ready = done
-        if done and self._disk is not None:
-            self._write(self._disk, job.node, job.copy)
+        if done and self.disk is not None:
+            self._write(self.disk, job.node, job.copy)
         self._leave(job.node)
 
     def _write(self, disk: DiskTier, node: Node, copy: Copy) -> None:
@@ -221,8 +224,8 @@ class LowerTiers:
     def opening(self) -> bool:
         """Whether what the disk had at the start is still being found out; that is waited for, but not for long."""
         if not self._opened:
-            assert self._disk is not None
-            scanned = self._disk.wait_scanned(0)
+            assert self.disk is not None
+            scanned = self.disk.wait_scanned(0)
             self._take_events()
             self._opened = (scanned and not self._named) or time.monotonic() > self._opening_until
         return not self._opened
@@ -250,7 +253,7 @@ class LowerTiers:
             there = False
             if copy.fetching is not None:
                 continue
-            if self._disk is None or copy.entry is None:
+            if self.disk is None or copy.entry is None:
                 return None
             copy.slabs = copy.slabs or self._room(copy.header.nbytes, {one.node for one in steps})
             if copy.slabs is None:
@@ -258,7 +261,7 @@ class LowerTiers:
             copy.users += 1
             buffers = [buffer.numpy() for buffer in self._host.buffers(copy.slabs, copy.header.nbytes)]
             self._asked[step.node] = time.monotonic()
-            copy.fetching = self._disk.read(copy.entry, buffers, copy.token_ids)
+            copy.fetching = self.disk.read(copy.entry, buffers, copy.token_ids)
         return there
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: Sequence | None) -> Sequence:
@@ -396,8 +399,8 @@ class LowerTiers:
             node = self._by_name.get(entry.name)
             if kind in ("found", "stored"):
                 if node is None:
-                    assert self._disk is not None
-                    self._named.append((entry, self._disk.token_ids(entry)))
+                    assert self.disk is not None
+                    self._named.append((entry, self.disk.token_ids(entry)))
                 elif node.copy is not None and node.uid == entry.head.uid:
                     node.copy.entry = entry
             elif node is not None and node.copy is not None and node.uid == entry.head.uid:
@@ -451,6 +454,6 @@ class LowerTiers:
         deadline = time.monotonic() + seconds
         while (self._job or self._waiting) and time.monotonic() < deadline:
             self.advance()
-        if self._disk is not None:
-            self._disk.close(max(0.1, deadline - time.monotonic()))
+        if self.disk is not None:
+            self.disk.close(max(0.1, deadline - time.monotonic()))
         self._mover.finish()
