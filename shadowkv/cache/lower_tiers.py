@@ -35,6 +35,7 @@ from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.reading import Reading
+from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.snapshot import SnapshotHeader
 from shadowkv.kvcache.spec import PAGE
@@ -94,7 +95,7 @@ class LowerTiers:
         self._waiting: deque[tuple[Node, Copy, Reading]] = deque()
         self._job: _Job | None = None
         self._copies: set[Node] = set()
-        self._arriving: list[tuple[StreamArrival, list[Node], float, int]] = []
+        self._arriving: list[tuple[StreamArrival, Restoring, list[Node], float, int]] = []
         self._by_name: dict[str, Node] = {}
         self._asked: dict[Node, float] = {}
         self._events: deque[tuple[str, Entry]] = deque()
@@ -289,14 +290,14 @@ class LowerTiers:
             restoring.sequence.arrival = arrival
             for copy in copies:
                 copy.users += 1
-            self._arriving.append((arrival, [step.node for step in steps], began, nbytes))
+            self._arriving.append((arrival, restoring, [step.node for step in steps], began, nbytes))
         return restoring.sequence
 
     def _see_arrivals(self) -> None:
         now = time.monotonic()
         for one in [one for one in self._arriving if one[0].done]:
             self._arriving.remove(one)
-            _, nodes, began, nbytes = one
+            _, _, nodes, began, nbytes = one
             for node in nodes:
                 self._leave(node)
             self.speeds.host(nbytes, now - began)
