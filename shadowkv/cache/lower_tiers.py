@@ -95,7 +95,7 @@ class LowerTiers:
         self._waiting: deque[tuple[Node, Copy, Reading]] = deque()
         self._job: _Job | None = None
         self._copies: set[Node] = set()
-        self._arriving: list[tuple[StreamArrival, Restoring, list[Node], float, int]] = []
+        self._arriving: list[tuple[StreamArrival, Restoring, list[Node], int]] = []
         self._by_name: dict[str, Node] = {}
         self._asked: dict[Node, float] = {}
         self._events: deque[tuple[str, Entry]] = deque()
@@ -290,18 +290,17 @@ class LowerTiers:
             restoring.sequence.arrival = arrival
             for copy in copies:
                 copy.users += 1
-            self._arriving.append((arrival, restoring, [step.node for step in steps], began, nbytes))
+            self._arriving.append((arrival, restoring, [step.node for step in steps], nbytes))
         return restoring.sequence
 
     def _see_arrivals(self) -> None:
-        now = time.monotonic()
         for one in [one for one in self._arriving if one[0].done]:
             self._arriving.remove(one)
-            _, _, nodes, began, nbytes = one
+            arrival, _, nodes, nbytes = one
             for node in nodes:
                 self._leave(node)
-            self.speeds.host(nbytes, now - began)
-            self.counts.restored(nbytes, now - began)
+            self.speeds.host(nbytes, arrival.seconds)
+            self.counts.restored(nbytes, arrival.seconds)
         for node in list(self._copies):
             copy = node.copy
             if copy is None:

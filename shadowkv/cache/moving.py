@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,13 +13,16 @@ from shadowkv.cache.host import HostTier
 from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.restoring import Restoring
 
+ALIGNMENT = 256
+"""Of staging memory, in bytes."""
+
 
 class Mover:
     """Copies on a stream of its own; on a CPU they are done at once."""
 
     def __init__(self, host: HostTier, device: torch.device) -> None:
         self.host, self.device = host, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream, self._bus = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     def down(self, reading: Reading, slabs: list[int]) -> Iterator[int]:
         """Copies what is read into slabs; yields after each layer that has been launched how many bytes that were, and
@@ -33,63 +37,97 @@ class Mover:
                 for slab, part in self.host.pieces(slabs, layer * size, (layer + 1) * size):
                     slab.copy_(staging[part], non_blocking=True)
             yield size
-        arrived = self._mark()
-        while arrived is not None and not arrived.query():
+        if self._stream is None:
+            return
+        arrived = self._mark(self._stream)
+        while not arrived.query():
             yield 0
 
     def up(self, restoring: Restoring, chain: list[tuple[int, int, list[int]]]) -> StreamArrival | None:
         """Copies the links of a chain from slabs to a restored sequence, of which prefill may read a layer as soon as
-        it has arrived.
+        it has arrived: one crosses the bus while the one before it is put in its places.
 
         Args:
             chain: of each link the number of layers, the bytes of one, and slabs.
         """
-        self._follow()
-        events = []
-        staging = self._staging(max(size for _, size, _ in chain))
-        for layer in range(chain[0][0]):
-            with self._on_stream():
-                for link, (_, size, slabs) in enumerate(chain):
-                    for slab, part in self.host.pieces(slabs, layer * size, (layer + 1) * size):
-                        staging[part].copy_(slab, non_blocking=True)
-                    restoring.write_layer(link, layer, staging[:size])
-            events.append(self._mark())
-        marks = [event for event in events if event is not None]
-        return StreamArrival(marks) if marks else None
+        steps = [(layer, link) for layer in range(chain[0][0]) for link in range(len(chain))]
+        size = max(size for _, size, _ in chain)
+        if self._bus is None or self._stream is None:
+            staging = torch.empty(size, dtype=torch.uint8, device=self.device)
+            for layer, link in steps:
+                self._cross(chain[link], layer, staging)
+                restoring.write_layer(link, layer, staging[: chain[link][1]])
+            return None
+        main, arrived = torch.cuda.current_stream(self.device), []
+        for stream in (self._bus, self._stream):
+            stream.wait_stream(main)
+        with torch.cuda.stream(self._bus):
+            began = self._mark(self._bus)
+            buffers = torch.empty(2, -(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=self.device)
+        buffers.record_stream(self._stream)
+        free: list[torch.cuda.Event | None] = [None, None]
+        for number, (layer, link) in enumerate(steps):
+            staging, before = buffers[number % 2], free[number % 2]
+            with torch.cuda.stream(self._bus):
+                if before is not None:
+                    self._bus.wait_event(before)
+                self._cross(chain[link], layer, staging)
+            self._stream.wait_stream(self._bus)
+            with torch.cuda.stream(self._stream):
+                restoring.write_layer(link, layer, staging[: chain[link][1]])
+            free[number % 2] = self._mark(self._stream)
+            if link + 1 == len(chain):
+                arrived.append(cast(torch.cuda.Event, free[number % 2]))
+        return StreamArrival(began, arrived)
+
+    def _cross(self, link: tuple[int, int, list[int]], layer: int, staging: Tensor) -> None:
+        _, size, slabs = link
+        for slab, part in self.host.pieces(slabs, layer * size, (layer + 1) * size):
+            staging[part].copy_(slab, non_blocking=True)
 
     def finish(self) -> None:
         """Waits for all that was launched."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _staging(self, size: int) -> Tensor:
-        with self._on_stream():
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        for stream in (self._stream, self._bus):
+            if stream is not None:
+                stream.synchronize()
 
     def _follow(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _mark(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else self._stream.record_event()
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class StreamArrival:
-    """Layers that another stream writes; see ``kvcache.arrival.Arrival``."""
+    """Layers that another stream writes; see ``kvcache.arrival.Arrival``.
 
-    def __init__(self, events: list[torch.cuda.Event]) -> None:
-        self._events = events
+    Args:
+        began: before the first.
+        arrived: one for each layer.
+    """
+
+    def __init__(self, began: torch.cuda.Event, arrived: list[torch.cuda.Event]) -> None:
+        self._began, self._arrived = began, arrived
 
     @property
     def done(self) -> bool:
         """Whether all is there."""
-        return self._events[-1].query()
+        return self._arrived[-1].query()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once all is there."""
+        return 1e-3 * self._began.elapsed_time(self._arrived[-1])
 
     def wait(self, layer: int) -> None:
-        torch.cuda.current_stream().wait_event(self._events[layer])
+        torch.cuda.current_stream().wait_event(self._arrived[layer])
 
     def end(self) -> None:
         self.wait(-1)

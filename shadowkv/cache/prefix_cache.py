@@ -7,7 +7,8 @@ Otherwise it forks: any number of requests share pages of sequences that run or 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shadowkv.cache.disk import DiskTier
@@ -215,6 +216,15 @@ class PrefixCache:
         del self._kept[victim]
         self.release(victim)
         return True
+
+    @contextmanager
+    def on_the_device_alone(self) -> Iterator[None]:
+        """Nothing that is computed meanwhile is copied to the tiers below, or comes from there."""
+        lower, self.lower = self.lower, None
+        try:
+            yield
+        finally:
+            self.lower = lower
 
     @property
     def opening(self) -> bool:

@@ -79,6 +79,10 @@ class TierCounts:
     host_evictions: int = 0
     refused: int = 0
 
+    def forget(self) -> None:
+        """Counts from here on."""
+        self.__init__()  # type: ignore[misc]
+
     def restored(self, nbytes: int, seconds: float) -> None:
         """Counts a chain that has arrived."""
         self.restores += 1

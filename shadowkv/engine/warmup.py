@@ -45,8 +45,9 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
         logger.info("warming up")
     stages, shapes = _stages(engine), _shapes(engine)
     bar = tqdm(total=len(stages) + len(shapes), desc="warm-up", unit="", leave=False, disable=not shown)
+    alone = engine.scheduler.prefix_cache.on_the_device_alone()
     try:
-        with interrupts_deferred() as interruptible, bar, closing(_pieces(engine, stages, shapes)) as pieces:
+        with interrupts_deferred() as interruptible, bar, alone, closing(_pieces(engine, stages, shapes)) as pieces:
             for done in pieces:
                 bar.update(done)
                 interruptible()
@@ -60,6 +61,7 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
     finally:
         while engine.scheduler.prefix_cache.evict():
             pass
+        engine.scheduler.prefix_cache.counts.forget()
         engine.cache.forget_fetches()
         engine.cache.take_attention_density()
     if not shown:
@@ -68,13 +70,16 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
 
 def _stages(engine: Engine) -> list[tuple[list[int], int]]:
     """Lengths of prompts that are computed and answered together, and of the answers: one prompt, a pack of two, and
-    one of more than two blocks that is long enough to be compressed, if any is; its answer seals a page."""
+    one of more than two blocks that is long enough to be compressed, if any is, with another that shares its start;
+    their answers seal a page."""
     spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
     room = engine.max_model_len - PAGE - 2  # of a token more, which is not waited for: requests that end are kept
     if spec.seals and spec.dense_limit + PAGE <= room:
         longest = max(longest, spec.dense_limit + PAGE)
     pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
-    return [([SHORT], 3), (pack, 3), ([min(longest, room)], PAGE + 1)] if room >= SHORT else []
+    again = min(longest, room - 2 * PAGE)  # a start of what is computed then, and a few tokens more
+    shared = [min(longest, room), again] if engine.config.max_num_seqs > 1 and again > PAGE else [min(longest, room)]
+    return [([SHORT], 3), (pack, 3), (shared, PAGE + 1)] if room >= SHORT else []
 
 
 def _shapes(engine: Engine) -> list[tuple[int, int]]:

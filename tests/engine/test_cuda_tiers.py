@@ -44,12 +44,12 @@ def test_every_tier_answers_alike(tmp_path: Path, kv: str) -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True, logprobs=0)
     once = SamplingParams(max_tokens=1, temperature=0.0)
     question = document + filler(llm, SHORT, seed=3)
-    llm.generate([document + filler(llm, SHORT, seed=2)], once)
+    llm.generate([document], once)
     settle(llm)
 
     def asked() -> list[tuple[int, float]]:
         (answer,) = llm.generate([question], params)
-        assert answer.cached_tokens >= LONG // 64 * 64 - (0 if llm.engine.cache.spec.outliers == 0 else LONG)
+        assert answer.cached_tokens >= LONG - 128
         return [(one.token_id, one.logprob) for one in answer.logprobs]
 
     forget_device(llm)
@@ -64,7 +64,7 @@ def test_every_tier_answers_alike(tmp_path: Path, kv: str) -> None:
     forget_device(llm)
     answers.append(asked())
     assert answers[1] == answers[2]
-    assert [token for token, _ in answers[0]][:1] == [token for token, _ in answers[1]][:1]
+    assert answers[0][0][0] == answers[1][0][0]
     forget_device(llm)
     llm.engine.close()
 
