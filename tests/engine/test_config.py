@@ -118,6 +118,8 @@ def test_errors_list_every_value_that_cannot_be():
         "max_model_len": 0,
         "gpu_memory_utilization": 1.5,
         "host_memory_gib": -0.5,
+        "kv_offload_gib": -1.0,
+        "kv_disk_gib": 0.0,
         "fetch_buffer": 0.5,
         "rope_theta": 0.0,
     }
@@ -128,6 +130,19 @@ def test_errors_list_every_value_that_cannot_be():
         with pytest.raises(ValueError, match=f"{name}={value} must") as alone:
             EngineConfig(**{name: value})
         assert str(alone.value).count(" must ") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"kv_disk_dir": ""}, "kv_disk_dir must not be empty"),
+        ({"kv_disk_dir": "x", "enable_prefix_caching": False}, "no meaning"),
+        ({"kv_offload_gib": 1.0, "enable_prefix_caching": False}, "no meaning"),
+    ],
+)
+def test_settings_of_the_prefix_cache_that_cannot_be(values, said):
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**values)
 
 
 def test_an_unknown_quantization_is_refused_with_the_known_ones():
