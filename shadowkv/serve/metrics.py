@@ -180,8 +180,7 @@ class _EngineFigures(Collector):
                     if tier in TIERS_OF.get(name, tiers):
                         family.add_metric([self._model, tier], getattr(one, field))
                 yield family
-        text = "Restores of cached prompts, by the tier that they came from: from the disk to host memory, and from there "
-        text += "to the device."
+        text = "Of restores from a tier to the next one above: from the disk to host memory, from there to the device."
         seconds = SummaryMetricFamily("shadowkv:prefix_cache_restore_seconds", text, labels=["model_name", "tier"])
         for tier in LOWER:
             if tier in tiers:
