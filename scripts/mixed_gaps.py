@@ -12,8 +12,8 @@ from sweep_engine import greedy, random_prompt, step
 from shadowkv.engine.engine import Engine
 
 SETTLED = 32
-"""Tokens that every request has before the long prompt comes: captures of graphs are over by then."""
-
+"""Tokens that every request has before the long prompt comes: captures of their graphs are over by then. The graph of
+the batch that it joins is captured in the last gap, as in a server."""
 
 LEFT = 8
 """Tokens of a long prompt's answer: it is still there when the step of its first one is over."""
@@ -42,21 +42,23 @@ GAP_CASE = GapCase(16, 61440, 512, 124928)
 def measure_gaps(engine: Engine, case: GapCase) -> dict[str, float]:
     """Figures of both; the engine is left empty."""
     draw = random.Random(0)
-    gaps = 1e3 * np.asarray(gaps_beside(engine, case, draw))
-    p50, p99 = np.percentile(gaps, (50, 99)).tolist()
+    gaps = gaps_beside(engine, case, draw)
+    print("gaps of a request, ms:", *(f"{1e3 * gap:.1f}" for gap in gaps[0]), flush=True)
+    p50, p99 = np.percentile(1e3 * np.concatenate(gaps), (50, 99)).tolist()
     return {"gap_p50_ms": p50, "gap_p99_ms": p99, "probe_ttft_s": wait_behind(engine, case, draw)}
 
 
-def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[float]:
+def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list[float]]:
     """Seconds between the tokens of each request that decodes, from the moment a long prompt is offered to its first
-    token. Raises RuntimeError where answers end before that, or leave the prompt no room."""
+    token, in order. Raises RuntimeError where answers end before that, or leave the prompt no room."""
     times: dict[str, list[float]] = {str(number): [] for number in range(case.decoding)}
     for name in times:
         engine.add_request(name, random_prompt(engine, case.prompt, draw), greedy(case.answer))
+    prompt = random_prompt(engine, case.behind, draw)  # takes as long as a step or two
     while min(map(len, times.values())) < SETTLED:
         _take(engine, times)
     times = {name: [seen[-1]] for name, seen in times.items()}
-    engine.add_request("long", random_prompt(engine, case.behind, draw), greedy(LEFT))
+    engine.add_request("long", prompt, greedy(LEFT))
     there = False
     while not there:
         there = "long" in _take(engine, times)
@@ -64,7 +66,7 @@ def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[floa
             raise RuntimeError(f"answers of {case.answer} tokens left no room for a prefill of {case.behind}, or ended")
     for name in (*times, "long"):
         engine.abort(name)
-    return [gap for seen in times.values() for gap in np.diff(seen)]
+    return [np.diff(seen).tolist() for seen in times.values()]
 
 
 def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:

@@ -91,7 +91,7 @@ def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineCo
     if args.load_format == "dummy" and settings.get("max_model_len"):
         settings["rope_theta"] = 1e7  # random weights have no context that they were made for
     shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "skip_warmup")}
-    return EngineConfig(kv=cell["kv"], max_cached_seqs=0, **shared, **chosen, **settings)
+    return EngineConfig(kv=cell["kv"], **{"max_cached_seqs": 0, **settings}, **shared, **chosen)
 
 
 def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:

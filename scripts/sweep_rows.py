@@ -26,6 +26,11 @@ MIXED = (
     ("engine", "kv", "prefill", "quantization", "requests", "input", "output"),
     ("wall_s", "output_tokens_per_s", "ttft_mean_s", "tpot_ms"),
 )
+REUSE = (
+    ("case", "engine", "kv", "prefill", "quantization", "reuse", "tokens"),
+    ("wall_s", "ttft_p50_s", "ttft_p99_s", "output_tokens_per_s")
+    + ("hit_rate_device", "hit_rate_host", "hit_rate_disk"),
+)
 GAPS = (
     ("engine", "kv", "prefill", "quantization", "decoding", "behind", "probe", "probe_behind"),
     ("gap_p50_ms", "gap_p99_ms", "probe_ttft_s"),
@@ -36,7 +41,7 @@ Row = Mapping[str, Any]
 
 
 class Rows:
-    """A file of rows; ``kind`` is PREFILL, SHORT, MIXED or GAPS.
+    """A file of rows; ``kind`` is PREFILL, SHORT, MIXED, REUSE or GAPS.
 
     Raises ValueError where the file has other columns.
     """

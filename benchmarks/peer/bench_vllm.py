@@ -1,12 +1,13 @@
 """vLLM's figures for Llama-3.1-8B's shapes with dummy weights, in the columns of ``scripts/*_sweep.py``.
 
 Prompt lengths go to ``prefill.csv``, cases of requests at once to ``mixed.csv``, batches that only decode (their keys
-and values are made up) to ``decode.csv``. What needs the same engine shares one, in a process of its own. Rows that are
-there are not measured again.
+and values are made up) to ``decode.csv``, prompts that come again to ``reuse.csv``. What needs the same engine shares
+one, in a process of its own. Rows that are there are not measured again.
 
     python3 bench_vllm.py --contexts 61440,124928 --cases 256x1024+256 64x8192+128 48x61184+512 --out results
     python3 bench_vllm.py --quantization fp8 --contexts 61440,124928 --cases 256x1024+256 --out results
     python3 bench_vllm.py --kv fp8 --decode 30x61440 14x124928 --out results
+    python3 bench_vllm.py --reuse --reuse-off --offload-gib 40 --out results
 """
 
 from __future__ import annotations
@@ -28,11 +29,19 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent / "../../scripts"))  # packed, it lies beside this file
 
 from peer_drive import Driver
-from peer_model import ENVIRONMENT, settings, write_model
-from sweep_rows import MIXED, PREFILL, Rows
+from peer_model import ENVIRONMENT, reuse_settings, settings, token_bytes, write_model
+from peer_reuse import DOCUMENTS, ON_DEVICE, Shape, one_by_one, restored, shared
+from sweep_rows import MIXED, PREFILL, REUSE, Rows
 
 DECODE = ("engine", "kv", "quantization", "context", "batch"), ("step_ms", "decode_tokens_per_s")
-KINDS = {"prefill": PREFILL, "mixed": MIXED, "decode": DECODE}
+KINDS = {"prefill": PREFILL, "mixed": MIXED, "decode": DECODE, "reuse": REUSE}
+SHAPE = Shape()
+REUSE_CASES = {
+    "reuse": {"shared": shared, "one-by-one": one_by_one},
+    "reuse-off": {"shared": shared},
+    "restored": {"restored": restored},
+}
+"""Cases of reuse by the engine that they share."""
 ROOM = 256
 """Tokens of a sequence beside the longest prompt, where that only decodes."""
 
@@ -42,12 +51,15 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.split("[x+]", text)))
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=lambda text: [*map(int, text.split(","))], default=[], help="tokens")
     parser.add_argument("--cases", type=numbers, nargs="+", default=[], help="requests x prompt + answer tokens")
     parser.add_argument("--decode", type=numbers, nargs="+", default=[], help="sequences x tokens")
+    parser.add_argument("--reuse", action="store_true", help="requests of one document, at once and one by one")
+    parser.add_argument("--reuse-off", action="store_true", help="those at once, of which each computes all")
+    parser.add_argument("--offload-gib", type=float, help="of host memory, which evicted documents come back from")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="of keys and values")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the weights")
     parser.add_argument("--repeats", type=int, default=3, help="prompts after the first of a length")
@@ -55,8 +67,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("/tmp/peer_model"), help="folder to write a config to")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds of one engine (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--engine", choices=("serve", "decode"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--engine", choices=("serve", "decode", *REUSE_CASES), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    needed = DOCUMENTS * SHAPE.document * token_bytes(args.kv) / 2**30
+    if args.offload_gib is not None and args.offload_gib < needed:
+        parser.error(f"--offload-gib is {needed:g} at the least, for {DOCUMENTS} documents")
+    return args
 
 
 def main() -> int:
@@ -67,8 +83,15 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     write_model(args.model)
     well = True
-    for name, asked in (("serve", args.contexts or args.cases), ("decode", args.decode)):
-        if not asked:
+    asked = {
+        "serve": args.contexts or args.cases,
+        "decode": args.decode,
+        "reuse": args.reuse,
+        "reuse-off": args.reuse_off,
+        "restored": args.offload_gib,
+    }
+    for name in asked:
+        if not asked[name]:
             continue
         command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--engine", name]
         process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, start_new_session=True)
@@ -91,9 +114,7 @@ def child(args: argparse.Namespace) -> None:
         import vllm
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        decode = args.decode if args.engine == "decode" else []
-        longest = max([*args.contexts, *(one[1] + sum(one[2:]) for one in [*args.cases, *decode])]) + ROOM
-        chosen = settings(args.model, args.kv, args.quantization, longest, [one[0] for one in decode])
+        chosen = chosen_settings(args)
         if args.max_num_batched_tokens:
             chosen["max_num_batched_tokens"] = args.max_num_batched_tokens
         engine = vllm.LLM(**chosen).llm_engine
@@ -113,6 +134,18 @@ def child(args: argparse.Namespace) -> None:
     os._exit(status)  # not before the engine's own processes end, which may be never
 
 
+def chosen_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``LLM`` for one engine."""
+    if args.engine in REUSE_CASES:
+        longest = SHAPE.document + SHAPE.own + SHAPE.answer + ROOM
+        offload = args.offload_gib if args.engine == "restored" else None
+        reuse = reuse_settings(args.kv, args.engine != "reuse-off", longest, offload, ON_DEVICE * SHAPE.document)
+        return settings(args.model, args.kv, args.quantization, longest, []) | reuse
+    decode = args.decode if args.engine == "decode" else []
+    longest = max([*args.contexts, *(one[1] + sum(one[2:]) for one in [*args.cases, *decode])]) + ROOM
+    return settings(args.model, args.kv, args.quantization, longest, [one[0] for one in decode])
+
+
 def about(config: Any) -> dict[str, Any]:
     """Last columns of a row."""
     import torch
@@ -122,6 +155,7 @@ def about(config: Any) -> dict[str, Any]:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+        "offload_gib": config.cache_config.kv_offloading_size,
         "torch": torch.__version__,
     }
     return {"command": shlex.join(sys.argv), "device": torch.cuda.get_device_name(), "spec": json.dumps(spec)}
@@ -130,14 +164,20 @@ def about(config: Any) -> dict[str, Any]:
 def measure(args: argparse.Namespace, driver: Driver, row: dict[str, Any]) -> None:
     """Adds all rows of one engine."""
 
-    def add(kind: str, key: dict[str, int], figures: Callable[[], dict[str, Any]]) -> None:
+    def add(kind: str, key: dict[str, Any], figures: Callable[[], dict[str, Any]]) -> None:
         rows = Rows(args.out / f"{kind}.csv", KINDS[kind])
         if not rows.has(row | key):
-            rows.add(row | figures())
+            rows.add(row | key | figures())
 
     if args.engine == "decode":
         for batch, context in args.decode:
             add("decode", {"context": context, "batch": batch}, lambda n=batch, c=context: driver.decode(n, c))
+        return
+    if args.engine in REUSE_CASES:
+        reuse = "off" if args.engine == "reuse-off" else "on"
+        for name, figures in REUSE_CASES[args.engine].items():
+            key = {"case": name, "reuse": reuse, "tokens": SHAPE.document}
+            add("reuse", key, lambda one=figures: one(driver, SHAPE))
         return
     for context in args.contexts:
         add("prefill", {"context": context}, lambda c=context: driver.prefill(c, args.repeats))

@@ -23,11 +23,18 @@ class Driver:
     def __init__(self, engine: Any, sampling: Callable[[int], Any]) -> None:
         self.engine, self._sampling, self._runs, self._draw = engine, sampling, 0, random.Random(1)
 
+    def draw(self, tokens: int) -> list[int]:
+        """A prompt."""
+        return self._draw.choices(range(100, LARGEST_ID), k=tokens)
+
     def run(self, tokens: int, outputs: list[int]) -> tuple[float, list[list[float]]]:
-        """Offers a prompt of ``tokens`` for each of ``outputs``, all at once; returns the moment before the first was
-        offered, and those at which each one's tokens came."""
+        """Offers a prompt of ``tokens`` for each of ``outputs``."""
+        return self.offer([self.draw(tokens) for _ in outputs], outputs)
+
+    def offer(self, prompts: list[list[int]], outputs: list[int]) -> tuple[float, list[list[float]]]:
+        """Offers all prompts at once; returns the moment before the first was offered, and those at which each one's
+        tokens came."""
         self._runs += 1
-        prompts = [self._draw.choices(range(100, LARGEST_ID), k=tokens) for _ in outputs]
         times: dict[str, list[float]] = {f"{self._runs}-{number}": [] for number in range(len(outputs))}
         start = time.perf_counter()
         for name, prompt, output in zip(times, prompts, outputs, strict=True):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
     "bos_token_id": 128000,
@@ -87,3 +87,22 @@ def settings(folder: Path, kv: str, quantization: str, longest: int, decode: lis
             ),
         }
     return chosen
+
+
+def reuse_settings(kv: str, reuse: bool, longest: int, offload_gib: float | None, on_device: int) -> dict[str, Any]:
+    """What differs where prompts come again; with ``offload_gib`` of host memory, the device holds so many tokens."""
+    chosen: dict[str, Any] = {"enable_prefix_caching": reuse, "disable_log_stats": False}  # which count the hits
+    if offload_gib:
+        chosen |= {
+            "kv_offloading_size": offload_gib,
+            "kv_offloading_backend": "native",
+            "kv_cache_memory_bytes": on_device * token_bytes(kv),
+            "max_model_len": longest,
+        }
+    return chosen
+
+
+def token_bytes(kv: str) -> int:
+    """Keys and values of a token."""
+    heads, size = CONFIG["num_key_value_heads"], CONFIG["head_dim"]
+    return 2 * CONFIG["num_hidden_layers"] * heads * size * (1 if kv == "fp8" else 2)

@@ -35,6 +35,7 @@ from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.reading import Reading
+from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.snapshot import SnapshotHeader
 from shadowkv.kvcache.spec import PAGE
@@ -74,6 +75,9 @@ class LowerTiers:
         host: may be so small that it only holds what is on its way from and to the disk.
         disk: makes the disk tier; None without one.
         counts, speeds: to add to.
+
+    Attributes:
+        disk: the disk tier, if there is one.
     """
 
     def __init__(
@@ -91,15 +95,15 @@ class LowerTiers:
         self._waiting: deque[tuple[Node, Copy, Reading]] = deque()
         self._job: _Job | None = None
         self._copies: set[Node] = set()
-        self._arriving: list[tuple[StreamArrival, list[Node], float, int]] = []
+        self._arriving: list[tuple[StreamArrival, Restoring, list[Node], float, int]] = []
         self._by_name: dict[str, Node] = {}
         self._asked: dict[Node, float] = {}
         self._events: deque[tuple[str, Entry]] = deque()
         self._orphans: dict[str, list[tuple[Entry, Future[np.ndarray]]]] = {}
         self._named: deque[tuple[Entry, Future[np.ndarray]]] = deque()
         self.speeds, self.counts = speeds, counts
-        self._disk = None if disk is None else disk(self._report)
-        self._opened, self._opening_until = self._disk is None, time.monotonic() + OPENING_SECONDS
+        self.disk = None if disk is None else disk(self._report)
+        self._opened, self._opening_until = self.disk is None, time.monotonic() + OPENING_SECONDS
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -170,8 +174,8 @@ class LowerTiers:
             self.counts.copied_bytes += job.copy.header.nbytes
         else:
             self.counts.refused += 1
-        if done and self._disk is not None:
-            self._write(self._disk, job.node, job.copy)
+        if done and self.disk is not None:
+            self._write(self.disk, job.node, job.copy)
         self._leave(job.node)
 
     def _write(self, disk: DiskTier, node: Node, copy: Copy) -> None:
@@ -225,8 +229,8 @@ class LowerTiers:
     def opening(self) -> bool:
         """Whether what the disk had at the start is still being found out; that is waited for, but not for long."""
         if not self._opened:
-            assert self._disk is not None
-            scanned = self._disk.wait_scanned(0)
+            assert self.disk is not None
+            scanned = self.disk.wait_scanned(0)
             self._take_events()
             self._opened = (scanned and not self._named) or time.monotonic() > self._opening_until
         return not self._opened
@@ -254,7 +258,7 @@ class LowerTiers:
             there = False
             if copy.fetching is not None:
                 continue
-            if self._disk is None or copy.entry is None:
+            if self.disk is None or copy.entry is None:
                 return None
             copy.slabs = copy.slabs or self._room(copy.header.nbytes, {one.node for one in steps})
             if copy.slabs is None:
@@ -262,7 +266,7 @@ class LowerTiers:
             copy.users += 1
             buffers = [buffer.numpy() for buffer in self._host.buffers(copy.slabs, copy.header.nbytes)]
             self._asked[step.node] = time.monotonic()
-            copy.fetching = self._disk.read(copy.entry, buffers, copy.token_ids)
+            copy.fetching = self.disk.read(copy.entry, buffers, copy.token_ids)
         return there
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: Sequence | None) -> Sequence:
@@ -290,14 +294,14 @@ class LowerTiers:
             restoring.sequence.arrival = arrival
             for copy in copies:
                 copy.users += 1
-            self._arriving.append((arrival, [step.node for step in steps], began, nbytes))
+            self._arriving.append((arrival, restoring, [step.node for step in steps], began, nbytes))
         return restoring.sequence
 
     def _see_arrivals(self) -> None:
         now = time.monotonic()
         for one in [one for one in self._arriving if one[0].done]:
             self._arriving.remove(one)
-            _, nodes, began, nbytes = one
+            _, _, nodes, began, nbytes = one
             for node in nodes:
                 self._leave(node)
             self.speeds.host(nbytes, now - began)
@@ -348,11 +352,11 @@ class LowerTiers:
                 counts.restore_seconds,
             )
         }
-        if self._disk is not None:
-            disk = self._disk.stats()
+        if self.disk is not None:
+            disk = self.disk.stats()
             tiers["disk"] = TierStats(
                 disk.bytes,
-                self._disk.limit_bytes,
+                self.disk.limit_bytes,
                 counts.hit_tokens["disk"],
                 disk.evictions,
                 disk.written_bytes,
@@ -434,8 +438,8 @@ class LowerTiers:
             node = self._by_name.get(entry.name)
             if kind in ("found", "stored"):
                 if node is None:
-                    assert self._disk is not None
-                    self._named.append((entry, self._disk.token_ids(entry)))
+                    assert self.disk is not None
+                    self._named.append((entry, self.disk.token_ids(entry)))
                 elif node.copy is not None and node.uid == entry.head.uid:
                     node.copy.entry = entry
             elif node is not None and node.copy is not None and node.uid == entry.head.uid:
@@ -489,6 +493,6 @@ class LowerTiers:
         deadline = time.monotonic() + seconds
         while (self._job or self._waiting) and time.monotonic() < deadline:
             self.advance()
-        if self._disk is not None:
-            self._disk.close(max(0.1, deadline - time.monotonic()))
+        if self.disk is not None:
+            self.disk.close(max(0.1, deadline - time.monotonic()))
         self._mover.finish()

@@ -36,10 +36,13 @@ class CudaGraphs:
         step: computes logits from a plan's shapes, its numbers on the device and the inputs int64 [2, B]: newest
             tokens and where else they come from.
         max_batch: sequences that decode together at the most.
+
+    Attributes:
+        captures: how many there have been, those that found no room included.
     """
 
     def __init__(self, cache: KVCache, step: Callable[[DecodePlan, Tensor, Tensor], Tensor], max_batch: int) -> None:
-        self.cache, self._step, self.max_batch = cache, step, max_batch
+        self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
         self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self._without: set[tuple[int, ...]] = set()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
@@ -74,6 +77,7 @@ class CudaGraphs:
 
     def _capture(self, key: tuple[int, ...], numbers: np.ndarray, step: Callable[[Tensor], Any]) -> _Captured | None:
         """The new graph, which has run; None where it does not fit in memory."""
+        self.captures += 1
         try:
             with _capturing:
                 captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self._stream)

@@ -25,7 +25,8 @@ class DecodeSteps:
     """Steps of a scheduler's running sequences, one ahead if ``run_ahead``: on a CPU there is nothing to overlap.
 
     Attributes:
-        seconds: of the device's work, what the step took that ``next`` returned last.
+        seconds: of the device's work, what the step took that ``next`` returned last. Steps whose graph was captured
+            do not count: the device waited for the host, and the next one will not.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, run_ahead: bool) -> None:
@@ -44,7 +45,8 @@ class DecodeSteps:
             with suppress(torch.OutOfMemoryError):  # launched again when it is due; this step's tokens are not lost
                 self._ahead = self._launch(step)
         chosen = step.chosen()
-        self.seconds = step.ended.since(step.started)
+        if not step.captured:
+            self.seconds = step.ended.since(step.started)
         return step.rows, chosen
 
     def forget(self, running: Running) -> None:
@@ -65,16 +67,20 @@ class DecodeSteps:
             sources.append(source)
         if not rows:
             return None
-        started = Mark(self.runner.cache.device)
+        started, captures = Mark(self.runner.cache.device), self.runner.captures
         logits = self.runner.decode([one.sequence for one in rows], tokens, sources)
-        return _Step(rows, [source >= 0 for source in sources], logits, self.runner, started)
+        captured = self.runner.captures > captures
+        return _Step(rows, [source >= 0 for source in sources], logits, self.runner, started, captured)
 
 
 class _Step:
     """A step that is on its way."""
 
-    def __init__(self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark) -> None:
+    def __init__(
+        self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark, captured: bool
+    ) -> None:
         self.rows, self.logits, self.started, self._sampler = rows, logits, started, runner.sampler
+        self.captured = captured
         requests = [one.request for one in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain

@@ -223,7 +223,7 @@ class Engine:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
-            self.scheduler.prefix_cache.advance(idle=not self.num_running)
+            self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         return outputs
 
     @property

@@ -43,6 +43,11 @@ class Runner:
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
 
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far."""
+        return 0 if self.graphs is None else self.graphs.captures
+
     def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """``prefill`` into the runner's cache."""
         return prefill(self.model, self.cache, work)

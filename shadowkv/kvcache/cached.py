@@ -66,9 +66,12 @@ class CachedTokens:
 
     def _places(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
         """Where in each of ``count`` blocks of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
-        chunk, rows = self.spec.chunk, step * PAGE
-        excluded = self.store.excluded(layer, row.pages, row.first)[0]
-        chunks = excluded.to(torch.uint8).topk(static_tokens // chunk).indices  # as many of every head
+        chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
+        if self.spec.outliers:
+            excluded = self.store.excluded(layer, row.pages, row.first)[0]
+            chunks = excluded.to(torch.uint8).topk(exact).indices  # as many of every head
+        else:  # the sink alone
+            chunks = torch.arange(exact, device=row.pages.device).expand(self.shape.num_kv_heads, -1)
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
         place = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]
         return place.masked_fill_((place < 0) | (place >= rows), rows)

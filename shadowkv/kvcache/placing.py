@@ -123,6 +123,7 @@ class Placing:
         one = numbers.add([segment.row, segment.state or 0, segment.first, count, chunks])
         pages, value_pages = numbers.add(segment.pages), numbers.add(segment.value_pages)
         static = exact_rows(numbers, segment.static, 0, segment.static_tokens)
+        names = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
 
         def there(x: Tensor) -> CachedSegment:
             row, state, first, num_pages, num_chunks = x[one].split(1)
@@ -137,7 +138,7 @@ class Placing:
                 budget=num_chunks,
                 max_budget=chunks,
             )
-            return CachedSegment(sealed, static(x))
+            return CachedSegment(sealed, static(x), names)
 
         return there
 

@@ -9,6 +9,7 @@ block by block with merged softmax, or sparsely.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -78,8 +79,8 @@ class Prefill:
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
         out = [
-            self._attend_run(layer, q[run.start - block.start : run.stop - block.start], batch, run)
-            for run in block.runs
+            self._attend_runs(layer, q[runs[0].start - block.start : runs[-1].stop - block.start], batch, runs)
+            for runs in batch.alike(block, self._shared)
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -260,37 +261,61 @@ class Prefill:
 
     # -- attending -------------------------------------------------------------------------------------------------
 
-    def _attend_run(self, layer: int, q: Tensor, batch: PrefillBatch, run: Run) -> Tensor:
-        if run.alone is not None:
-            return self._attend_segment(layer, q, batch, run.alone, run.start, run.stop)
-        keys, values = (x[batch.place(layer), run.start : run.stop] for x in (batch.rotated, batch.values))
-        return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+    def _shared(self, batch: PrefillBatch, run: Run) -> tuple[object, ...] | None:
+        """What neighbouring runs must have in common to attend to what they have cached together: the same pages, all
+        of them densely. None for a run that attends by itself."""
+        segment = run.alone
+        if segment is None or not segment.cached or self._sparse(segment, run.stop) is not None:
+            return None
+        cached = batch.places_of(segment, self._places).cached
+        return tuple(one.names for one in cached) or None
 
-    def _attend_segment(
-        self, layer: int, q: Tensor, batch: PrefillBatch, segment: NewTokens, start: int, stop: int
-    ) -> Tensor:
-        keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
-        sparse = self._sparse(segment, stop)
-        if not segment.cached:
-            if sparse is not None:
-                return sparse.attend(layer, q, keys, values, segment.stop - stop)
-            return self.ops.causal_attention(q, keys, values)
-        if segment.sequence.arrival is not None:
-            segment.sequence.arrival.wait(layer)
-        places = batch.places_of(segment, self._places)
-        k = self._behind_tail(self.store.k[layer], places.tail, keys)
-        v = self._behind_tail(self.store.v[layer], places.tail, values)
-        if sparse is not None:
-            k, v = self._behind_cached(layer, places.cached, k, v)
-            return sparse.attend(layer, q, k, v, segment.stop - stop)
-        if not places.cached:
+    def _attend_runs(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+        if len(runs) > 1:
+            return self._attend_cached(layer, q, batch, runs)
+        (run,) = runs
+        segment, rows = run.alone, slice(run.start, run.stop)
+        if segment is None:
+            keys, values = (x[batch.place(layer), rows] for x in (batch.rotated, batch.values))
+            return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
+        sparse = self._sparse(segment, run.stop)
+        if segment.cached and sparse is None:
+            return self._attend_cached(layer, q, batch, runs)
+        k, v = self._behind_exact_tail(layer, batch, segment, run.stop)
+        if sparse is None:
             return self.ops.causal_attention(q, k, v)
-        merged = self.ops.block_attention(q, k.transpose(0, 1), v.transpose(0, 1), causal=True)
-        for one in places.cached:
+        if segment.cached:
+            k, v = self._behind_cached(layer, batch.places_of(segment, self._places).cached, k, v)
+        return sparse.attend(layer, q, k, v, segment.stop - run.stop)
+
+    def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
+        """Attention of runs of which each sequence has the same cached: each to its own exact tokens, and all together
+        to what is rebuilt for them once."""
+        cached = batch.places_of(cast(NewTokens, runs[0].alone), self._places).cached
+        own = []
+        for run in runs:
+            k, v = self._behind_exact_tail(layer, batch, cast(NewTokens, run.alone), run.stop)
+            some = q[run.start - runs[0].start : run.stop - runs[0].start]
+            if not cached:
+                return self.ops.causal_attention(some, k, v)
+            own.append(self.ops.block_attention(some, k.transpose(0, 1), v.transpose(0, 1), causal=True))
+        merged = own[0] if len(own) == 1 else tuple(torch.cat(part) for part in zip(*own, strict=True))
+        for one in cached:
             for k, v in self.cached.blocks(layer, one):
                 part = self.ops.block_attention(q, k, v)
                 merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
+
+    def _behind_exact_tail(
+        self, layer: int, batch: PrefillBatch, segment: NewTokens, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, H, d] of a segment's new tokens, up to the batch's row ``stop``, and before them of the
+        exact tail that its sequence has."""
+        keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
+        if not segment.cached:
+            return keys, values
+        tail = batch.places_of(segment, self._places).tail
+        return self._behind_tail(self.store.k[layer], tail, keys), self._behind_tail(self.store.v[layer], tail, values)
 
     def _sparse(self, segment: NewTokens, stop: int) -> SparsePrefill | None:
         """What a block of a segment's queries, up to the batch's row ``stop``, attends with; None: to everything."""

@@ -41,10 +41,17 @@ class ExactRows:
 
 @dataclass(frozen=True)
 class CachedSegment:
-    """A segment of a cached sequence, as later tokens attend to it: a batch of one row, and its sink and outliers."""
+    """A segment of a cached sequence, as later tokens attend to it.
+
+    Attributes:
+        row: a batch of one row.
+        static: its sink and outliers.
+        names: of its state, its pages and those of its values: the same of sequences that share it.
+    """
 
     row: SealedBatch
     static: ExactRows
+    names: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -152,12 +159,13 @@ class PrefillBatch:
         self.storing: int | None = None
         self._places: dict[int, Places] = {}
         self._to_store: dict[bool, ToStore] = {}
+        self._alike: dict[int, list[tuple[Run, ...]]] = {}
 
     def of(self, sequences: list[Sequence]) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
         other = copy(self)
         other.new = [replace(s, sequence=sequence) for s, sequence in zip(self.new, sequences, strict=True)]
-        other._places, other._to_store = {}, {}
+        other._places, other._to_store, other._alike = {}, {}, {}
         return other
 
     def places_of(self, segment: NewTokens, find: Callable[[Items[tuple[Sequence, int]]], list[Places]]) -> Places:
@@ -173,6 +181,23 @@ class PrefillBatch:
         if cached not in self._to_store:
             self._to_store[cached] = find([one for one in self.new if bool(one.cached) == cached])
         return self._to_store[cached]
+
+    def alike(
+        self, block: PrefillBlock, shared: Callable[[PrefillBatch, Run], tuple[object, ...] | None]
+    ) -> list[tuple[Run, ...]]:
+        """Runs of a block, neighbours together for which ``shared`` says the same; found when first asked for."""
+        if block.start not in self._alike:
+            found: list[tuple[Run, ...]] = []
+            last: tuple[object, ...] | None = None
+            for run in block.runs:
+                this = shared(self, run)
+                if this is not None and this == last:
+                    found[-1] += (run,)
+                else:
+                    found.append((run,))
+                last = this
+            self._alike[block.start] = found
+        return self._alike[block.start]
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""

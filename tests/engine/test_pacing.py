@@ -1,12 +1,16 @@
 """Time that a prefill takes from decode steps is the device's, not that of its launches."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from shadowkv import SamplingParams
 from shadowkv.engine import pacing
 from shadowkv.engine.pacing import Mark, Stopwatch
+from shadowkv.kvcache.batch import DecodePlan
 
 
 def test_a_cpus_time_is_the_hosts() -> None:
@@ -66,3 +70,31 @@ def test_one_long_piece_does_not_make_all_rounds_short(monkeypatch: pytest.Monke
         rounds.append(count)
         clock[0] += 0.01  # a decode step
     assert min(rounds[2:]) >= 10, rounds
+
+
+def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(make: Any) -> None:
+    """Prefill would get as long behind it, and the gap after a capture be as wide as the one with it."""
+    engine = make(kv="full")
+    runner = engine.runner
+
+    class Slow:
+        """Captures at the first step of two sequences, which takes half a second."""
+
+        captures = 0
+
+        def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
+            if len(tokens) == 2 and not self.captures:
+                self.captures += 1
+                time.sleep(0.5)
+            return runner._step(plan, None, torch.tensor([tokens, sources]))
+
+    runner.graphs, engine._steps.run_ahead = Slow(), True
+    params, seconds = SamplingParams(max_tokens=12, ignore_eos=True), []
+    engine.add_request("a", [5] * 20, params)
+    for number in range(8):
+        if number == 3:
+            engine.add_request("b", [6] * 30, params)
+        engine.step()
+        seconds.append(engine._decode_seconds)
+    assert runner.captures == 1
+    assert min(seconds) > 0 and max(seconds) < 0.4

@@ -13,7 +13,9 @@ from sweep_rows import read
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "peer"))
 
 import bench_vllm
+import peer_reuse
 from peer_drive import MEASURED, SETTLING, Driver
+from peer_model import token_bytes
 
 
 class Engine:
@@ -36,6 +38,34 @@ class Engine:
         outputs = [SimpleNamespace(request_id=n, outputs=[SimpleNamespace(token_ids=[7])]) for n in self.running]
         self.running = {name: left - 1 for name, left in self.running.items() if left > 1}
         return outputs
+
+
+class Keeper(Engine):
+    """Finds beginnings of the latest ``kept`` prompts again, and with ``host`` memory those of all others there."""
+
+    def __init__(self, kept: int, host: bool = False) -> None:
+        super().__init__()
+        self.kept, self.host, self.prompts = kept, host, []
+        self.tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+
+    def add_request(self, name, prompt, params) -> None:
+        super().add_request(name, prompt, params)
+        tokens = prompt["prompt_token_ids"]
+        local = max([same(tokens, one) for one in self.prompts[-self.kept :] if self.kept], default=0)
+        known = max([same(tokens, one) for one in self.prompts if self.host], default=0)
+        self.prompts.append(tokens)
+        for source, count in zip(self.tokens, (len(tokens) - max(local, known), local, max(known - local, 0))):
+            self.tokens[source] += count
+
+    def get_metrics(self) -> list[SimpleNamespace]:
+        others = [SimpleNamespace(name="vllm:prompt_tokens", labels={}, value=1)]
+        name = "vllm:prompt_tokens_by_source"
+        return others + [SimpleNamespace(name=name, labels={"source": s}, value=n) for s, n in self.tokens.items()]
+
+
+def same(one: list[int], other: list[int]) -> int:
+    """Tokens that two prompts begin with alike."""
+    return next((n for n, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 @pytest.fixture
@@ -71,3 +101,54 @@ def test_answers_that_are_too_short_have_no_figure(driver):
 def test_cases_are_written_as_requests_prompt_and_answer():
     assert bench_vllm.numbers("48x61184+512") == (48, 61184, 512)
     assert bench_vllm.numbers("16x61440") == (16, 61440)
+
+
+@pytest.mark.parametrize(
+    ("name", "keeper", "rows"),
+    [
+        ("reuse", Keeper(1), {"shared": (5 / 6 * 0.8, 0), "one-by-one": (0.8, 0)}),
+        ("reuse-off", Keeper(0), {"shared": (0, 0)}),
+        ("restored", Keeper(2, host=True), {"restored": (0, 1)}),
+    ],
+)
+def test_prompts_that_come_again(name, keeper, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_vllm, "SHAPE", peer_reuse.Shape(6, 40, 10, 4))
+    row = {"engine": "vllm 0.26.0", "kv": "bf16", "prefill": "dense", "quantization": "none"}
+    for _ in range(2):
+        bench_vllm.measure(Namespace(out=tmp_path, engine=name), Driver(keeper, lambda tokens: tokens), row)
+    found = read(tmp_path / "reuse.csv")
+    assert {(one["case"], one["reuse"], one["tokens"]) for one in found} == {
+        (case, "off" if name == "reuse-off" else "on", "40") for case in rows
+    }
+    assert len(found) == len(rows)
+    for one in found:
+        device, host = rows[one["case"]]
+        assert float(one["hit_rate_device"]) == pytest.approx(device, abs=1e-3)
+        assert float(one["hit_rate_host"]) == pytest.approx(host, abs=1e-3)
+        assert one["hit_rate_disk"] == ""
+        tokens = {"shared": 24, "one-by-one": 20, "restored": 5}[one["case"]]
+        assert float(one["wall_s"]) * float(one["output_tokens_per_s"]) == pytest.approx(tokens, rel=0.01)
+        assert 0 < float(one["ttft_p50_s"]) <= float(one["ttft_p99_s"]) <= float(one["wall_s"])
+
+
+def test_counts_that_do_not_add_up_have_no_figure():
+    driver = Driver(Keeper(1), lambda tokens: tokens)
+    metrics = driver.engine.get_metrics()
+    driver.engine.get_metrics = lambda: metrics
+    with pytest.raises(RuntimeError, match="of prompts of 250 tokens"):
+        peer_reuse.one_by_one(driver, peer_reuse.Shape(6, 40, 10, 4))
+
+
+def test_settings_of_engines_that_reuse():
+    def chosen(name, *more):
+        return bench_vllm.chosen_settings(bench_vllm.parse(["--out", "x", "--engine", name, *more]))
+
+    assert chosen("reuse")["enable_prefix_caching"] and not chosen("reuse-off")["enable_prefix_caching"]
+    assert "kv_offloading_size" not in chosen("reuse", "--offload-gib", "40")
+    restored = chosen("restored", "--offload-gib", "40")
+    assert restored["kv_offloading_size"] == 40 and restored["kv_cache_memory_bytes"] == 2 * 61440 * 131072
+    assert restored["max_model_len"] > 61440 + 512 + 128
+    assert token_bytes("fp8") == 65536
+    assert not chosen("serve", "--contexts", "1024")["enable_prefix_caching"]
+    with pytest.raises(SystemExit):
+        chosen("restored", "--offload-gib", "29")

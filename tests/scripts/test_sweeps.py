@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mixed_gaps
 import mixed_sweep
 import prefill_plots
 import prefill_sweep
 import pytest
+import reuse_sweep
+import sweep_engine
 import torch
 from mixed_gaps import GapCase, measure_gaps
 from replayed_blocks import random_blocks
@@ -39,7 +42,7 @@ def in_this_process(monkeypatch) -> list[tuple[object, ...]]:
         function(*args)
         return True
 
-    for sweep in (prefill_sweep, mixed_sweep):
+    for sweep in (prefill_sweep, mixed_sweep, reuse_sweep):
         monkeypatch.setattr(sweep, "in_fresh_process", call)
     return calls
 
@@ -100,12 +103,21 @@ def test_a_case_of_many_requests(model, tmp_path, in_this_process):
         mixed_sweep.main([*flags, "--cases", "6x0+5"])
 
 
-def test_gaps_and_waits_beside_a_long_prompt(model):
+def test_gaps_and_waits_beside_a_long_prompt(model, monkeypatch, capsys):
     case = GapCase(3, 2000, 64, 3000, prompt=100, answer=600, delay=0.0)
     config = EngineConfig(model=str(model), load_format="dummy", device="cpu", max_num_seqs=5, max_model_len=4096)
     engine = Engine(config)
+    drawn = []
+
+    def random_prompt(engine, tokens, draw):
+        drawn.append((tokens, engine.num_running))
+        return sweep_engine.random_prompt(engine, tokens, draw)
+
+    monkeypatch.setattr(mixed_gaps, "random_prompt", random_prompt)
     figures = measure_gaps(engine, case)
-    assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"]
+    assert (2000, 0) in drawn, "while requests decode, the time would be in the first gap"
+    shown = [float(gap) for gap in capsys.readouterr().out.partition("ms:")[2].split()]
+    assert 0 < figures["gap_p50_ms"] <= figures["gap_p99_ms"] <= max(shown) + 0.05
     assert figures["probe_ttft_s"] > 0
     assert not engine.has_work
     with pytest.raises(RuntimeError, match="left no room"):
@@ -163,3 +175,24 @@ def test_blocks_that_are_replayed():
             listed = indices[head, tile, : counts[head, tile]].tolist()
             assert listed == sorted(set(listed)) and listed[:2] == [0, 1] and listed[-5:] == [*range(end - 5, end)]
     assert random_blocks(like, 0.01, seed=0)[1].tolist() == [[7] * 4] * 2
+
+
+def test_reuse_is_measured_in_every_tier(model, tmp_path, in_this_process):
+    out = tmp_path / "reuse.csv"
+    sizes = ["--document", "256", "--restored", "256", "--own", "100", "--output", "3", "--requests", "3"]
+    trace = ["--chats", "3", "--turns", "2", "--documents", "2", "--shortest", "128", "--at-once", "2"]
+    flags = ["--model", str(model), *TINY, "--kv", "full", *sizes, *trace, "--kv-offload-gib", "0.05"]
+    assert reuse_sweep.main([*flags, "--reuse", "on", "off", "--disk", str(tmp_path / "disk"), "--out", str(out)]) == 0
+    rows = {(row["case"], row["reuse"]): row for row in read(out)}
+    cases = [("shared", "on"), ("shared", "off"), ("one-by-one", "on"), ("restore", "on"), ("disk", "on")]
+    assert list(rows) == [*cases, ("trace", "on"), ("trace", "off")]
+    # Of three prompts of 356 tokens two find 256; of one of 256 tokens 192 can be found.
+    for name, tier, rate in (
+        (("shared", "on"), "device", 2 * 256 / (3 * 356)),
+        (("shared", "off"), "device", 0),
+        (("one-by-one", "on"), "host", 256 / 356),
+        (("restore", "on"), "host", 0.75),
+        (("disk", "on"), "disk", 0.75),
+    ):
+        assert float(rows[name][f"hit_rate_{tier}"]) == pytest.approx(rate, rel=1e-3), name
+    assert float(rows["trace", "on"]["hit_rate_device"]) > 0

@@ -1,0 +1,81 @@
+"""What prompts cost that a vLLM engine computed before, as ``reuse_sweep.py`` defines the figures."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from peer_drive import Driver
+
+HITS = 5
+"""Requests that count where they come one after the other."""
+
+ON_DEVICE, DOCUMENTS = 2, 4
+"""Documents that the device has room for where they shall leave it, and those that are asked for in turn: between two
+requests for one of them come the others, which need more than the device has."""
+
+
+class Shape(NamedTuple):
+    """So many requests of one document, tokens of their own, and tokens of an answer."""
+
+    requests: int = 48
+    document: int = 61440
+    own: int = 512
+    answer: int = 128
+
+
+def questions(driver: Driver, shape: Shape, count: int) -> list[list[int]]:
+    """Prompts of a document that was not there before."""
+    document = driver.draw(shape.document)
+    return [document + driver.draw(shape.own) for _ in range(count)]
+
+
+def shared(driver: Driver, shape: Shape) -> dict[str, Any]:
+    """Columns of all requests at once, after two of another document."""
+    driver.offer(questions(driver, shape, 2), [min(8, shape.answer)] * 2)
+    return figures(driver, [questions(driver, shape, shape.requests)], shape.answer)
+
+
+def one_by_one(driver: Driver, shape: Shape) -> dict[str, Any]:
+    """Columns of those that find the document, which a first one had computed."""
+    first, *others = questions(driver, shape, 1 + HITS)
+    driver.offer([first], [shape.answer])
+    return figures(driver, [[one] for one in others], shape.answer)
+
+
+def restored(driver: Driver, shape: Shape) -> dict[str, Any]:
+    """Columns of documents that others have evicted from the device, each with a token of an answer."""
+    documents = [driver.draw(shape.document) for _ in range(DOCUMENTS)]
+    for one in [*documents, documents[0]]:  # the first restore does not count
+        driver.offer([one], [1])
+    return figures(driver, [[documents[number % DOCUMENTS]] for number in range(1, 1 + HITS)], 1)
+
+
+def figures(driver: Driver, groups: list[list[list[int]]], output: int) -> dict[str, Any]:
+    """Offers groups of prompts, each when the one before it is done. Hit rates are of prompt tokens; ``wall_s`` is
+    what the groups took together."""
+    before, wall = sources(driver.engine), 0.0
+    firsts: list[float] = []
+    for prompts in groups:
+        start, came = driver.offer(prompts, [output] * len(prompts))
+        firsts += [one[0] - start for one in came]
+        wall += max(one[-1] for one in came) - start
+    tokens = sum(len(prompt) for prompts in groups for prompt in prompts)
+    found = {name: count - before[name] for name, count in sources(driver.engine).items()}
+    if sum(found.values()) != tokens:
+        raise RuntimeError(f"vLLM counts {found}, of prompts of {tokens} tokens")
+    p50, p99 = np.percentile(firsts, (50, 99)).tolist()
+    return {
+        "wall_s": wall,
+        "ttft_p50_s": p50,
+        "ttft_p99_s": p99,
+        "output_tokens_per_s": len(firsts) * output / wall,
+        "hit_rate_device": found["local_cache_hit"] / tokens,
+        "hit_rate_host": found["external_kv_transfer"] / tokens,
+    }
+
+
+def sources(engine: Any) -> dict[str, int]:
+    """Prompt tokens so far, by where vLLM had them from; it counts them with the first token of an answer."""
+    metrics = engine.get_metrics()
+    return {one.labels["source"]: one.value for one in metrics if one.name == "vllm:prompt_tokens_by_source"}
