@@ -314,6 +314,8 @@ class Prefill:
         keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
         if not segment.cached:
             return keys, values
+        if segment.sequence.arrival is not None:
+            segment.sequence.arrival.wait(layer)
         tail = batch.places_of(segment, self._places).tail
         return self._behind_tail(self.store.k[layer], tail, keys), self._behind_tail(self.store.v[layer], tail, values)
 
