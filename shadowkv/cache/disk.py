@@ -65,7 +65,7 @@ class DiskTier:
         pause_seconds: float = 30.0,
         watch_seconds: float = 1.0,
     ) -> None:
-        self.directory, self.key = Path(directory), key
+        self.directory, self.limit_bytes, self.key = Path(directory), limit_bytes, key
         self._files = files or FileSystem()
         self._files.make_directory(self.directory)
         mode = stat.S_IMODE(self._files.stat(self.directory).st_mode)

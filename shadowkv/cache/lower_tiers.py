@@ -30,7 +30,7 @@ from shadowkv.cache.index import Entry
 from shadowkv.cache.moving import Mover, StreamArrival
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.speeds import Speeds
-from shadowkv.cache.stats import TierCounts
+from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
@@ -170,6 +170,10 @@ class LowerTiers:
             self._mover.finish()
         job.reading.close()
         job.copy.ready = done
+        if done:
+            self.counts.copied_bytes += job.copy.header.nbytes
+        else:
+            self.counts.refused += 1
         if done and self.disk is not None:
             self._write(self.disk, job.node, job.copy)
         self._leave(job.node)
@@ -330,6 +334,40 @@ class LowerTiers:
             time.sleep(seconds)
 
     # -- what is there ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, TierStats]:
+        """What each tier has and has done; may be asked for on any thread."""
+        host, counts = self._host, self.counts
+        tiers = {
+            "host": TierStats(
+                host.used_bytes,
+                host.total_bytes,
+                counts.hit_tokens["host"],
+                counts.host_evictions,
+                counts.copied_bytes,
+                counts.refused,
+                counts.restores,
+                counts.restored_bytes,
+                counts.restore_seconds,
+            )
+        }
+        if self.disk is not None:
+            disk = self.disk.stats()
+            tiers["disk"] = TierStats(
+                disk.bytes,
+                self.disk.limit_bytes,
+                counts.hit_tokens["disk"],
+                disk.evictions,
+                disk.written_bytes,
+                disk.refused,
+                disk.hits,
+                disk.restored_bytes,
+                disk.restore_seconds,
+                disk.corrupt,
+                disk.write_errors,
+                disk.read_errors,
+            )
+        return tiers
 
     def _room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
         """Slabs for a copy; others make room, least recently used first."""

@@ -30,9 +30,9 @@ class Mover:
         header = reading.header
         size = header.layer_bytes
         self._follow()
+        staging = self._staging(size)
         for layer in range(header.num_layers):
             with self._on_stream():
-                staging = torch.empty(size, dtype=torch.uint8, device=self.device)
                 reading.read_layer(layer, staging)
                 for slab, part in self.host.pieces(slabs, layer * size, (layer + 1) * size):
                     slab.copy_(staging[part], non_blocking=True)

@@ -17,7 +17,7 @@ from shadowkv.cache.index import Entry
 from shadowkv.cache.lower_tiers import LowerTiers, Step
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.speeds import Speeds
-from shadowkv.cache.stats import TierCounts
+from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
@@ -215,6 +215,7 @@ class PrefixCache:
             return False
         del self._kept[victim]
         self.release(victim)
+        self.counts.device_evictions += 1
         return True
 
     @contextmanager
@@ -225,6 +226,12 @@ class PrefixCache:
             yield
         finally:
             self.lower = lower
+
+    def stats(self) -> dict[str, TierStats]:
+        """What each tier has and has done; may be asked for on any thread."""
+        use, counts = self._cache.use()["device"], self.counts
+        device = TierStats(use.used_bytes, use.total_bytes, counts.hit_tokens["device"], counts.device_evictions)
+        return {"device": device, **({} if self.lower is None else self.lower.stats())}
 
     @property
     def opening(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the tiers have done so far."""
+"""What the tiers of the prefix cache have done so far."""
 
 from __future__ import annotations
 
@@ -59,15 +59,46 @@ class Counts:
             return replace(self._stats, bytes=bytes, files=files)
 
 
+@dataclass(frozen=True)
+class TierStats:
+    """A tier as it is now, and what it has done since the start; what a tier does not do stays 0.
+
+    Attributes:
+        used_bytes: on the device of all sequences, those that run included; of files whoever wrote them.
+        total_bytes: what there is, or may be used.
+        hit_tokens: prompt tokens that were found there, and not computed.
+        evictions: of kept sequences, copies or files, for others' sake.
+        copied_bytes: of copies made there.
+        refused: copies that were not made there: for want of room, on the disk also after an error.
+        restores, restored_bytes, restore_seconds: from there to the next tier above.
+        corrupt: files that were not what was written, and were not served.
+        write_errors, read_errors: files that could not be written or read.
+    """
+
+    used_bytes: int
+    total_bytes: int
+    hit_tokens: int = 0
+    evictions: int = 0
+    copied_bytes: int = 0
+    refused: int = 0
+    restores: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    corrupt: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+
+
 @dataclass
 class TierCounts:
-    """What the engine's thread counts, from the start.
+    """What the engine's thread counts, from the start; others may read it.
 
     Attributes:
         hit_tokens: prompt tokens that were not computed, by the tier that they were found in.
         copied_bytes: from the device to host memory.
         restored_bytes, restore_seconds, restores: from host memory to the device.
-        host_evictions: snapshots that made room for others there.
+        device_evictions: finished sequences that made room for others.
+        host_evictions: snapshots that did in host memory.
         refused: nodes that were not copied, for want of room.
     """
 
@@ -76,6 +107,7 @@ class TierCounts:
     restored_bytes: int = 0
     restore_seconds: float = 0.0
     restores: int = 0
+    device_evictions: int = 0
     host_evictions: int = 0
     refused: int = 0
 

@@ -86,6 +86,8 @@ class EngineConfig:
             bad.append(f"kv_offload_gib={self.kv_offload_gib} must be a finite number of at least 0")
         if not 0 < self.kv_disk_gib < math.inf:
             bad.append(f"kv_disk_gib={self.kv_disk_gib} must be a finite number above 0")
+        if self.kv_disk_dir == "":
+            bad.append("kv_disk_dir must not be empty")
         if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
             bad.append("kv_offload_gib and kv_disk_dir have no meaning with enable_prefix_caching=False")
         if not (self.fetch_buffer is None or self.fetch_buffer == 0 or 1 <= self.fetch_buffer < math.inf):

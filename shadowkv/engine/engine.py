@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.prefix_cache import Prompt
+from shadowkv.cache.stats import TierStats
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
 from shadowkv.engine.detokenizer import Detokenizer
@@ -24,7 +25,7 @@ from shadowkv.engine.devices import current, device_of
 from shadowkv.engine.grammar import GrammarCompiler
 from shadowkv.engine.loading import load_engine_parts
 from shadowkv.engine.prefills import PrefillAtWork, Prefills
-from shadowkv.engine.prefix_caching import open_prefix_cache
+from shadowkv.engine.prefix_caching import check_disk_dir, open_prefix_cache
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
@@ -58,13 +59,15 @@ IDLE_PREFILL_SECONDS = 0.1
 class EngineStats:
     """Requests in flight, and the use of each tier of the KV cache; finished sequences that are kept count as used.
 
-    ``fetches`` counts from the start, and what the step at work fetches not yet.
+    ``fetches`` counts from the start, and what the step at work fetches not yet. ``prefixes`` are the tiers of the
+    prefix cache, whose host memory is none of the KV cache's; it is empty where that is off.
     """
 
     running: int
     waiting: int
     tiers: dict[str, TierUse]
     fetches: FetchCounts
+    prefixes: dict[str, TierStats]
 
 
 class Engine:
@@ -75,6 +78,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.config, self.device = config, device_of(config.device)
+        check_disk_dir(config)
         with current(self.device):
             loaded, self.cache, self.notes = load_engine_parts(config, loaded)
             prefix_cache, self._origin = open_prefix_cache(config, loaded, self.cache)
@@ -205,7 +209,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""
         fetches = self.cache.fetches or FetchCounts()
-        return EngineStats(self.num_running, len(self.scheduler.waiting), self.cache.use(), fetches)
+        prefixes = self.scheduler.prefix_cache.stats() if self.config.enable_prefix_caching else {}
+        return EngineStats(self.num_running, len(self.scheduler.waiting), self.cache.use(), fetches, prefixes)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

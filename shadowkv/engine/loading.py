@@ -11,6 +11,7 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.crossover import dense_below
 from shadowkv.engine.devices import device_of
+from shadowkv.engine.prefix_caching import in_words
 from shadowkv.engine.sizing import GIB, likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
@@ -108,6 +109,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         *backend_lines(cache.ops, cache.device, config.enforce_eager, OPS if loaded.config.quantization else ()),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {config.max_num_seqs} sequences at once",
+        f"cache   {in_words(config)}",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
         need = cache.demand(length, length)

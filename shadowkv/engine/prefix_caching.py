@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -10,18 +11,16 @@ from pathlib import Path
 import torch
 
 from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
 from shadowkv.cache.key import CacheKey, origin
 from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.sizing import GIB
+from shadowkv.engine.sizing import GIB, offload_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
-
-WAY_GIB = 1.0
-"""Host memory for what is on its way from and to the disk, where none is asked for."""
 
 Origin = Callable[[str | None], str]
 
@@ -31,22 +30,47 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
 
     Raises MemoryError where the host memory is not there, ValueError where the directory cannot be used.
     """
-    gib = config.kv_offload_gib or (WAY_GIB if config.kv_disk_dir else 0.0)
-    if not gib:
+    nbytes = offload_bytes(config)
+    if not nbytes:
         return PrefixCache(cache), partial(origin, 40 * "0")
-    host = HostTier(int(gib * GIB), cache.device)
+    host = HostTier(nbytes, cache.device)
     if config.kv_disk_dir is None:
         return PrefixCache(cache, host), partial(origin, 40 * "0")
     key, limit = cache_key(loaded, cache), int(config.kv_disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
     def disk(report: Callable[[str, Entry], None]) -> DiskTier:
-        try:
+        with _named(directory):
             return DiskTier(directory, limit, key, report)
-        except OSError as error:
-            raise ValueError(f"--kv-disk-dir {directory} cannot be used: {error.strerror or error}") from error
 
     return PrefixCache(cache, host, disk), key.origin
+
+
+def check_disk_dir(config: EngineConfig) -> None:
+    """Raises ValueError where the directory of the disk tier cannot be made, which needs no model to be found out."""
+    if config.kv_disk_dir is not None:
+        with _named(Path(config.kv_disk_dir)):
+            FileSystem().make_directory(Path(config.kv_disk_dir))
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--kv-disk-dir {directory} cannot be used: {error.strerror or error}") from error
+
+
+def in_words(config: EngineConfig) -> str:
+    """The prefix cache's tiers and their sizes."""
+    if not config.enable_prefix_caching:
+        return "no prefixes"
+    tiers = ["prefixes on the device"]
+    if nbytes := offload_bytes(config):
+        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory")
+    if config.kv_disk_dir is not None:
+        tiers.append(f"{config.kv_disk_gib:.2f} GiB in {config.kv_disk_dir}")
+    return ", ".join(tiers)
 
 
 def cache_key(loaded: LoadedModel, cache: KVCache) -> CacheKey:

@@ -30,6 +30,9 @@ DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 HOST_SHARE = 0.5
 """Of the host memory that is free, the most that values take without being told."""
 
+WAY_GIB = 1.0
+"""Host memory for what is on its way between device and disk, where ``kv_offload_gib`` asks for none."""
+
 GRAM_BYTES = 12 * STATES_AT_ONCE
 """For each entry of the Gram matrix of all kv heads' keys: two float32 copies of every layer's, and room to work in."""
 
@@ -77,9 +80,22 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     return chosen_from + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
 
 
-def working_bytes(model: ModelConfig, layout: Layout, batch: int) -> int:
-    """Device bytes that are left free for a prefill and decode steps of up to ``batch`` sequences."""
-    return prefill_bytes(model, layout.max_model_len, layout.dtype) + GRAPH_BYTES + batch * step_bytes(model, layout)
+def staging_bytes(layout: Layout) -> int:
+    """Device bytes for layers of the longest sequence on their way to host memory, one down and one up
+    (``cache/moving.py``)."""
+    return 2 * layout.snapshot_layer_bytes(layout.max_model_len)
+
+
+def offload_bytes(config: EngineConfig) -> int:
+    """Host bytes for the prefix cache's copies; 0 where there are none."""
+    return int((config.kv_offload_gib or (WAY_GIB if config.kv_disk_dir else 0.0)) * GIB)
+
+
+def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
+    """Device bytes that are left free for a prefill and decode steps of up to ``batch`` sequences, and for copies of
+    cached prompts to host memory and back if these ``offload``."""
+    prefill = prefill_bytes(model, layout.max_model_len, layout.dtype)
+    return prefill + GRAPH_BYTES + batch * step_bytes(model, layout) + (staging_bytes(layout) if offload else 0)
 
 
 @dataclass(frozen=True)
@@ -92,19 +108,26 @@ class LargestBatch:
 
 
 def largest_batch(
-    model: ModelConfig, layout: Layout, start: int, capacity: int, device_bytes: int, host_bytes: int | None
+    model: ModelConfig,
+    layout: Layout,
+    start: int,
+    capacity: int,
+    device_bytes: int,
+    host_bytes: int | None,
+    offload: bool = False,
 ) -> LargestBatch:
     """Sequences with prompts of ``start`` tokens, each with room for ``capacity``, that a GPU's engine can run at once.
 
     Args:
         device_bytes: what it may use beside the weights.
         host_bytes: None is any amount.
+        offload: whether cached prompts are copied to host memory.
     """
     need, unit = layout.demand(start, capacity), layout.bytes_per_block()
 
     def too_many(batch: int) -> bool:
         pages = batch * need["device"] * unit["device"]
-        return pages + layout.fixed_bytes(batch) + working_bytes(model, layout, batch) > device_bytes
+        return pages + layout.fixed_bytes(batch) + working_bytes(model, layout, batch, offload) > device_bytes
 
     device = bisect_left(range(1, 1 + max(0, device_bytes) // step_bytes(model, layout)), True, key=too_many)
     of_host = need["host"] * unit["host"]
@@ -129,11 +152,18 @@ def size_cache(
     not one sequence fits, or where more host memory was asked for than is free.
     """
     max_model_len = layout.max_model_len
-    host_free = free_host_bytes()
+    offload, host_free = offload_bytes(config), free_host_bytes()
+    if offload > host_free:
+        raise MemoryError(
+            f"copies of cached prompts would take {offload / GIB:.2f} GiB of host memory, {host_free / GIB:.2f} are "
+            f"free. {'Lower' if config.kv_offload_gib else 'Set'} --kv-offload-gib"
+        )
+    host_free -= offload
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        device_bytes = int(total * share) - (total - free) - working_bytes(model, layout, config.max_num_seqs)
+        working = working_bytes(model, layout, config.max_num_seqs, offload > 0)
+        device_bytes = int(total * share) - (total - free) - working
     else:
         device_bytes = int(host_free * share)
     host_bytes = int(host_free * HOST_SHARE)
@@ -164,9 +194,10 @@ def size_cache(
     blocks = Blocks({tier: min(most[tier], slots * need[tier]) for tier in most})
     taken = blocks["host"] * unit["host"]
     if taken > host_free:  # it would be given, and the process killed later
+        beside = f" beside the {offload / GIB:.2f} for copies of cached prompts" if offload else ""
         raise MemoryError(
-            f"the KV cache would take {taken / GIB:.2f} GiB of host memory, {host_free / GIB:.2f} are free. Lower "
-            "--host-memory-gib"
+            f"the KV cache would take {taken / GIB:.2f} GiB of host memory, {host_free / GIB:.2f} are free{beside}. "
+            f"Lower --host-memory-gib{' or --kv-offload-gib' if offload else ''}"
         )
     return blocks, longest
 

@@ -194,6 +194,13 @@ class Layout:
         """What a new sequence takes: blocks of each tier, rows and states, and its own number."""
         return self.blocks(self.pages(start, capacity)) + Blocks(sequences=1)
 
+    def snapshot_layer_bytes(self, capacity: int) -> int:
+        """Bytes of a layer of a snapshot of ``capacity`` tokens, at the most."""
+        pages = self.pages(1, capacity)
+        sealed = pages.sealed * self.sealed_bytes + pages.host * page_bytes(self.host_fields)
+        most = max(pages.dense * self.exact_bytes, sealed + (pages.static + pages.ring) * self.exact_bytes)
+        return most + max(1, pages.segments) * page_bytes(self.state_fields)
+
     def _buffer_fields(self) -> tuple[Field, ...]:
         """The fields of a segment's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""
         spec, heads = self.spec, self.shape.num_kv_heads

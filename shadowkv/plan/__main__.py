@@ -76,6 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--gpu-memory-gib", GPU_MEMORY_GIB, "GIB", "device memory (default: %(default)s)"),
         ("--gpu-memory-utilization", 0.9, "SHARE", "of it, weights included (default: %(default)s)"),
         ("--host-memory-gib", None, "GIB", "pinned host memory for values (default: as much as the batch needs)"),
+        ("--kv-offload-gib", 0.0, "GIB", "besides, for copies of cached prompts (default: none)"),
         ("--device-bandwidth-tbs", DEVICE_BANDWIDTH_TBS, "TB/S", "reads of device memory (default: %(default)s)"),
         ("--host-bandwidth-gbs", HOST_BANDWIDTH_GBS, "GB/S", "reads of host memory by the GPU (default: %(default)s)"),
     ):
@@ -105,6 +106,7 @@ def _run(args: argparse.Namespace) -> str:
         args.host_memory_gib,
         args.device_bandwidth_tbs,
         args.host_bandwidth_gbs,
+        args.kv_offload_gib,
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     planner = Planner(config, dtype, args.context, machine, args.hit_rate, args.fetch_buffer)
@@ -118,6 +120,7 @@ def _check(args: argparse.Namespace) -> None:
     EngineConfig(
         gpu_memory_utilization=args.gpu_memory_utilization,
         host_memory_gib=args.host_memory_gib,
+        kv_offload_gib=args.kv_offload_gib,
         fetch_buffer=args.fetch_buffer,
     )
     bad = [

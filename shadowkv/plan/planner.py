@@ -22,7 +22,8 @@ class Machine:
 
     Attributes:
         gpu_memory_gib, gpu_memory_utilization: of the device's memory, the share that may be used, weights included.
-        host_memory_gib: pinned host memory; None is as much as the batch needs.
+        host_memory_gib: pinned host memory for values; None is as much as the batch needs.
+        kv_offload_gib: what copies of cached prompts take besides.
         device_bandwidth_tbs, host_bandwidth_gbs: TB/s (1e12) of device memory, GB/s (1e9) of the host's by zero-copy.
     """
 
@@ -31,6 +32,7 @@ class Machine:
     host_memory_gib: float | None
     device_bandwidth_tbs: float
     host_bandwidth_gbs: float
+    kv_offload_gib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Planner:
         layout = Layout(spec, shape, self.dtype, parts, self.context, self.fetch_buffer)
         need = sequence_bytes(layout, self.context)
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
-        batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host)
+        offload = machine.kv_offload_gib > 0
+        batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
         reads = step_reads(layout, parts, self.context, self.hit_rate)
         # Layers are alike and follow one another: the slower tier of one is the slower tier of all.
         device_bandwidth = machine.device_bandwidth_tbs * 1e12

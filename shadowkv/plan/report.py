@@ -15,6 +15,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     """The model, the machine, each policy in words, and a table."""
     machine, shape, config = planner.machine, planner.config.shape, planner.config
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
+    copies = f", and {machine.kv_offload_gib:g} GiB for copies of cached prompts" if machine.kv_offload_gib else ""
     head = [
         f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
         f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
@@ -25,11 +26,11 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
         f"- {planner.graph_bytes / GIB:.2f} graphs = {planner.cache_bytes / GIB:.2f} GiB for the cache; "
         f"read at {machine.device_bandwidth_tbs:g} TB/s",
-        f"host     {host}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
+        f"host     {host}{copies}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
         *(f"policy   {plan.kv}: {plan.spec.in_words(shape)}" for plan in plans),
         "",
     ]
-    rows = [("", [plan.kv for plan in plans]), *_rows(plans)]
+    rows = [("", [plan.kv for plan in plans]), *_rows(plans, machine.kv_offload_gib)]
     label = max(len(name) for name, _ in rows)
     widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(plans))]
     table = [
@@ -39,7 +40,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     return "\n".join(head + table)
 
 
-def _rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str]]]:
     def read(name: str) -> tuple[str, list[str]]:
         kind = name.replace("_", " ")
         return (f"  {kind}, MB", [f"{getattr(plan.reads, name) / 1e6:.3f}" for plan in plans])
@@ -63,7 +64,7 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
         ("largest batch", [str(batch.both) for batch in batches]),
         (
             "host GiB at the largest batch",
-            [f"{b.both * s.host / GIB:.1f}" for b, s in zip(batches, sizes, strict=True)],
+            [f"{b.both * s.host / GIB + offload_gib:.1f}" for b, s in zip(batches, sizes, strict=True)],
         ),
         ("attended tokens per step", [str(plan.attended_tokens) for plan in plans]),
         ("reads per step, layer and sequence", ["" for _ in plans]),

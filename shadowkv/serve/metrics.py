@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from shadowkv.engine.async_engine import EngineBusy
 from shadowkv.engine.request import RequestError, RequestOutput
 
 if TYPE_CHECKING:
+    from shadowkv.cache.stats import TierStats
     from shadowkv.engine.async_engine import AsyncEngine
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
 REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
 """Buckets: a prefill of a million tokens takes minutes."""
+
+PREFIX_GAUGES = {
+    "used_bytes": ("used_bytes", "What sequences or copies take; on the device those of running sequences included."),
+    "total_bytes": ("total_bytes", "What there is, or may be used."),
+}
+PREFIX_COUNTERS = {
+    "hit_tokens": ("hit_tokens", "Prompt tokens that were found there, and not computed anew."),
+    "evictions": ("evictions", "Sequences, copies or files that made room for others."),
+    "copied_bytes": ("copied_bytes", "Bytes of copies made there."),
+    "refused_copies": ("refused", "Copies that were not made there, for want of room or after an error."),
+    "restored_bytes": ("restored_bytes", "Bytes that went from there to the next tier above."),
+    "corrupt_files": ("corrupt", "Files that were not what was written, and were not served."),
+    "write_errors": ("write_errors", "Files that could not be written."),
+    "read_errors": ("read_errors", "Files that could not be read."),
+}
+"""Of the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
+
+LOWER = ("host", "disk")
+TIERS_OF = {
+    **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
+    **dict.fromkeys(("corrupt_files", "write_errors", "read_errors"), ("disk",)),
+}
+"""Tiers that a counter is about, where it is not about all."""
 
 
 class Metrics:
@@ -41,7 +65,7 @@ class Metrics:
 
         self._model = model
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up among the sequences that are kept.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found there, and not computed anew.")
         self._generated = counter("generation_tokens", "Tokens generated.")
         self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
@@ -145,3 +169,21 @@ class _EngineFigures(Collector):
             counter = CounterMetricFamily(f"shadowkv:{name}", text, labels=["model_name"])
             counter.add_metric([self._model], count)
             yield counter
+        yield from self._prefixes(stats.prefixes)
+
+    def _prefixes(self, tiers: Mapping[str, TierStats]) -> Iterator[Metric]:
+        """The prefix cache's, by tier."""
+        for kind, names in ((GaugeMetricFamily, PREFIX_GAUGES), (CounterMetricFamily, PREFIX_COUNTERS)):
+            for name, (field, text) in names.items():
+                family = kind(f"shadowkv:prefix_cache_{name}", text, labels=["model_name", "tier"])
+                for tier, one in tiers.items():
+                    if tier in TIERS_OF.get(name, tiers):
+                        family.add_metric([self._model, tier], getattr(one, field))
+                yield family
+        text = "Of restores from a tier to the next one above: from the disk to host memory, from there to the device."
+        seconds = SummaryMetricFamily("shadowkv:prefix_cache_restore_seconds", text, labels=["model_name", "tier"])
+        for tier in LOWER:
+            if tier in tiers:
+                one = tiers[tier]
+                seconds.add_metric([self._model, tier], one.restores, one.restore_seconds)
+        yield seconds

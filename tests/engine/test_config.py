@@ -16,8 +16,10 @@ SET = EngineConfig(
     max_num_seqs=3,
     max_model_len=4096,
     max_num_batched_tokens=512,
-    enable_prefix_caching=False,
     max_cached_seqs=0,
+    kv_offload_gib=1.5,
+    kv_disk_dir="cache",
+    kv_disk_gib=8.0,
     max_queued_seqs=77,
     default_max_tokens=77,
     kv="quest",
@@ -61,7 +63,8 @@ def flags_of(config: EngineConfig) -> list[str]:
 
 
 def test_every_field_of_the_example_differs_from_its_default():
-    assert [field.name for field in fields(SET) if getattr(SET, field.name) == field.default] == []
+    same = [field.name for field in fields(SET) if getattr(SET, field.name) == field.default]
+    assert same == ["enable_prefix_caching"]  # without which some of the others have no meaning
 
 
 @pytest.mark.parametrize("config", [EngineConfig(), SET, replace(SET, kv_budget=2048)], ids=["default", "set", "count"])
@@ -80,6 +83,10 @@ def test_no_flags_give_the_defaults():
 def test_one_flag_changes_one_field(name):
     value = getattr(SET, name)
     assert parse(*flag(name, value)) == replace(EngineConfig(), **{name: value})
+
+
+def test_the_prefix_cache_can_be_turned_off():
+    assert parse("--no-enable-prefix-caching") == EngineConfig(enable_prefix_caching=False)
 
 
 def test_batch_is_another_name_of_max_num_seqs():
@@ -118,6 +125,8 @@ def test_errors_list_every_value_that_cannot_be():
         "max_model_len": 0,
         "gpu_memory_utilization": 1.5,
         "host_memory_gib": -0.5,
+        "kv_offload_gib": -1.0,
+        "kv_disk_gib": 0.0,
         "fetch_buffer": 0.5,
         "rope_theta": 0.0,
     }
@@ -128,6 +137,19 @@ def test_errors_list_every_value_that_cannot_be():
         with pytest.raises(ValueError, match=f"{name}={value} must") as alone:
             EngineConfig(**{name: value})
         assert str(alone.value).count(" must ") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"kv_disk_dir": ""}, "kv_disk_dir must not be empty"),
+        ({"kv_disk_dir": "x", "enable_prefix_caching": False}, "no meaning"),
+        ({"kv_offload_gib": 1.0, "enable_prefix_caching": False}, "no meaning"),
+    ],
+)
+def test_settings_of_the_prefix_cache_that_cannot_be(values, said):
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**values)
 
 
 def test_an_unknown_quantization_is_refused_with_the_known_ones():

@@ -10,6 +10,7 @@ import pytest
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_prefix_cache import DOCUMENT, cached, fresh
 
+from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.spec import PAGE
 
@@ -142,5 +143,94 @@ def test_little_host_memory_is_used_again(make: Any) -> None:
 
 def test_a_directory_that_cannot_be_used_is_named(make: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    # Before a model is loaded.
     with pytest.raises(ValueError, match=r"--kv-disk-dir .*file cannot be used: "):
-        make(kv="full", kv_disk_dir=str(tmp_path / "file"))
+        Engine(EngineConfig(model="no such model", kv_disk_dir=str(tmp_path / "file")))
+
+
+def test_what_the_tiers_did_is_counted(make: Any, tmp_path: Path) -> None:
+    engine = make(kv="full", kv_offload_gib=OFFLOAD, kv_disk_dir=str(tmp_path))
+    assert all(one.used_bytes == 0 < one.total_bytes for one in engine.stats().prefixes.values())
+    ask(engine, DOCUMENT + [1])
+    settle(engine)
+    ask(engine, DOCUMENT + [2])
+    settle(engine)
+    stats = engine.stats().prefixes
+    assert [one.hit_tokens for one in stats.values()] == [len(DOCUMENT), 0, 0]
+    assert 0 < stats["device"].used_bytes == engine.stats().tiers["device"].used_bytes
+    slab = 2**22
+    assert stats["host"].copied_bytes <= stats["host"].used_bytes < stats["host"].copied_bytes + slab
+    assert 0 < stats["host"].copied_bytes < stats["disk"].copied_bytes == stats["disk"].used_bytes
+    forget_device(engine)
+    assert engine.stats().prefixes["device"].evictions == 1  # the second request went on with the first one's
+    ask(engine, DOCUMENT + [3])
+    settle(engine)
+    host = engine.stats().prefixes["host"]
+    assert (host.hit_tokens, host.restores, host.evictions, host.refused) == (len(DOCUMENT), 1, 0, 0)
+    assert host.restored_bytes == host.copied_bytes and host.restore_seconds > 0
+    engine.close()
+    engine = make(kv="full", kv_disk_dir=str(tmp_path))
+    ask(engine, DOCUMENT + [4])
+    disk = engine.stats().prefixes["disk"]
+    assert (disk.hit_tokens, disk.restores, disk.corrupt, disk.write_errors) == (len(DOCUMENT), 1, 0, 0)
+    assert disk.restored_bytes == host.copied_bytes and disk.restore_seconds > 0
+    engine.close()
+
+
+def test_a_copy_that_there_is_no_room_for_is_counted(make: Any) -> None:
+    engine = make(kv="full", kv_offload_gib=OFFLOAD)
+    host = engine.scheduler.prefix_cache.lower._host
+    host.take(host.total_bytes)
+    ask(engine, DOCUMENT + [1])
+    settle(engine)
+    stats = engine.stats().prefixes["host"]
+    # When its prompt was computed, and again when it ended.
+    assert (stats.refused, stats.copied_bytes, stats.used_bytes) == (2, 0, stats.total_bytes)
+
+
+@pytest.mark.parametrize("kv", [*POLICIES, "shadowkv"])
+def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
+    engine = make(kv=kv, kv_offload_gib=OFFLOAD)
+    for length in (100, 700, 2000):
+        answer, _ = ask(engine, prompt(length, length))
+        ask(engine, prompt(length, length) + answer + prompt(1, 30))
+        settle(engine)
+        lower = engine.scheduler.prefix_cache.lower
+        sizes = [node.copy.header.layer_bytes for node in lower._copies]
+        assert max(sizes) <= engine.cache.layout.snapshot_layer_bytes(2048)
+        if length == 2000:
+            assert engine.cache.layout.snapshot_layer_bytes(2048) < 2 * max(sizes)
+
+
+def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: 2**30 - 1)
+    told = r"^copies of cached prompts would take 1\.00 GiB of host memory, 1\.00 are free\. {} --kv-offload-gib$"
+    with pytest.raises(MemoryError, match=told.format("Lower")):
+        make(kv="full", kv_offload_gib=1.0)
+    with pytest.raises(MemoryError, match=told.format("Set")):
+        make(kv="full", kv_disk_dir=str(tmp_path))
+    settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
+    taken = make(**settings).stats().tiers["host"].total_bytes
+    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken + 2**26)
+    make(**settings, kv_offload_gib=0.0625)
+    monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken + 2**26 - 1)
+    told = r"are free beside the 0\.06 for copies of cached prompts\. Lower --host-memory-gib or --kv-offload-gib"
+    with pytest.raises(MemoryError, match=told):
+        make(**settings, kv_offload_gib=0.0625)
+
+
+def test_start_up_lines_name_the_tiers(make: Any, tmp_path: Path) -> None:
+    def line(**options: Any) -> str:
+        engine = make(kv="full", **options)
+        engine.close()
+        (found,) = (note for note in engine.notes if note.startswith("cache   "))
+        return found.removeprefix("cache   ")
+
+    assert line() == "prefixes on the device"
+    assert line(enable_prefix_caching=False) == "no prefixes"
+    assert line(kv_offload_gib=OFFLOAD) == "prefixes on the device, 0.06 GiB of host memory"
+    disk = f"2.00 GiB in {tmp_path}"
+    wanted = f"prefixes on the device, 0.06 GiB of host memory, {disk}"
+    assert line(kv_offload_gib=OFFLOAD, kv_disk_dir=str(tmp_path), kv_disk_gib=2.0) == wanted
+    wanted = f"prefixes on the device, 1.00 GiB of host memory, {disk}"
+    assert line(kv_disk_dir=str(tmp_path), kv_disk_gib=2.0) == wanted

@@ -99,6 +99,18 @@ def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFi
     assert "hidden size 4096, bfloat16, fp8 weights\n" in capsys.readouterr().out
 
 
+def test_copies_of_prompts_take_host_memory_and_staging(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, offload = (run_json(capsys, "--kv", "full", "turbo", *flags) for flags in ([], ["--kv-offload-gib", "64"]))
+    assert offload["machine"]["kv_offload_gib"] == 64
+    for before, after in zip(plain["plans"], offload["plans"], strict=True):
+        assert before["largest_batch_host"] == after["largest_batch_host"]
+        assert 0 <= before["largest_batch"] - after["largest_batch"] <= 1
+    assert main([*COMMAND, "--kv", "turbo", "--kv-offload-gib", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "512 GiB, and 64 GiB for copies of cached prompts;" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("host GiB at")] == ["64.0"]
+
+
 def test_text_has_a_column_per_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--kv", *PRESETS]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -131,6 +143,7 @@ def test_a_model_that_does_not_fit_has_no_largest_batch(capsys: pytest.CaptureFi
         (["--context", "1000", "--device-bandwidth-tbs", "nan"], "--device-bandwidth-tbs"),
         (["--context", "1000", "--gpu-memory-utilization", "0"], "gpu_memory_utilization"),
         (["--context", "1000", "--host-memory-gib", "-1"], "host_memory_gib"),
+        (["--context", "1000", "--kv-offload-gib", "-1"], "kv_offload_gib"),
         (["--context", "many"], "--context"),
         ([], "--context"),
         (["--context", "1000", "--dtype", "int3"], "--dtype"),

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shadowkv.engine.sizing import LargestBatch, largest_batch, prefill_bytes, step_bytes, working_bytes
+from shadowkv.engine.sizing import (
+    LargestBatch,
+    largest_batch,
+    prefill_bytes,
+    staging_bytes,
+    step_bytes,
+    working_bytes,
+)
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfPages
@@ -110,6 +117,14 @@ def test_either_tier_can_be_the_limit() -> None:
     assert largest(device, None) == LargestBatch(6, None, 6)
     assert largest(-1, 10 * host).both == 0
     assert largest_batch(MODEL, make_layout(SPECS["quest"]), 4096, 4096, device, 0).host is None
+
+
+@pytest.mark.parametrize(("name", "layer_bytes"), [("full", 16384 * 4096), ("turbo", 900 * 16384)])
+def test_staging_is_two_layers_of_the_longest_sequence(name: str, layer_bytes: int) -> None:
+    model = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336, vocab_size=1000)
+    layout = make_layout(preset(name), LLAMA, torch.bfloat16).resized(16384)
+    more = working_bytes(model, layout, 3, offload=True) - working_bytes(model, layout, 3)
+    assert more == staging_bytes(layout) == pytest.approx(2 * layer_bytes, rel=0.35 if name == "turbo" else 0)
 
 
 def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer() -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 
+from shadowkv.cache.stats import TierStats
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.request import Request, RequestError, RequestOutput, RequestTimes, TokenLogprobs
@@ -75,7 +76,12 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         tiers = {"device": TierUse(10, 100), "host": TierUse(20, 200), "states": TierUse(3, 30)}
-        return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400))
+        prefixes = {
+            "device": TierStats(10, 100, 640, 2),
+            "host": TierStats(7, 70, 128, 3, 4000, 5, 6, 1500, 0.25),
+            "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12),
+        }
+        return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes)
 
     async def compile_grammar(self, schema: str) -> None:
         if "EMPTY" in schema:

@@ -102,6 +102,34 @@ def test_json_schema(client):
     assert isinstance(json.loads(answer)["city"], str)
 
 
+def test_a_salt_and_a_prompt_that_is_not_cached(client):
+    messages = [{"role": "user", "content": "List the days of the week, please. " * 8}]
+
+    def cached(**extra):
+        usage = ask(client, messages, max_tokens=1, extra_body=extra).usage
+        return usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(cache_prompt=False) for _ in range(2)] == [0, 0]
+    assert cached() == 0 < cached()
+    assert cached(cache_salt="mine") == 0 < cached(cache_salt="mine")
+    assert cached(cache_salt="other") == cached(cache_prompt=False) == 0 < cached()
+
+
+@pytest.mark.parametrize("salt", ["", 7, "x" * 257])
+def test_a_salt_that_cannot_be_is_named(client, salt):
+    with pytest.raises(openai.BadRequestError, match="cache_salt") as caught:
+        ask(client, extra_body={"cache_salt": salt})
+    assert caught.value.param == "cache_salt"
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_in_a_line(tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "shadowkv.serve", "--port", "0", "--kv-disk-dir", str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == f"error: --kv-disk-dir {tmp_path / 'file'} cannot be used: Not a directory\n"
+
+
 def test_too_long(client):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, [{"role": "user", "content": "word " * 2000}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -110,6 +111,36 @@ def test_metrics(post, call, engine):
     engine.is_alive = True
     post("completions", prompt="Hi", echo=True, max_tokens=0)  # is computed whole, without a look at the cache
     assert metrics(call)["prompt_tokens_total",] == metrics(call)["prefix_cache_queries_total",] + 3
+
+
+PREFIXES = {
+    "used_bytes": {"device": 10, "host": 7, "disk": 9},
+    "total_bytes": {"device": 100, "host": 70, "disk": 90},
+    "hit_tokens_total": {"device": 640, "host": 128, "disk": 64},
+    "evictions_total": {"device": 2, "host": 3, "disk": 4},
+    "copied_bytes_total": {"host": 4000, "disk": 3000},
+    "refused_copies_total": {"host": 5, "disk": 1},
+    "restored_bytes_total": {"host": 1500, "disk": 500},
+    "restore_seconds_count": {"host": 6, "disk": 2},
+    "restore_seconds_sum": {"host": 0.25, "disk": 0.5},
+    "corrupt_files_total": {"disk": 8},
+    "write_errors_total": {"disk": 11},
+    "read_errors_total": {"disk": 12},
+}
+
+
+@pytest.mark.parametrize("tiers", [("device", "host", "disk"), ("device",), ()])
+def test_metrics_of_the_prefix_cache_name_the_tiers_that_there_are(call, engine, monkeypatch, tiers):
+    stats = engine.stats()
+    prefixes = {tier: one for tier, one in stats.prefixes.items() if tier in tiers}
+    monkeypatch.setattr(engine, "stats", lambda: replace(stats, prefixes=prefixes))
+    found = {key: value for key, value in metrics(call).items() if key[0].startswith("prefix_cache_") and key[1:]}
+    assert found == {
+        (f"prefix_cache_{name}", tier): value
+        for name, values in PREFIXES.items()
+        for tier, value in values.items()
+        if tier in tiers
+    }
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
