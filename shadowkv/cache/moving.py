@@ -30,7 +30,8 @@ class Mover:
         header = reading.header
         size = header.layer_bytes
         self._follow()
-        staging = self._staging(size)
+        with self._on_stream():
+            staging = torch.empty(size, dtype=torch.uint8, device=self.device)
         for layer in range(header.num_layers):
             with self._on_stream():
                 reading.read_layer(layer, staging)

@@ -81,9 +81,9 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
 
 
 def staging_bytes(layout: Layout) -> int:
-    """Device bytes for layers of the longest sequence on their way to host memory, one down and one up
+    """Device bytes for layers of the longest sequence on their way to host memory, one down and two up
     (``cache/moving.py``)."""
-    return 2 * layout.snapshot_layer_bytes(layout.max_model_len)
+    return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 
 def offload_bytes(config: EngineConfig) -> int:
