@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,14 @@ from shadowkv.kvcache.spec import PAGE
 
 logger = logging.getLogger(__name__)
 
+FETCH_SECONDS = 1.0
+"""How long requests wait at the least for what is read from the disk: one that hangs is not waited for."""
+
 OPENING_SECONDS = 5.0
 """How long requests wait, after the start, to know what the disk has of them."""
+
+CLOSING_SECONDS = 0.001
+"""Between two looks at the last copies."""
 
 STEP_BYTES = 2**28
 """Launched at a time while others decode, at the most: 5 ms of a bus of 50 GB/s."""
@@ -96,7 +103,8 @@ class LowerTiers:
         self._job: _Job | None = None
         self._copies: set[Node] = set()
         self._arriving: list[tuple[StreamArrival, Restoring, list[Node], int]] = []
-        self._by_name: dict[str, Node] = {}
+        self._moving: set[Node] = set()
+        self._by_uid: dict[str, Node] = {}
         self._asked: dict[Node, float] = {}
         self._events: deque[tuple[str, Entry]] = deque()
         self._orphans: dict[str, list[tuple[Entry, Future[np.ndarray]]]] = {}
@@ -112,22 +120,24 @@ class LowerTiers:
         if node.copy is not None or not self._host.num_slabs or (node.parent and node.parent.copy is None):
             return
         start, stop = node.first * PAGE, node.end * PAGE
-        reading = self._cache.open_reading(sequence, start, tail=False)
+        try:
+            reading = self._cache.open_reading(sequence, start, tail=False)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            logger.warning("a cached prompt is not copied to the host: %s", error)
+            return
         if reading.header.length != stop:
             reading.close()
             return
         node.copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32))
         self._copies.add(node)
-        self._by_name[node.names[-1]] = node
+        self._by_uid[node.uid] = node
         self._touch(node)
         self._waiting.append((node, node.copy, reading))
 
     @property
     def busy(self) -> bool:
         """Whether ``advance`` has something to do, or to wait for."""
-        return bool(self._job or self._waiting or self._arriving or self._events or self._named) or any(
-            node.copy is not None and (node.copy.fetching or node.copy.writing) for node in self._copies
-        )
+        return bool(self._job or self._waiting or self._arriving or self._moving or self._events or self._named)
 
     def advance(self, most: int = STEP_BYTES) -> None:
         """Launches copies of up to ``most`` bytes, and sees to what has arrived."""
@@ -137,8 +147,8 @@ class LowerTiers:
             assert self._job is not None
             try:
                 moved = next(self._job.moves, None)
-            except torch.OutOfMemoryError:
-                logger.warning("no memory on the device to copy a cached prompt to the host; it is not copied")
+            except torch.OutOfMemoryError as error:
+                logger.warning("a cached prompt is not copied to the host: %s", error)
                 self._end(done=False)
                 continue
             if moved is None:
@@ -151,8 +161,9 @@ class LowerTiers:
     def _begin(self) -> bool:
         """Starts to copy the next node that there is room for."""
         while self._waiting:
-            node, copy, reading = self._waiting.popleft()
+            node, copy, reading = self._waiting[0]
             copy.slabs = self._room(reading.header.nbytes)
+            self._waiting.popleft()
             if copy.slabs is None:
                 reading.close()
                 self._drop(node)
@@ -172,10 +183,10 @@ class LowerTiers:
         job.copy.ready = done
         if done:
             self.counts.copied_bytes += job.copy.header.nbytes
+            if self.disk is not None:
+                self._write(self.disk, job.node, job.copy)
         else:
             self.counts.refused += 1
-        if done and self.disk is not None:
-            self._write(self.disk, job.node, job.copy)
         self._leave(job.node)
 
     def _write(self, disk: DiskTier, node: Node, copy: Copy) -> None:
@@ -203,6 +214,7 @@ class LowerTiers:
         buffers = [buffer.numpy() for buffer in self._host.buffers(copy.slabs, header.nbytes)]
         copy.users += 1
         copy.writing = disk.put(head, copy.token_ids, buffers)
+        self._moving.add(node)
 
     # -- up --------------------------------------------------------------------------------------------------------
 
@@ -245,10 +257,10 @@ class LowerTiers:
         on_disk = sum(copy.header.nbytes for copy in copies if not copy.on_host)
         return self.speeds.host_seconds(sum(copy.header.nbytes for copy in copies)) + self.speeds.disk_seconds(on_disk)
 
-    def fetch(self, steps: list[Step]) -> bool | None:
+    def fetch(self, steps: list[Step], patience: float) -> bool | None:
         """Begins to bring a chain to host memory, as far as it is not there; returns whether it is, None where there is
-        no room for it."""
-        there = True
+        no room for it or the disk takes more seconds than ``patience`` and ``FETCH_SECONDS``."""
+        there, since = True, time.monotonic() - max(FETCH_SECONDS, patience)
         for step in steps:
             copy = step.node.copy
             assert copy is not None
@@ -257,6 +269,8 @@ class LowerTiers:
                 continue
             there = False
             if copy.fetching is not None:
+                if self._asked[step.node] < since:
+                    return None
                 continue
             if self.disk is None or copy.entry is None:
                 return None
@@ -267,6 +281,7 @@ class LowerTiers:
             buffers = [buffer.numpy() for buffer in self._host.buffers(copy.slabs, copy.header.nbytes)]
             self._asked[step.node] = time.monotonic()
             copy.fetching = self.disk.read(copy.entry, buffers, copy.token_ids)
+            self._moving.add(step.node)
         return there
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: Sequence | None) -> Sequence:
@@ -275,18 +290,18 @@ class LowerTiers:
         copies = [step.node.copy for step in steps if step.node.copy is not None]
         parts = [(one.header.num_layers, one.header.layer_bytes, one.slabs or []) for one in copies]
         began, nbytes = time.monotonic(), sum(one.header.nbytes for one in copies)
-        for step, copy in zip(steps, copies, strict=True):
-            tier = "disk" if copy.fetched else "host"
-            self.counts.hit_tokens[tier] += (step.stop - step.node.first) * PAGE
-            copy.fetched = False
-        if parent is not None:
-            self.counts.hit_tokens["device"] += steps[0].node.first * PAGE
         try:
             arrival = self._mover.up(restoring, parts)
         except BaseException:
             self._mover.finish()
             self._cache.release(restoring.sequence)
             raise
+        for step, copy in zip(steps, copies, strict=True):
+            tier = "disk" if copy.fetched else "host"
+            self.counts.hit_tokens[tier] += (step.stop - step.node.first) * PAGE
+            copy.fetched = False
+        if parent is not None:
+            self.counts.hit_tokens["device"] += steps[0].node.first * PAGE
         if arrival is None:
             self.speeds.host(nbytes, time.monotonic() - began)
             self.counts.restored(nbytes, time.monotonic() - began)
@@ -305,13 +320,14 @@ class LowerTiers:
                 self._leave(node)
             self.speeds.host(nbytes, arrival.seconds)
             self.counts.restored(nbytes, arrival.seconds)
-        for node in list(self._copies):
+        for node in list(self._moving):
             copy = node.copy
-            if copy is None:
-                continue
+            assert copy is not None, "what uses a copy keeps it"
             if copy.fetching is not None and copy.fetching.done():
+                self._moving.discard(node)
                 self._fetched(node, copy, copy.fetching)
-            if copy.writing is not None and copy.writing.done():
+            elif copy.writing is not None and copy.writing.done():
+                self._moving.discard(node)
                 copy.writing = None
                 self._leave(node)
 
@@ -326,11 +342,11 @@ class LowerTiers:
 
     def wait(self, seconds: float) -> None:
         """Waits for what is on its way, so long at the most."""
-        copies = [node.copy for node in self._copies if node.copy]
+        copies = [node.copy for node in self._moving if node.copy]
         futures: list[Future[Any]] = [x for one in copies for x in (one.fetching, one.writing) if x is not None]
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
-        elif self.busy:
+        elif self.busy or not self._opened:
             time.sleep(seconds)
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -414,8 +430,7 @@ class LowerTiers:
             self._host.give(copy.slabs)
         node.copy = None
         self._copies.discard(node)
-        if self._by_name.get(node.names[-1]) is node:
-            del self._by_name[node.names[-1]]
+        del self._by_uid[node.uid]
         self._tree.prune(node)
 
     def _touch(self, node: Node | None) -> None:
@@ -434,35 +449,35 @@ class LowerTiers:
     def _take_events(self) -> None:
         while self._events:
             kind, entry = self._events.popleft()
-            node = self._by_name.get(entry.name)
+            assert self.disk is not None
+            if entry.head.key != self.disk.key.digest:
+                continue  # another model's
+            node = self._by_uid.get(entry.head.uid)
             if kind in ("found", "stored"):
                 if node is None:
-                    assert self.disk is not None
                     self._named.append((entry, self.disk.token_ids(entry)))
-                elif node.copy is not None and node.uid == entry.head.uid:
+                elif node.copy is not None:
                     node.copy.entry = entry
-            elif node is not None and node.copy is not None and node.uid == entry.head.uid:
+            elif node is not None and node.copy is not None:
                 node.copy.entry = None
                 if node.copy.slabs is None and not node.copy.users:
                     self._drop(node)
-        for _ in range(len(self._named)):
+        while self._named and self._named[0][1].done():  # in the order in which they were asked for
             entry, ids = self._named.popleft()
-            if not ids.done():
-                self._named.append((entry, ids))
-            elif not ids.cancelled() and ids.exception() is None:
+            if not ids.cancelled() and ids.exception() is None:
                 self._plant(entry, ids)
 
     def _plant(self, entry: Entry, ids: Future[np.ndarray]) -> None:
         """Adds the node of a file that some other process has written, or this one before it was started anew."""
         head = entry.head
-        if entry.name in self._by_name or head.start % PAGE or head.length % PAGE:
+        if head.uid in self._by_uid or head.start % PAGE or head.length % PAGE:
             return
-        parent = self._by_name.get(head.parent) if head.parent else None
+        parent = self._by_uid.get(head.parent_uid) if head.parent else None
         if head.parent and parent is None:
-            self._orphans.setdefault(head.parent, []).append((entry, ids))
+            self._orphans.setdefault(head.parent_uid, []).append((entry, ids))
             return
         first = head.start // PAGE
-        if parent is not None and (parent.uid != head.parent_uid or not parent.first < first <= parent.end):
+        if parent is not None and not parent.first < first <= parent.end:
             return
         try:
             header = SnapshotHeader.from_json(json.dumps(dict(head.header)))
@@ -483,15 +498,34 @@ class LowerTiers:
         node = self._tree.plant(parent, first, names, bool(header.segments), head.origin)
         node.uid, node.copy = head.uid, Copy(header, tokens, entry=entry)
         self._copies.add(node)
-        self._by_name[entry.name] = node
-        for waiting in self._orphans.pop(entry.name, ()):
+        self._by_uid[node.uid] = node
+        for waiting in self._orphans.pop(node.uid, ()):
             self._plant(*waiting)
+
+    def abandon(self) -> None:
+        """Lets go of all that it reads on the device, whatever state it is in; nothing of it is used any more."""
+        readings = [reading for _, _, reading in self._waiting] + ([] if self._job is None else [self._job.reading])
+        with suppress(Exception):
+            self._mover.finish()
+        for reading in readings:
+            reading.close()
+        if self.disk is not None:
+            self.disk.close(0.0)
 
     def close(self, seconds: float = 10.0) -> None:
         """Ends: copies on their way to the disk are written, as far as that takes no longer."""
         deadline = time.monotonic() + seconds
-        while (self._job or self._waiting) and time.monotonic() < deadline:
-            self.advance()
-        if self.disk is not None:
-            self.disk.close(max(0.1, deadline - time.monotonic()))
-        self._mover.finish()
+        try:
+            while (self._job or self._waiting) and time.monotonic() < deadline:
+                self.advance()
+                if self._job is not None:
+                    time.sleep(CLOSING_SECONDS)
+            if self._job is not None:
+                self._end(done=False)
+        finally:
+            while self._waiting:
+                node, _, reading = self._waiting.popleft()
+                reading.close()
+                self._drop(node)
+            if self.disk is not None:
+                self.disk.close(max(0.1, deadline - time.monotonic()))

@@ -6,10 +6,13 @@ Otherwise it forks: any number of requests share pages of sequences that run or 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from shadowkv.cache.disk import DiskTier
 from shadowkv.cache.host import HostTier
@@ -23,6 +26,8 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
+
+logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
 """Between two looks for what is on its way, where nothing else is to be done."""
@@ -101,7 +106,10 @@ class PrefixCache:
                     tokens = self._cache.fork_point(sequence, wanted)
                     if tokens > (best.tokens if best else 0):
                         best = Match(sequence, tokens)
-        return best if self.lower is None else self._restorable(self.lower, prompt, best)
+        if self.lower is not None:
+            with self._failing_alone():
+                return self._restorable(self.lower, prompt, best)
+        return best
 
     def _restorable(self, lower: LowerTiers, prompt: Prompt, best: Match | None) -> Match | None:
         """What the tiers below have, where restoring it takes less time than computing what is ``best`` without it;
@@ -112,13 +120,14 @@ class PrefixCache:
             if (way := lower.chain(node, end)) is None:
                 continue
             steps, sequence = way
-            if lower.seconds(steps) > self.speeds.prefill.seconds * (end * PAGE - reached):
+            computing = self.speeds.prefill.seconds * (end * PAGE - reached)
+            if lower.seconds(steps) > computing:
                 continue
             try:
                 self._cache.restore_demand(lower.links(steps), end * PAGE, end * PAGE, sequence)
             except ValueError:  # such sequences cannot be cut there
                 continue
-            ready = lower.fetch(steps)
+            ready = lower.fetch(steps, computing)
             if ready is not None:
                 return Match(sequence, end * PAGE, steps=tuple(steps), ready=ready)
         return best
@@ -153,9 +162,10 @@ class PrefixCache:
         self.version += 1
         way = self._tree.hold(sequence, prompt.pages, pages)
         if self.lower is not None:
-            for node in way:
-                if node.copy is None and node.holders[sequence] == node.end:
-                    self.lower.store(node, sequence, prompt.token_ids)
+            with self._failing_alone():
+                for node in way:
+                    if node.copy is None and node.holders[sequence] == node.end:
+                        self.lower.store(node, sequence, prompt.token_ids)
 
     def keep(self, sequence: Sequence, prompt: Prompt) -> None:
         """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""
@@ -164,7 +174,10 @@ class PrefixCache:
         self._kept[sequence] = Prompt(prompt.token_ids[: sequence.length], prompt.pages)
 
     def take(self, match: Match, start: int, capacity: int) -> Sequence:
-        """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens; raises OutOfPages."""
+        """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens.
+
+        Raises OutOfPages, and whatever keeps ``match.steps`` from being restored, with nothing taken.
+        """
         sequence, cache = match.sequence, self._cache
         if sequence is not None and sequence in self._kept and not match.whole:
             self._kept.move_to_end(sequence)
@@ -246,9 +259,23 @@ class PrefixCache:
     def advance(self, idle: bool) -> None:
         """Goes on with them; waits a moment for the disk where there is nothing else to do."""
         if self.lower is not None:
-            self.lower.advance()
-            if idle:
-                self.lower.wait(IDLE_SECONDS)
+            with self._failing_alone():
+                self.lower.advance()
+                if idle:
+                    self.lower.wait(IDLE_SECONDS)
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Where the tiers below the device fail in a way that nobody has thought of, requests go on without them."""
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            logger.error("what is cached below the device is not used any more", exc_info=error)
+            lower, self.lower = self.lower, None
+            if lower is not None:
+                lower.abandon()
 
     def close(self) -> None:
         """Ends their work."""

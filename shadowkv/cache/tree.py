@@ -63,9 +63,14 @@ class PrefixTree:
 
     def along(self, names: Items[str]) -> Iterator[tuple[Node, int]]:
         """Nodes on the way of a prompt, in order of their first pages, each with the page up to which it goes along."""
+        reached = 0
         for first, name in enumerate(names):
+            if first > reached:  # a node begins behind a page of another
+                return
             for node in self._by_first.get(name, ()):
-                yield node, first + common_pages(node.names, names[first:])
+                end = first + common_pages(node.names, names[first:])
+                reached = max(reached, end)
+                yield node, end
 
     def hold(self, sequence: Sequence, names: PageNames, pages: int) -> list[Node]:
         """Notes that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its way."""

@@ -151,11 +151,11 @@ class AsyncEngine:
             self._error = error
             logger.exception("the engine has died")
         finally:
-            self._close()
             self._stopped = True
             self._warm.set()
             for sink in list(self._sinks.values()):
                 sink(EngineDead(self._reason()))
+            self._close()
 
     def _close(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -42,6 +43,19 @@ class LLM:
         self.engine.warm_up()
         self.tokenizer = self.engine.tokenizer
         self._numbers = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Writes what is on its way to the disk tier; to be called last where there is one."""
+        with interrupts_deferred():
+            self.engine.close()
 
     def generate(
         self,

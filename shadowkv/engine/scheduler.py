@@ -7,9 +7,15 @@ to compute it, where that is less than all of them would.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from shadowkv.cache.pages import common_pages
 from shadowkv.cache.prefix_cache import Match, PrefixCache, Prompt
@@ -19,6 +25,12 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
+
+logger = logging.getLogger(__name__)
+
+MOST_ON_THEIR_WAY = 32
+"""Waiting requests that others pass because something of them is still read from the disk: each is looked at in every
+step."""
 
 
 @dataclass(eq=False)
@@ -32,7 +44,7 @@ class Running:
         self.sequence.seed = self.request.seed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Leader:
     """A prompt that is being computed, which others may wait for.
 
@@ -43,6 +55,37 @@ class Leader:
 
     prompt: Prompt | None
     tokens: int
+
+
+class Sharing:
+    """What waiting requests have in common with leaders: found out once for each leader that somebody asks for."""
+
+    def __init__(self, waiting: Items[Request]) -> None:
+        self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
+        self._tokens: dict[Leader, npt.NDArray[np.int64]] = {}
+
+    def admitted(self, number: int) -> None:
+        """Notes that one of them does not wait any more."""
+        self._wait[number] = False
+
+    def waits(self, number: int, cached: int, leader: Leader) -> bool:
+        """Whether one of them is to wait for a leader that has more of its start than the tokens that are ``cached``:
+        where all that wait would compute more tokens of that start than are left of the leader."""
+        if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
+            return False
+        if leader not in self._tokens:
+            self._tokens[leader] = np.array([_shared(one, leader.prompt) for one in self._waiting], np.int64)
+        spared = np.maximum(self._tokens[leader][self._wait] - cached, 0)
+        return int(spared.sum()) > leader.tokens
+
+
+def _shared(request: Request, prompt: Prompt) -> int:
+    """Tokens of a request that it need not compute once ``prompt`` has been."""
+    if request.prompt is None:
+        return 0
+    return min(
+        PAGE * common_pages(request.prompt.pages, prompt.pages), (len(request.prompt_token_ids) - 1) // PAGE * PAGE
+    )
 
 
 class Scheduler:
@@ -104,11 +147,13 @@ class Scheduler:
         """
         admitted: list[Running] = []
         leaders = list(at_work)
-        beside, passed, tokens = len(leaders), Blocks(), 0
+        beside, passed, tokens, on_their_way = len(leaders), Blocks(), 0, 0
+        waiting = tuple(self.waiting)
+        sharing = Sharing(waiting)
         most = self.max_num_batched_tokens
         if beside:
             most = min(most, BLOCK_TOKENS[self.cache.device.type])
-        for request in tuple(self.waiting):
+        for number, request in enumerate(waiting):
             if len(self.running) + beside + len(admitted) + passed["sequences"] >= self.max_num_seqs:
                 break
             length = len(request.prompt_token_ids)
@@ -119,6 +164,9 @@ class Scheduler:
                 continue
             found = self._match(request)
             if found and not found.ready:
+                on_their_way += 1
+                if on_their_way == MOST_ON_THEIR_WAY:
+                    break
                 continue
             new = length - (found.tokens if found else 0)
             if beside and self.is_long(new):
@@ -127,13 +175,15 @@ class Scheduler:
                 continue
             if admitted and (tokens + new > most or self.is_long(new)):
                 break
-            if self._waits(request, length - new, leaders):
+            if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
                 continue
             sequence = self._reserve(request, found, passed, again=not beside and not admitted)
             if sequence is None:
                 break
             self.waiting.remove(request)
+            sharing.admitted(number)
             admitted.append(Running(request, sequence))
+            new = length - request.cached_tokens
             tokens += new
             leaders.append(Leader(request.prompt, new))
             if self.is_long(new):
@@ -141,27 +191,8 @@ class Scheduler:
         return admitted
 
     def _match(self, request: Request) -> Match | None:
-        """What is cached of a prompt; nothing where its scores are asked for, which need all of it to be computed."""
-        if request.prompt is None or request.params.prompt_logprobs is not None:
-            return None
-        return self.prefix_cache.match(request.prompt)
-
-    def _waits(self, request: Request, cached: int, leaders: list[Leader]) -> bool:
-        """Whether a request is to wait for a prompt at work that has more of its start than the tokens that are
-        ``cached``: where all that wait would compute more tokens of that start than are left of the prompt at work."""
-        if request.prompt is None or request.params.prompt_logprobs is not None:
-            return False
-
-        def shared(other: Request, leader: Leader) -> int:
-            """Tokens that the other would compute and need not once the leader has."""
-            if other.prompt is None or leader.prompt is None:
-                return 0
-            return max(0, PAGE * common_pages(other.prompt.shareable, leader.prompt.pages) - cached)
-
-        return any(
-            shared(request, leader) and sum(shared(one, leader) for one in self.waiting) > leader.tokens
-            for leader in leaders
-        )
+        """What is cached of a prompt."""
+        return self.prefix_cache.match(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
         """Prompts whose prefill has ended run from now on, and can be forked."""
@@ -189,18 +220,38 @@ class Scheduler:
             need, spare = kept.growth(found, start, request.capacity), found.sequence
             if not (need + left).within(self._reachable(spare)):
                 return self._reserve(request, None, left, again) if again else None
-            while not need.within(cache.free):
-                kept.evict(spare)
+            if not self._make_room(need, spare):
+                return None
+            try:
+                sequence = kept.take(found, start, request.capacity)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                logger.warning("a cached prompt cannot be restored and is computed: %s", error)
+                return self._reserve(request, None, left, again)
             request.cached_tokens = found.tokens
-            return kept.take(found, start, request.capacity)
+            return sequence
         need = cache.demand(start, request.capacity)
         # Nothing is evicted for a request that would have to wait all the same.
         if not (need + left).within(self._reachable()):
             return None
-        while not need.within(cache.free):
-            kept.evict()
+        if not self._make_room(need):
+            return None
+        request.cached_tokens = 0
         return cache.allocate(start, request.capacity)
+
+    def _make_room(self, need: Blocks, spare: Sequence | None = None) -> bool:
+        """Evicts kept sequences other than ``spare`` until there is room, if that is to be had."""
+        while not need.within(self.cache.free):
+            if not self.prefix_cache.evict(spare):
+                return False
+        return True
 
     def _reachable(self, spare: Sequence | None = None) -> Blocks:
         """What is free or would be, were all kept sequences other than ``spare`` evicted."""
         return self.cache.free + self.prefix_cache.blocks(spare)
+
+
+def _looks_up(request: Request) -> bool:
+    """Whether what is cached of a prompt is asked for: scores of a prompt need all of it to be computed."""
+    return request.prompt is not None and request.params.prompt_logprobs is None

@@ -69,7 +69,11 @@ class Transfer:
         sequence = self.pool.restore(outline, start, capacity, parent)
         header, stop = chain[-1]
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
-        return Restoring(self.store, chain, sequence)
+        try:
+            return Restoring(self.store, chain, sequence)
+        except BaseException:  # out of memory, say: where things are written is told on the device
+            self.pool.release(sequence)
+            raise
 
     def export(self, sequence: Sequence, start: int = 0) -> Snapshot:
         """A snapshot on the device that computes."""

@@ -51,7 +51,7 @@ class Tree(RuleBasedStateMachine):
 
     @rule(pages=st.text("ab", max_size=8))
     def compute(self, pages: str) -> None:
-        self.tree.hold(self.add(pages), names(pages))
+        self.tree.hold(self.add(pages), names(pages), len(pages))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), more=st.text("ab", max_size=4))
@@ -62,7 +62,7 @@ class Tree(RuleBasedStateMachine):
         child.path = parent.path
         self.tree.fork(child, parent, len(pages))
         self.held[child] = pages + more
-        self.tree.hold(child, names(pages + more))
+        self.tree.hold(child, names(pages + more), len(pages + more))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), more=st.text("ab", max_size=4), compress=st.booleans())
@@ -70,7 +70,7 @@ class Tree(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(list(self.held)))
         sequence.path = sequence.path or [None] * compress
         self.held[sequence] += more
-        self.tree.hold(sequence, names(self.held[sequence]))
+        self.tree.hold(sequence, names(self.held[sequence]), len(self.held[sequence]))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -120,11 +120,11 @@ def test_either_tier_can_be_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("name", "layer_bytes"), [("full", 16384 * 4096), ("turbo", 900 * 16384)])
-def test_staging_is_two_layers_of_the_longest_sequence(name: str, layer_bytes: int) -> None:
+def test_staging_is_three_layers_of_the_longest_sequence(name: str, layer_bytes: int) -> None:
     model = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336, vocab_size=1000)
     layout = make_layout(preset(name), LLAMA, torch.bfloat16).resized(16384)
     more = working_bytes(model, layout, 3, offload=True) - working_bytes(model, layout, 3)
-    assert more == staging_bytes(layout) == pytest.approx(2 * layer_bytes, rel=0.35 if name == "turbo" else 0)
+    assert more == staging_bytes(layout) == pytest.approx(3 * layer_bytes, rel=0.35 if name == "turbo" else 0)
 
 
 def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer() -> None:
