@@ -6,7 +6,7 @@ Prompts are random token ids; TTFT is from the moment a request is offered. Each
     one-by-one  the same one after the other, the document in host memory alone
     restore     a document comes back from host memory, and nothing else is asked
     disk        the same from disk, the page cache emptied; and a plain read of as many bytes
-    trace       chats of several turns over documents, a few at a time, with a device that holds few of them
+    trace       chats of several turns over documents, a few at a time; the device keeps a quarter as many
 
     python scripts/reuse_sweep.py --load-format dummy --kv turbo --out results/summary.csv --disk DIR
 """
@@ -78,7 +78,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=24, help="of the trace (default: %(default)s)")
     parser.add_argument("--shortest", type=int, default=8192, help="document of the trace (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=4, help="chats of the trace (default: %(default)s)")
-    parser.add_argument("--trace-memory", type=float, default=0.2, help="its engine's --gpu-memory-utilization")
     parser.add_argument("--kv-offload-gib", type=float, default=48.0, help="(default: %(default)s)")
     parser.add_argument("--disk", type=Path, help="an empty folder for the case of that name")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
@@ -106,7 +105,7 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
     elif case != "shared":
         settings["kv_offload_gib"] = args.kv_offload_gib
     if case == "trace":
-        settings |= {"gpu_memory_utilization": args.trace_memory, "max_cached_seqs": args.documents}
+        settings["max_cached_seqs"] = args.documents // 4
     if case == "disk":
         if args.disk is None:
             raise ValueError("the case 'disk' needs --disk DIR")
