@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import GREEDY, assert_empty, drain, prompt, tokens
+from test_engine import GREEDY, drain, prompt, tokens
 from test_prefix_cache import DOCUMENT, cached, fresh
+from tiers import assert_nothing_left, evict_device, settle
 
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.spec import PAGE
@@ -24,19 +25,6 @@ def ask(engine: Engine, ids: list[int], params: Any = GREEDY) -> tuple[list[int]
     return tokens(outputs["x"]), cached(outputs)["x"]
 
 
-def settle(engine: Engine) -> None:
-    """Until nothing is on its way to another tier."""
-    while engine.settling:
-        engine.step()
-
-
-def forget_device(engine: Engine) -> None:
-    """Evicts all that is kept on the device."""
-    while engine.scheduler.prefix_cache.evict():
-        pass
-    assert engine.cache.free == engine.cache.total
-
-
 @pytest.mark.parametrize("kv", POLICIES)
 def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) -> None:
     engine = make(kv=kv, kv_offload_gib=OFFLOAD)
@@ -45,7 +33,7 @@ def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) ->
     for seed in (3, 4):
         answers = []
         for _ in range(2):
-            forget_device(engine)
+            evict_device(engine)
             answer, found = ask(engine, DOCUMENT + prompt(seed, 100))
             assert found >= len(DOCUMENT)
             answers.append(answer)
@@ -53,7 +41,7 @@ def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) ->
         if kv == "full":
             assert answers[0] == fresh(make, DOCUMENT + prompt(seed, 100), kv=kv)
     assert engine.scheduler.prefix_cache.counts.hit_tokens["host"] >= 4 * len(DOCUMENT)
-    forget_device(engine)
+    evict_device(engine)
     engine.close()
 
 
@@ -86,7 +74,7 @@ def test_other_salts_find_nothing_in_any_tier(make: Any, tmp_path: Path) -> None
     mine, other = replace(GREEDY, cache_salt="mine"), replace(GREEDY, cache_salt="other")
     ask(engine, DOCUMENT + [5], mine)
     settle(engine)
-    forget_device(engine)
+    evict_device(engine)
     assert ask(engine, DOCUMENT + [5], other)[1] == ask(engine, DOCUMENT + [5])[1] == 0
     engine.close()
     engine = make(**options)
@@ -116,7 +104,7 @@ def test_a_harmed_file_is_never_served(make: Any, tmp_path: Path, harm: str) -> 
     assert ask(engine, ids) == (wanted, 0)
     settle(engine)
     assert ask(engine, ids)[1] > 0
-    forget_device(engine)
+    evict_device(engine)
     engine.close()
 
 
@@ -126,18 +114,13 @@ def test_little_host_memory_is_used_again(make: Any) -> None:
     for seed in range(8):
         ask(engine, prompt(seed, 900))
         settle(engine)
-    forget_device(engine)
-    lower = engine.scheduler.prefix_cache.lower
-    assert lower.counts.host_evictions > 0
+    evict_device(engine)
+    assert engine.scheduler.prefix_cache.counts.host_evictions > 0
     assert ask(engine, prompt(7, 900) + [1])[1] == 896
-    forget_device(engine)
+    evict_device(engine)
     assert ask(engine, prompt(0, 900) + [1])[1] == 0
     settle(engine)
-    for node in list(lower._copies):
-        if node.copy.slabs is not None and not node.copy.users:
-            lower._leave_host(node)
-    assert lower._host.used_bytes == 0
-    assert_empty(engine)
+    assert_nothing_left(engine)
 
 
 def test_a_directory_that_cannot_be_used_is_named(make: Any, tmp_path: Path) -> None:

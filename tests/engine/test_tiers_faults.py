@@ -92,7 +92,7 @@ def test_a_disk_that_cannot_be_read_is_done_without(
     engine = make(kv="full", kv_disk_dir=str(tmp_path))
     while engine.scheduler.prefix_cache.opening:
         pass
-    engine.scheduler.prefix_cache.lower._disk._files = BrokenDisk()
+    engine.scheduler.prefix_cache.lower.disk._files = BrokenDisk()
     assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert sum("cannot be read" in line for line in lines(caplog)) == 1
     assert_nothing_left(engine)
@@ -234,7 +234,7 @@ def test_what_is_restored_is_given_back_where_its_places_cannot_be_told(
 
 def test_what_is_not_copied_when_an_engine_ends_is_let_go(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full", kv_offload_gib=0.0625)
-    monkeypatch.setattr(engine.scheduler.prefix_cache.lower, "advance", lambda: None)
+    monkeypatch.setattr(engine.scheduler.prefix_cache.lower.copying, "advance", lambda most: None)
     ask(engine, QUESTION)
     evict_device(engine)
     assert engine.cache.free != engine.cache.total

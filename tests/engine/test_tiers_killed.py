@@ -75,7 +75,7 @@ def test_a_server_that_is_killed_leaves_nothing_bad_behind(
     for number, answer in answers.items():
         assert ask(engine, question(number))[0] == answer
     settle(engine)
-    disk = engine.scheduler.prefix_cache.lower._disk.stats()
+    disk = engine.scheduler.prefix_cache.lower.disk.stats()
     assert disk.hits and not disk.corrupt
     assert_nothing_left(engine)
     engine.close()
