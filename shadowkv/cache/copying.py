@@ -70,7 +70,7 @@ class Copying:
         if reading.header.length != stop:
             reading.close()
             return
-        copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32))
+        copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
         self._copies.add(node, copy)
         self._copies.touch(node)
         self._waiting.append((node, copy, reading))
@@ -117,10 +117,9 @@ class Copying:
             self._waiting.popleft()
             if copy.slabs is None:
                 reading.close()
-                self._copies.drop(node)
+                self._copies.leave(node)
                 self._counts.refused += 1
                 continue
-            copy.users += 1
             self.job = Job(node, copy, reading, self._mover.down(reading, copy.slabs))
             return True
         return False
@@ -178,7 +177,7 @@ class Copying:
             while self._waiting:
                 node, _, reading = self._waiting.popleft()
                 reading.close()
-                self._copies.drop(node)
+                self._copies.leave(node)
 
     def abandon(self) -> None:
         """Lets go of all that is read on the device, whatever state it is in."""

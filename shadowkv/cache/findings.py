@@ -81,38 +81,46 @@ class Findings:
         while self._named and self._named[0][1].done():  # in the order in which they were asked for
             entry, ids = self._named.popleft()
             if not ids.cancelled() and ids.exception() is None:
-                self._plant(entry, ids)
+                self._plant_all(entry, ids)
 
-    def _plant(self, entry: Entry, ids: Future[np.ndarray]) -> None:
-        """Adds the node of a file that some other process has written, or this one before it was started anew."""
+    def _plant_all(self, entry: Entry, ids: Future[np.ndarray]) -> None:
+        """Adds the node of a file, and those of all that continues it and was found before it."""
+        found = [(entry, ids)]
+        while found:
+            entry, ids = found.pop()
+            if self._plant(entry, ids):
+                found += self._orphans.pop(entry.head.uid, ())
+
+    def _plant(self, entry: Entry, ids: Future[np.ndarray]) -> bool:
+        """Adds the node of a file that some other process has written, or this one before it was started anew; returns
+        whether it could be."""
         head = entry.head
         if head.uid in self._copies.by_uid or head.start % PAGE or head.length % PAGE:
-            return
+            return False
         parent = self._copies.by_uid.get(head.parent_uid) if head.parent else None
         if head.parent and parent is None:
             self._orphans.setdefault(head.parent_uid, []).append((entry, ids))
-            return
+            return False
         first = head.start // PAGE
         if parent is not None and not parent.first < first <= parent.end:
-            return
+            return False
         try:
             header = SnapshotHeader.from_json(json.dumps(dict(head.header)))
         except ValueError as error:
             logger.warning("the snapshot %s is not served: %s", entry.name, error)
-            return
+            return False
         size = header.start, header.length, header.num_layers, header.layer_bytes
         if size != (head.start, head.length, head.layers, head.layer_bytes) or header.form != self._form:
             logger.warning("the snapshot %s is not served: its header is of another", entry.name)
-            return
+            return False
         tokens = ids.result()
         names = list(
             PageNames(parent.names[first - parent.first - 1] if parent else head.origin).extend_to(tokens.tolist())
         )
         if names[-1] != entry.name:
             logger.warning("the snapshot %s is not served: it has not the tokens of its name", entry.name)
-            return
+            return False
         node = self._tree.plant(parent, first, names, bool(header.segments), head.origin)
         node.uid = head.uid
         self._copies.add(node, Copy(header, tokens, entry=entry))
-        for waiting in self._orphans.pop(node.uid, ()):
-            self._plant(*waiting)
+        return True

@@ -31,20 +31,24 @@ class KeptCopies:
         self.by_uid[node.uid] = node
 
     def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
-        """Slabs for a copy; others make room, least recently used first."""
-        if self.host.slabs_of(nbytes) > self.host.num_slabs:
+        """Slabs for a copy; others make room, least recently used first, where they can make enough."""
+        slabs = self.host.take(nbytes)
+        if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
+            return slabs
+        old = [
+            (node.copy.used, len(node.copy.slabs or ()), node)
+            for node in self.nodes
+            if node.copy and node.copy.on_host and not node.copy.users and node not in (spare or ())
+        ]
+        lacking = self.host.slabs_of(nbytes) - self.host.free_slabs
+        if sum(count for _, count, _ in old) < lacking:
             return None
-        while (slabs := self.host.take(nbytes)) is None:
-            old = [
-                node
-                for node in self.nodes
-                if node.copy and node.copy.on_host and not node.copy.users and node not in (spare or ())
-            ]
-            if not old:
-                return None
-            victim = min(old, key=lambda node: node.copy.used if node.copy else 0)
+        for _, count, victim in sorted(old, key=lambda one: one[0]):
+            if lacking <= 0:
+                break
             self.leave_host(victim)
-        return slabs
+            lacking -= count
+        return self.host.take(nbytes)
 
     def leave_host(self, node: Node) -> None:
         """Drops a copy from host memory, where nobody uses it."""
