@@ -50,8 +50,8 @@ def test_a_prompt_is_followed_no_further_than_it_is_known() -> None:
 
     tree, held = PrefixTree(), Held()
     tree.hold(held, names("ab"), 2)
-    assert not list(tree.along(Followed(names(500 * "b")))) and seen == 1
-    assert [end for _, end in tree.along(Followed(names("ab" + 500 * "c")))] == [2] and seen <= 5
+    assert not list(tree.along(Followed(names(500 * "b")))) and seen <= 2
+    assert [end for _, end in tree.along(Followed(names("ab" + 500 * "c")))] == [2] and seen <= 6
 
 
 class Tree(RuleBasedStateMachine):
