@@ -22,7 +22,7 @@ class Copy:
         slabs: of the host tier; None where it is not there.
         entry: of the disk tier; None where it is not there.
         ready: whether ``slabs`` hold its bytes: they may be on their way from the device or the disk.
-        users: how many read or write its slabs.
+        users: how many read or write its slabs, or wait to.
         used: by a clock that counts uses; what it continues has been used no less lately.
         fetched: whether it has come from the disk since it was used last.
         fetching: from the disk, while it is on its way.

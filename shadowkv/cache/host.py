@@ -42,9 +42,14 @@ class HostTier:
         return self.num_slabs * self.slab_bytes
 
     @property
+    def free_slabs(self) -> int:
+        """Slabs that are not taken."""
+        return len(self._free)
+
+    @property
     def used_bytes(self) -> int:
         """Of those that are taken."""
-        return self.total_bytes - len(self._free) * self.slab_bytes
+        return self.total_bytes - self.free_slabs * self.slab_bytes
 
     def slabs_of(self, nbytes: int) -> int:
         """Slabs that hold so many bytes."""

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from shadowkv.cache.chains import Step
 from shadowkv.cache.disk import DiskTier
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
-from shadowkv.cache.lower_tiers import LowerTiers, Step
+from shadowkv.cache.lower_tiers import LowerTiers
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats

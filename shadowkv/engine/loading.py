@@ -109,7 +109,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         *backend_lines(cache.ops, cache.device, config.enforce_eager, OPS if loaded.config.quantization else ()),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {config.max_num_seqs} sequences at once",
-        f"cache   {in_words(config)}",
+        f"cache   {in_words(config, cache.layout)}",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
         need = cache.demand(length, length)

@@ -19,6 +19,7 @@ from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.sizing import GIB, offload_bytes
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
@@ -30,7 +31,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
 
     Raises MemoryError where the host memory is not there, ValueError where the directory cannot be used.
     """
-    nbytes = offload_bytes(config)
+    nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
         return PrefixCache(cache), partial(origin, 40 * "0")
     host = HostTier(nbytes, cache.device)
@@ -61,12 +62,12 @@ def _named(directory: Path) -> Iterator[None]:
         raise ValueError(f"--kv-disk-dir {directory} cannot be used: {error.strerror or error}") from error
 
 
-def in_words(config: EngineConfig) -> str:
+def in_words(config: EngineConfig, layout: Layout) -> str:
     """The prefix cache's tiers and their sizes."""
     if not config.enable_prefix_caching:
         return "no prefixes"
     tiers = ["prefixes on the device"]
-    if nbytes := offload_bytes(config):
+    if nbytes := offload_bytes(config, layout):
         tiers.append(f"{nbytes / GIB:.2f} GiB of host memory")
     if config.kv_disk_dir is not None:
         tiers.append(f"{config.kv_disk_gib:.2f} GiB in {config.kv_disk_dir}")

@@ -30,8 +30,9 @@ DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 HOST_SHARE = 0.5
 """Of the host memory that is free, the most that values take without being told."""
 
-WAY_GIB = 1.0
-"""Host memory for what is on its way between device and disk, where ``kv_offload_gib`` asks for none."""
+WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
+"""Host memory for what is on its way between device and disk, where ``kv_offload_gib`` asks for none: that many copies
+of the longest sequence, but no less and no more than so many GiB."""
 
 GRAM_BYTES = 12 * STATES_AT_ONCE
 """For each entry of the Gram matrix of all kv heads' keys: two float32 copies of every layer's, and room to work in."""
@@ -86,9 +87,13 @@ def staging_bytes(layout: Layout) -> int:
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 
-def offload_bytes(config: EngineConfig) -> int:
+def offload_bytes(config: EngineConfig, layout: Layout) -> int:
     """Host bytes for the prefix cache's copies; 0 where there are none."""
-    return int((config.kv_offload_gib or (WAY_GIB if config.kv_disk_dir else 0.0)) * GIB)
+    if config.kv_offload_gib or config.kv_disk_dir is None:
+        return int(config.kv_offload_gib * GIB)
+    longest = layout.shape.num_layers * layout.snapshot_layer_bytes(layout.max_model_len)
+    least, most = WAY_GIB
+    return min(max(WAY_SNAPSHOTS * longest, least * GIB), most * GIB)
 
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
@@ -152,7 +157,7 @@ def size_cache(
     not one sequence fits, or where more host memory was asked for than is free.
     """
     max_model_len = layout.max_model_len
-    offload, host_free = offload_bytes(config), free_host_bytes()
+    offload, host_free = offload_bytes(config, layout), free_host_bytes()
     if offload > host_free:
         raise MemoryError(
             f"copies of cached prompts would take {offload / GIB:.2f} GiB of host memory, {host_free / GIB:.2f} are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,22 @@ def test_salts_share_nothing() -> None:
     ids = list(range(3 * PAGE))
     pages = [PageNames(origin(40 * "0", salt)).extend_to(ids) for salt in (None, "", "a", "b", "salt a")]
     assert not any(common_pages(one, other) for i, one in enumerate(pages) for other in pages[:i])
+
+
+def test_a_prompt_is_followed_no_further_than_it_is_known() -> None:
+    seen = 0
+
+    class Followed(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            nonlocal seen
+            for name in super().__iter__():
+                seen += 1
+                yield name
+
+    tree, held = PrefixTree(), Held()
+    tree.hold(held, names("ab"), 2)
+    assert not list(tree.along(Followed(names(500 * "b")))) and seen <= 2
+    assert [end for _, end in tree.along(Followed(names("ab" + 500 * "c")))] == [2] and seen <= 6
 
 
 class Tree(RuleBasedStateMachine):

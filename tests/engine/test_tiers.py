@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import GREEDY, assert_empty, drain, prompt, tokens
+from test_engine import GREEDY, drain, prompt, tokens
 from test_prefix_cache import DOCUMENT, cached, fresh
+from tiers import assert_nothing_left, evict_device, settle
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -25,19 +26,6 @@ def ask(engine: Engine, ids: list[int], params: Any = GREEDY) -> tuple[list[int]
     return tokens(outputs["x"]), cached(outputs)["x"]
 
 
-def settle(engine: Engine) -> None:
-    """Until nothing is on its way to another tier."""
-    while engine.settling:
-        engine.step()
-
-
-def forget_device(engine: Engine) -> None:
-    """Evicts all that is kept on the device."""
-    while engine.scheduler.prefix_cache.evict():
-        pass
-    assert engine.cache.free == engine.cache.total
-
-
 @pytest.mark.parametrize("kv", POLICIES)
 def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) -> None:
     engine = make(kv=kv, kv_offload_gib=OFFLOAD)
@@ -46,7 +34,7 @@ def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) ->
     for seed in (3, 4):
         answers = []
         for _ in range(2):
-            forget_device(engine)
+            evict_device(engine)
             answer, found = ask(engine, DOCUMENT + prompt(seed, 100))
             assert found >= len(DOCUMENT)
             answers.append(answer)
@@ -54,7 +42,7 @@ def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) ->
         if kv == "full":
             assert answers[0] == fresh(make, DOCUMENT + prompt(seed, 100), kv=kv)
     assert engine.scheduler.prefix_cache.counts.hit_tokens["host"] >= 4 * len(DOCUMENT)
-    forget_device(engine)
+    evict_device(engine)
     engine.close()
 
 
@@ -87,7 +75,7 @@ def test_other_salts_find_nothing_in_any_tier(make: Any, tmp_path: Path) -> None
     mine, other = replace(GREEDY, cache_salt="mine"), replace(GREEDY, cache_salt="other")
     ask(engine, DOCUMENT + [5], mine)
     settle(engine)
-    forget_device(engine)
+    evict_device(engine)
     assert ask(engine, DOCUMENT + [5], other)[1] == ask(engine, DOCUMENT + [5])[1] == 0
     engine.close()
     engine = make(**options)
@@ -117,7 +105,7 @@ def test_a_harmed_file_is_never_served(make: Any, tmp_path: Path, harm: str) -> 
     assert ask(engine, ids) == (wanted, 0)
     settle(engine)
     assert ask(engine, ids)[1] > 0
-    forget_device(engine)
+    evict_device(engine)
     engine.close()
 
 
@@ -127,18 +115,13 @@ def test_little_host_memory_is_used_again(make: Any) -> None:
     for seed in range(8):
         ask(engine, prompt(seed, 900))
         settle(engine)
-    forget_device(engine)
-    lower = engine.scheduler.prefix_cache.lower
-    assert lower.counts.host_evictions > 0
+    evict_device(engine)
+    assert engine.scheduler.prefix_cache.counts.host_evictions > 0
     assert ask(engine, prompt(7, 900) + [1])[1] == 896
-    forget_device(engine)
+    evict_device(engine)
     assert ask(engine, prompt(0, 900) + [1])[1] == 0
     settle(engine)
-    for node in list(lower._copies):
-        if node.copy.slabs is not None and not node.copy.users:
-            lower._leave_host(node)
-    assert lower._host.used_bytes == 0
-    assert_empty(engine)
+    assert_nothing_left(engine)
 
 
 def test_a_directory_that_cannot_be_used_is_named(make: Any, tmp_path: Path) -> None:
@@ -161,7 +144,7 @@ def test_what_the_tiers_did_is_counted(make: Any, tmp_path: Path) -> None:
     slab = 2**22
     assert stats["host"].copied_bytes <= stats["host"].used_bytes < stats["host"].copied_bytes + slab
     assert 0 < stats["host"].copied_bytes < stats["disk"].copied_bytes == stats["disk"].used_bytes
-    forget_device(engine)
+    evict_device(engine)
     assert engine.stats().prefixes["device"].evictions == 1  # the second request went on with the first one's
     ask(engine, DOCUMENT + [3])
     settle(engine)
@@ -179,7 +162,7 @@ def test_what_the_tiers_did_is_counted(make: Any, tmp_path: Path) -> None:
 
 def test_a_copy_that_there_is_no_room_for_is_counted(make: Any) -> None:
     engine = make(kv="full", kv_offload_gib=OFFLOAD)
-    host = engine.scheduler.prefix_cache.lower._host
+    host = engine.scheduler.prefix_cache.lower.copies.host
     host.take(host.total_bytes)
     ask(engine, DOCUMENT + [1])
     settle(engine)
@@ -196,7 +179,7 @@ def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
         ask(engine, prompt(length, length) + answer + prompt(1, 30))
         settle(engine)
         lower = engine.scheduler.prefix_cache.lower
-        sizes = [node.copy.header.layer_bytes for node in lower._copies]
+        sizes = [node.copy.header.layer_bytes for node in lower.copies.nodes]
         assert max(sizes) <= engine.cache.layout.snapshot_layer_bytes(2048)
         if length == 2000:
             assert engine.cache.layout.snapshot_layer_bytes(2048) < 2 * max(sizes)

@@ -234,7 +234,7 @@ def test_what_is_restored_is_given_back_where_its_places_cannot_be_told(
 
 def test_what_is_not_copied_when_an_engine_ends_is_let_go(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(kv="full", kv_offload_gib=0.0625)
-    monkeypatch.setattr(engine.scheduler.prefix_cache.lower, "advance", lambda: None)
+    monkeypatch.setattr(engine.scheduler.prefix_cache.lower.copying, "advance", lambda most: None)
     ask(engine, QUESTION)
     evict_device(engine)
     assert engine.cache.free != engine.cache.total

@@ -22,7 +22,7 @@ SLAB_GIB = 2**22 / 2**30
 MOST_STEPS = 4000
 
 PAGES = {letter: prompt(number, PAGE) for number, letter in enumerate("abc")}
-EXAMPLES = {"full": 30, "turbo:dense_below=256,values=dense": 8, "turbo:values=dense": 8, "shadowkv": 8}
+EXAMPLES = {"full": 80, "turbo:dense_below=256,values=dense": 20, "turbo:values=dense": 20, "shadowkv": 20}
 
 DOCUMENTS = ["aabbaabbaabb", "aabbccaabbcc", "aabc"]
 

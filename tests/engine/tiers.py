@@ -26,9 +26,9 @@ def evict_device(engine: Engine) -> None:
 def evict_host(engine: Engine, count: int = 10**9) -> None:
     """Drops up to so many copies in host memory that nobody uses."""
     lower = engine.scheduler.prefix_cache.lower
-    for node in list(lower._copies):
+    for node in list(lower.copies.nodes):
         if count and node.copy is not None and node.copy.slabs is not None and not node.copy.users:
-            lower._leave_host(node)
+            lower.copies.leave_host(node)
             count -= 1
 
 
@@ -37,13 +37,13 @@ def assert_consistent(engine: Engine) -> None:
     cache = engine.scheduler.prefix_cache
     lower, tree = cache.lower, cache._tree
     nodes = [node for same in tree._by_first.values() for node in same]
-    assert all(node.copy is not None for node in lower._copies)
-    assert {node for node in nodes if node.copy is not None} == lower._copies
-    slabs = [slab for node in lower._copies for slab in node.copy.slabs or ()]
-    host = lower._host
+    assert all(node.copy is not None for node in lower.copies.nodes)
+    assert {node for node in nodes if node.copy is not None} == lower.copies.nodes
+    slabs = [slab for node in lower.copies.nodes for slab in node.copy.slabs or ()]
+    host = lower.copies.host
     assert sorted(slabs + host._free) == list(range(host.num_slabs))
-    at_work = [] if lower._job is None else [lower._job.node]
-    arriving = [node for one in lower._arriving for node in one[1]]
+    at_work = [] if lower.copying.job is None else [lower.copying.job.node]
+    arriving = [node for one in lower.chains.arriving for node in one[1]]
     for node in nodes:
         assert node.holders or node.children or node.copy is not None
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
@@ -62,6 +62,6 @@ def assert_nothing_left(engine: Engine) -> None:
     evict_host(engine)
     lower = engine.scheduler.prefix_cache.lower
     assert engine.cache.free == engine.cache.total
-    assert lower._host.used_bytes == 0
+    assert lower.copies.host.used_bytes == 0
     assert not engine.settling
     assert_consistent(engine)

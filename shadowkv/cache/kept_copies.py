@@ -1,0 +1,91 @@
+"""Which nodes of the prefix tree have copies, and room for these in host memory: least recently used first out."""
+
+from __future__ import annotations
+
+import itertools
+
+from shadowkv.cache.copies import Copy
+from shadowkv.cache.host import HostTier
+from shadowkv.cache.stats import TierCounts
+from shadowkv.cache.tree import Node, PrefixTree
+
+
+class KeptCopies:
+    """Nodes with copies in host memory, on disk or on their way there.
+
+    Attributes:
+        nodes: all of them.
+        by_uid: the same by what their bytes are named.
+    """
+
+    def __init__(self, tree: PrefixTree, host: HostTier, counts: TierCounts) -> None:
+        self.host, self._tree, self._counts = host, tree, counts
+        self._clock = itertools.count(1)
+        self.nodes: set[Node] = set()
+        self.by_uid: dict[str, Node] = {}
+
+    def add(self, node: Node, copy: Copy) -> None:
+        """Notes that a node has a copy."""
+        node.copy = copy
+        self.nodes.add(node)
+        self.by_uid[node.uid] = node
+
+    def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
+        """Slabs for a copy; others make room, least recently used first, where they can make enough."""
+        slabs = self.host.take(nbytes)
+        if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
+            return slabs
+        old = [
+            (node.copy.used, len(node.copy.slabs or ()), node)
+            for node in self.nodes
+            if node.copy and node.copy.on_host and not node.copy.users and node not in (spare or ())
+        ]
+        lacking = self.host.slabs_of(nbytes) - self.host.free_slabs
+        if sum(count for _, count, _ in old) < lacking:
+            return None
+        for _, count, victim in sorted(old, key=lambda one: one[0]):
+            if lacking <= 0:
+                break
+            self.leave_host(victim)
+            lacking -= count
+        return self.host.take(nbytes)
+
+    def leave_host(self, node: Node) -> None:
+        """Drops a copy from host memory, where nobody uses it."""
+        copy = node.copy
+        assert copy is not None and copy.slabs is not None and not copy.users
+        self.host.give(copy.slabs)
+        copy.slabs, copy.ready = None, False
+        self._counts.host_evictions += 1
+        if copy.entry is None:
+            self.drop(node)
+
+    def leave(self, node: Node) -> None:
+        """Notes that a use of a node's copy is over."""
+        copy = node.copy
+        assert copy is not None
+        copy.users -= 1
+        if not copy.users and not copy.ready:
+            if copy.slabs is not None:
+                self.host.give(copy.slabs)
+                copy.slabs = None
+            if copy.entry is None:
+                self.drop(node)
+
+    def drop(self, node: Node) -> None:
+        """Forgets a node's copy, which nobody uses."""
+        copy = node.copy
+        assert copy is not None and not copy.users
+        if copy.slabs is not None:
+            self.host.give(copy.slabs)
+        node.copy = None
+        self.nodes.discard(node)
+        del self.by_uid[node.uid]
+        self._tree.prune(node)
+
+    def touch(self, node: Node | None) -> None:
+        """Notes a use of a node's copy and of all that it continues: these later, so that they stay longer."""
+        while node is not None:
+            if node.copy is not None:
+                node.copy.used = next(self._clock)
+            node = node.parent

@@ -1,0 +1,92 @@
+"""What is found on disk becomes a tree, in whatever order it is found; and room in host memory is made with care."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from shadowkv.cache.copies import Copy
+from shadowkv.cache.findings import Findings
+from shadowkv.cache.head import Head
+from shadowkv.cache.host import HostTier
+from shadowkv.cache.index import Entry
+from shadowkv.cache.kept_copies import KeptCopies
+from shadowkv.cache.key import CacheKey
+from shadowkv.cache.pages import PageNames
+from shadowkv.cache.stats import TierCounts
+from shadowkv.cache.tree import PrefixTree
+from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshot_fields import laid_out
+from shadowkv.kvcache.spec import PAGE
+
+KEY = CacheKey("model", None, None, "float32", {}, {}, "dense")
+FORM = 64 * "a"
+
+
+def header(page: int) -> SnapshotHeader:
+    """Of one page of a dense sequence."""
+    fields, nbytes = laid_out([("tail", (2, PAGE, 1, 1), torch.float32)])
+    start = PAGE * page
+    return SnapshotHeader(FORM, start, start + PAGE, (), PAGE, False, fields, 1, nbytes)
+
+
+def kept(slabs: int) -> KeptCopies:
+    return KeptCopies(PrefixTree(), HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts())
+
+
+def test_a_chain_of_any_length_is_found_from_its_end() -> None:
+    """As many turns as an agent takes in a day."""
+    pages = 3000
+    names = PageNames(KEY.origin()).extend_to(list(range(PAGE * pages)))
+    entries: list[Entry] = []
+    for page in range(pages):
+        one, parent = header(page), entries[-1].head if entries else None
+        head = Head.new(
+            KEY,
+            name=names[page],
+            origin=names.origin,
+            start=one.start,
+            length=one.length,
+            layers=1,
+            layer_bytes=one.layer_bytes,
+            header=json.loads(one.to_json()),
+            parent=parent.name if parent else "",
+            parent_uid=parent.uid if parent else "",
+        )
+        entries.append(Entry(head, 1000, 0.0))
+
+    def token_ids(entry: Entry) -> Future[np.ndarray]:
+        ids: Future[np.ndarray] = Future()
+        ids.set_result(np.arange(entry.head.start, entry.head.length, dtype=np.uint32))
+        return ids
+
+    copies = kept(0)
+    findings = Findings(copies._tree, copies, FORM)
+    findings.disk = SimpleNamespace(key=KEY, token_ids=token_ids)
+    for entry in reversed(entries):
+        findings.report("found", entry)
+    findings.take()
+    assert len(copies.nodes) == pages
+    assert max(end for _, end in copies._tree.along(names)) == pages
+    findings.report("lost", entries[-1])
+    findings.take()
+    assert len(copies.nodes) == pages - 1 == len(copies._tree)
+
+
+def test_nothing_makes_room_in_host_memory_in_vain() -> None:
+    copies = kept(4)
+    names = PageNames(KEY.origin()).extend_to(list(range(4 * PAGE)))
+    nodes = [copies._tree.plant(None, 0, [name], False, names.origin) for name in names]
+    for node in nodes:
+        copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), copies.room(64), ready=True))
+        copies.touch(node)
+    nodes[0].copy.users = 1
+    assert copies.room(4 * 64) is None
+    assert copies.nodes == set(nodes), "three of them would not have been enough"
+    copies.touch(nodes[1])
+    assert len(copies.room(2 * 64)) == 2
+    assert copies.nodes == {nodes[0], nodes[1]}, "least recently used first"
