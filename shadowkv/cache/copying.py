@@ -119,7 +119,7 @@ class Copying:
                 nbytes, there = reading.header.nbytes, self._copies.host.total_bytes
                 if nbytes > there:
                     logger.warning(
-                        "a cached prompt of %d bytes is not copied: host memory for copies has %d; raise --kv-offload-gib",
+                        "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d",
                         nbytes,
                         there,
                     )
