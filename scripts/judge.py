@@ -157,6 +157,8 @@ class Judge:
             "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
             "stop_token_ids": some(token, most=1024),
             "ignore_eos": boolean,
+            "cache_prompt": boolean,
+            "cache_salt": short(256, least=1),
             "seed": integer(-(2**63), 2**63 - 1),
             "response_format": response_format,
             "stream": boolean,

@@ -20,8 +20,9 @@ from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
 
-FETCH_SECONDS = 1.0
-"""How long requests wait at the least for what is read from the disk: one that hangs is not waited for."""
+FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
+"""How long requests wait at the least, and at the most, for what is read from the disk: one that hangs is not waited
+for."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Chains:
                 return steps, None
             at = parent
             for sequence, held in at.holders.items():
-                if held >= stop and self._cache.fork_point(sequence, stop * PAGE) == stop * PAGE:
+                alike = held >= stop and bool(sequence.path) == at.sealed
+                if alike and self._cache.fork_point(sequence, stop * PAGE) == stop * PAGE:
                     return steps, sequence
         return None
 
@@ -95,8 +97,8 @@ class Chains:
 
     def fetch(self, steps: list[Step], patience: float) -> bool | None:
         """Begins to bring a chain to host memory, as far as it is not there; returns whether it is, None where there is
-        no room for it or the disk takes more seconds than ``patience`` and ``FETCH_SECONDS``."""
-        there, since = True, time.monotonic() - max(FETCH_SECONDS, patience)
+        no room for it or the disk takes more seconds than ``patience``, within those bounds."""
+        there, since = True, time.monotonic() - min(max(FETCH_SECONDS, patience), MOST_FETCH_SECONDS)
         for step in steps:
             copy = step.node.copy
             assert copy is not None

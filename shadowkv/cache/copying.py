@@ -63,12 +63,11 @@ class Copying:
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
+            if self._cache.describe(sequence, start, tail=False).length != stop:
+                return  # it goes on behind the node
             reading = self._cache.open_reading(sequence, start, tail=False)
         except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
-            return
-        if reading.header.length != stop:
-            reading.close()
             return
         copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
         self._copies.add(node, copy)
@@ -113,7 +112,7 @@ class Copying:
         """Starts to copy the next node that there is room for."""
         while self._waiting:
             node, copy, reading = self._waiting[0]
-            copy.slabs = self._copies.room(reading.header.nbytes)
+            copy.slabs = self._copies.room(reading.header.nbytes, set(node.ancestors))
             self._waiting.popleft()
             if copy.slabs is None:
                 nbytes, there = reading.header.nbytes, self._copies.host.total_bytes

@@ -80,7 +80,8 @@ class KeptCopies:
             self.host.give(copy.slabs)
         node.copy = None
         self.nodes.discard(node)
-        del self.by_uid[node.uid]
+        if self.by_uid.get(node.uid) is node:  # else a file of it has become a node of its own
+            del self.by_uid[node.uid]
         self._tree.prune(node)
 
     def touch(self, node: Node | None) -> None:

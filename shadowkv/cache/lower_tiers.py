@@ -69,6 +69,11 @@ class LowerTiers:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
         self.copying.store(node, sequence, token_ids)
 
+    def touch(self, way: list[Node]) -> None:
+        """Notes a use on the device of what nodes have: their copies stay longer, too."""
+        if way:
+            self.copies.touch(way[-1])
+
     @property
     def opening(self) -> bool:
         """Whether what the disk had at the start is still being found out; that is waited for, but not for long."""

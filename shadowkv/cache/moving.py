@@ -79,7 +79,7 @@ class Mover:
             free[number % 2] = self._mark(self._stream)
             if link + 1 == len(chain):
                 arrived.append(cast(torch.cuda.Event, free[number % 2]))
-        return StreamArrival(began, arrived)
+        return StreamArrival(self.device, began, arrived)
 
     def _cross(self, link: tuple[int, int, list[int]], layer: int, staging: Tensor) -> None:
         _, size, slabs = link
@@ -110,12 +110,13 @@ class StreamArrival:
     """Layers that another stream writes; see ``kvcache.arrival.Arrival``.
 
     Args:
+        device: that they are on.
         began: before the first.
         arrived: one for each layer.
     """
 
-    def __init__(self, began: torch.cuda.Event, arrived: list[torch.cuda.Event]) -> None:
-        self._began, self._arrived = began, arrived
+    def __init__(self, device: torch.device, began: torch.cuda.Event, arrived: list[torch.cuda.Event]) -> None:
+        self._device, self._began, self._arrived = device, began, arrived
 
     @property
     def done(self) -> bool:
@@ -128,7 +129,7 @@ class StreamArrival:
         return 1e-3 * self._began.elapsed_time(self._arrived[-1])
 
     def wait(self, layer: int) -> None:
-        torch.cuda.current_stream().wait_event(self._arrived[layer])
+        torch.cuda.current_stream(self._device).wait_event(self._arrived[layer])
 
     def end(self) -> None:
         self.wait(-1)

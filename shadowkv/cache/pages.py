@@ -30,12 +30,12 @@ class PageNames(list[str]):
         return self
 
 
-def common_pages(one: Items[str], other: Items[str]) -> int:
-    """Pages that two prompts have in common, by their names."""
-    low, high = 0, min(len(one), len(other))
+def common_pages(one: Items[str], other: Items[str], first: int = 0) -> int:
+    """Pages that a prompt from its page ``first`` on, ``one``, and a whole one have in common, by their names."""
+    low, high = 0, min(len(one), len(other) - first)
     while low < high:  # a name stands for all before it
         middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
+        if one[middle - 1] == other[first + middle - 1]:
             low = middle
         else:
             high = middle - 1

@@ -192,14 +192,16 @@ class PrefixCache:
             return child
         assert sequence is not None
         self.counts.hit_tokens["device"] += match.tokens
+        if self.lower is not None:
+            self.lower.touch(self._tree.way_of(sequence))
         if not match.whole:
             child = cache.fork(sequence, match.tokens, start, capacity)
             self._tree.fork(child, sequence, match.tokens // PAGE)
             return child
-        del self._kept[sequence]
         cache.truncate(sequence, match.tokens)
         self._tree.cut(sequence, match.tokens // PAGE)
         cache.extend(sequence, start, capacity)
+        del self._kept[sequence]
         return sequence
 
     def growth(self, match: Match, start: int, capacity: int) -> Blocks:
@@ -245,7 +247,8 @@ class PrefixCache:
         """What each tier has and has done; may be asked for on any thread."""
         use, counts = self._cache.use()["device"], self.counts
         device = TierStats(use.used_bytes, use.total_bytes, counts.hit_tokens["device"], counts.device_evictions)
-        return {"device": device, **({} if self.lower is None else self.lower.stats())}
+        lower = self.lower  # the engine's thread may give it up meanwhile
+        return {"device": device, **({} if lower is None else lower.stats())}
 
     @property
     def opening(self) -> bool:

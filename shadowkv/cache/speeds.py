@@ -28,6 +28,10 @@ class Speeds:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Guesses again."""
         self.prefill = Rate(1e-3)
         self._host, self._disk = Rate(1 / 20e9), Rate(1 / 1e9)
 

@@ -47,6 +47,14 @@ class Node:
         """The page after its last."""
         return self.first + len(self.names)
 
+    @property
+    def ancestors(self) -> Iterator[Node]:
+        """What it continues, nearest first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
 
 class PrefixTree:
     """All nodes, and the way of every sequence through them."""
@@ -58,8 +66,9 @@ class PrefixTree:
     def __len__(self) -> int:
         return sum(map(len, self._by_first.values()))
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._ways
+    def way_of(self, sequence: Sequence) -> list[Node]:
+        """Nodes whose pages a sequence has, in order."""
+        return self._ways.get(sequence, [])
 
     def along(self, names: Items[str]) -> Iterator[tuple[Node, int]]:
         """Nodes on the way of a prompt, in order of their first pages, each with the page up to which it goes along."""
@@ -68,7 +77,7 @@ class PrefixTree:
             if first > reached:  # a node begins behind a page of another
                 return
             for node in self._by_first.get(name, ()):
-                end = first + common_pages(node.names, names[first:])
+                end = first + common_pages(node.names, names, first)
                 reached = max(reached, end)
                 yield node, end
 

@@ -62,6 +62,7 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
         while engine.scheduler.prefix_cache.evict():
             pass
         engine.scheduler.prefix_cache.counts.forget()
+        engine.scheduler.prefix_cache.speeds.forget()  # of compiling
         engine.cache.forget_fetches()
         engine.cache.take_attention_density()
     if not shown:

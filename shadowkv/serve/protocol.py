@@ -123,7 +123,7 @@ class GenerationRequest(Body):
     ignore_eos: bool = False
     seed: Int64 | None = None
     cache_prompt: bool = SamplingParams.cache_prompt
-    cache_salt: Name | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
