@@ -180,6 +180,13 @@ def test_logits_whose_difference_overflows(draw: Draw) -> None:
     assert one(draw, torch.arange(5000) % 2 * least, top_k=1, uniform=0.9) == 1
 
 
+def test_what_is_masked_beside_many_that_are_equal(draw: Draw) -> None:
+    logits = torch.full((1800,), float("-inf"))
+    logits[:1600], logits[0] = -50.0, 50.0
+    row = {"temperature": 100.0, "top_k": 1500, "uniform": 0.999}
+    assert one(draw, logits, **row) in drawn_by_definition(logits, row | {"top_p": 1.0, "min_p": 0.0})
+
+
 def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(draw: Draw) -> None:
     rows = torch.randn(9, 70)
     rows[0], rows[1], rows[2] = float("nan"), float("inf"), float("-inf")

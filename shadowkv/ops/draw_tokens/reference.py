@@ -67,10 +67,10 @@ def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Ten
 
     Measures are int64 [V], 0 of the other tokens, and ``target`` is at least 1.
     """
-    low = torch.where(there, logits, float("inf")).amin()
-    values = logits
+    # Others would be in the last bucket; one of -inf would make the next range infinite, and of shares of it NaN.
+    values, measure = logits[there], measure[there]
     while len(values) > SORTED:
-        high = values.amax()
+        high, low = values.amax(), values.amin()
         if low / 2 >= high / 2:
             break
         # Halves: the difference of two large numbers is infinity, and a share of that says nothing.
@@ -80,12 +80,11 @@ def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Ten
         target -= int(sums[place - 1]) if place else 0
         inside = (bucket == place).nonzero().squeeze(1)
         values, measure = values[inside], measure[inside]
-        low = values.amin()
     values, order = values.sort(descending=True)
     measure = measure[order]
     place = int(torch.searchsorted(measure.cumsum(0), target))
     least = values[place]
-    ties = int(((values == least) & (measure > 0))[: place + 1].sum())
+    ties = int((values == least)[: place + 1].sum())
     tied = (logits == least) & there
     if int(tied.sum()) > ties:
         tied &= tied.cumsum(0) <= ties
