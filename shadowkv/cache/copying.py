@@ -190,7 +190,7 @@ class Copying:
     def abandon(self) -> None:
         """Lets go of all that is read on the device, whatever state it is in."""
         readings = [reading for _, _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
-        with suppress(Exception):
+        with suppress(RuntimeError):
             self._mover.finish()
         for reading in readings:
             reading.close()

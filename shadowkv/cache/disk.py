@@ -11,7 +11,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,6 @@ from shadowkv.cache.workers import Workers
 from shadowkv.cache.writer import Writer, WriterLimits
 
 logger = logging.getLogger(__name__)
-
-LOOK_SECONDS = 0.02
-"""How long a search waits for the file system while the directory is not known; later it does not wait at all."""
 
 
 class DiskTier:
@@ -92,59 +88,15 @@ class DiskTier:
             complete=self._scanner.done.is_set,
             event=on_event,
         )
-        self._looker, self._token_reader = Workers(1, "cache-look"), Workers(1, "cache-tokens")
+        self._token_reader = Workers(1, "cache-tokens")
         self._restorer = Workers(2, "cache-restore")
         self._readers = Workers(readers, "cache-read")
-        self._looking: Future[None] | None = None
 
     def lookup(self, name: str) -> Entry | None:
         """A snapshot that is known to be there, by itself: what it continues may not be. Never waits, counts
         nothing."""
         entry = self._index.get(name)
         return entry if entry is not None and entry.head.key == self.key.digest else None
-
-    def find(self, names: Sequence[str]) -> list[Entry]:
-        """The longest snapshot among names of a prompt's prefixes, shortest first, as the chain of snapshots that are
-        to be read for it, itself last; empty, and counted as a miss, if there is none.
-
-        Until the directory is known the file system is asked for what is longer than what is found, and given
-        ``LOOK_SECONDS``; what it finds later, later searches find.
-        """
-        found = self._longest(names)
-        if not self._scanner.done.is_set():
-            listed, known = self._scanner.listed, found[-1].name if found else None
-            longer = names[names.index(known) + 1 :] if known else names
-            unknown = [name for name in reversed(longer) if listed is None or name in listed]
-            if unknown and (self._looking is None or self._looking.done()):
-                self._looking = self._looker.submit(self._look_for, unknown)
-                with suppress(FutureTimeout):
-                    self._looking.result(LOOK_SECONDS)
-                found = self._longest(names)
-        if not found:
-            self._counts.add(misses=1)
-        return found
-
-    def _longest(self, names: Sequence[str]) -> list[Entry]:
-        for name in reversed(names):
-            if self.lookup(name) is not None and (chain := self._index.chain(name)):
-                return chain
-        return []
-
-    def _look_for(self, names: Sequence[str]) -> None:
-        """Takes up the first of these files that is there, and what it continues."""
-        for name in names:
-            if self._scanner.done.is_set():
-                return
-            entry = self._index.get(name) or self._scanner.look(name)
-            while entry is not None and entry.head.parent:
-                entry = self._index.get(entry.head.parent) or self._scanner.look(entry.head.parent)
-            if self._index.chain(name):
-                return
-
-    def children(self, parent: str) -> list[Entry]:
-        """What continues the snapshot ``parent``, or begins at an origin (``CacheKey.origin``): with these a tree of
-        all snapshots can be made. Not all are there before the first scan is over."""
-        return self._index.children(parent)
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
         """Waits until the directory is known, for so many seconds at the most; returns whether it is."""
@@ -249,7 +201,7 @@ class DiskTier:
         deadline = time.monotonic() + timeout
         ends = [self._writer.close(timeout), self._scanner.close(max(0.1, deadline - time.monotonic()))]
         # Readers last: a restore that is cut off waits for its reads.
-        for workers in (self._looker, self._token_reader, self._restorer, self._readers):
+        for workers in (self._token_reader, self._restorer, self._readers):
             ends.append(workers.close(max(0.1, deadline - time.monotonic())))
         return all(ends)
 

@@ -1,4 +1,4 @@
-"""What is in a directory of snapshots: a tree by parent, and which of them is the next to go."""
+"""What is in a directory of snapshots: chains of them, and which is the next to go."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class Entry:
 
 
 class Index:
-    """Entries by name and by parent; every method may be called from any thread, and none waits for a disk."""
+    """Entries by name; every method may be called from any thread, and none waits for a disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._children: dict[str, set[str]] = {}
         self._bytes = 0
 
     @property
@@ -53,7 +52,6 @@ class Index:
         with self._lock:
             self._drop(entry.name)
             self._entries[entry.name] = entry
-            self._children.setdefault(_begins_at(entry.head), set()).add(entry.name)
             self._bytes += entry.file_bytes
 
     def remove(self, name: str) -> Entry | None:
@@ -65,10 +63,6 @@ class Index:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._bytes -= entry.file_bytes
-            siblings = self._children[_begins_at(entry.head)]
-            siblings.discard(name)
-            if not siblings:
-                del self._children[_begins_at(entry.head)]
         return entry
 
     def used(self, name: str, seconds: float) -> None:
@@ -90,13 +84,6 @@ class Index:
         """All entries."""
         with self._lock:
             return list(self._entries.values())
-
-    def children(self, parent: str) -> list[Entry]:
-        """What continues a snapshot, or with an origin in place of its name what begins there: only what was computed
-        on the very bytes that are there."""
-        with self._lock:
-            found = [self._entries[name] for name in self._children.get(parent, ())]
-            return [entry for entry in found if self.fits(entry.head)]
 
     def chain(self, name: str) -> list[Entry]:
         """The snapshots that lead to one, from a prompt's first token on, itself last; empty if one of them is not
@@ -136,7 +123,3 @@ class Index:
         order = {one.name: (self.fits(one.head), used[one.name], -one.head.length) for one in entries}
         others = [replace(one, used=used[one.name]) for one in entries if one.name not in keep]
         return sorted(others, key=lambda one: order[one.name])
-
-
-def _begins_at(head: Head) -> str:
-    return head.parent or head.origin

@@ -93,7 +93,7 @@ def next_link(link: str, page: bytes | memoryview) -> str:
 
 def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
     """Length and name of each prefix that ends at a page boundary, and of all tokens if those do not; shortest
-    first."""
+    first. With a page's name in place of the origin, of what follows that page."""
     ids = memoryview(id_bytes(token_ids))
     link, width = origin, 4 * PAGE
     for begin in range(0, len(ids), width):
@@ -107,12 +107,10 @@ def snapshot_name(key_digest: str, salt: str | None, token_ids: TokenIds) -> str
 
     Raises ValueError where there is none.
     """
-    name = ""
-    for _, name in page_names(origin(key_digest, salt), token_ids):  # noqa: B007
-        pass
-    if not name:
+    names = [name for _, name in page_names(origin(key_digest, salt), token_ids)]
+    if not names:
         raise ValueError("a snapshot of no token has no name")
-    return name
+    return names[-1]
 
 
 def id_bytes(token_ids: TokenIds) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from shadowkv.cache.key import id_bytes, next_link
+from shadowkv.cache.key import page_names
 from shadowkv.kvcache.spec import PAGE
 
 
@@ -24,9 +24,8 @@ class PageNames(list[str]):
 
     def extend_to(self, token_ids: Items[int]) -> PageNames:
         """Adds the pages that ``token_ids``, all of the sequence's, have beyond those there are."""
-        ids, width = memoryview(id_bytes(token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE])), 4 * PAGE
-        for start in range(0, len(ids), width):
-            self.append(next_link(self[-1] if self else self.origin, ids[start : start + width]))
+        new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
+        self += [name for _, name in page_names(self[-1] if self else self.origin, new)]
         return self
 
 

@@ -22,7 +22,7 @@ from shadowkv.cache.lower_tiers import LowerTiers
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
-from shadowkv.cache.tree import PrefixTree
+from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import Sequence
@@ -99,8 +99,8 @@ class PrefixCache:
 
     def match(self, prompt: Prompt) -> Match | None:
         """The longest start of ``prompt`` that is cached; of equal ones a sequence that can be gone on with."""
-        best = self._whole(prompt)
-        for node, end in self._tree.along(prompt.shareable):
+        best, along = self._whole(prompt), list(self._tree.along(prompt.shareable))
+        for node, end in along:
             for sequence, held in node.holders.items():
                 wanted = min(end, held) * PAGE
                 if best is None or wanted > best.tokens:
@@ -109,14 +109,14 @@ class PrefixCache:
                         best = Match(sequence, tokens)
         if self.lower is not None:
             with self._failing_alone():
-                return self._restorable(self.lower, prompt, best)
+                return self._restorable(self.lower, along, best)
         return best
 
-    def _restorable(self, lower: LowerTiers, prompt: Prompt, best: Match | None) -> Match | None:
+    def _restorable(self, lower: LowerTiers, along: list[tuple[Node, int]], best: Match | None) -> Match | None:
         """What the tiers below have, where restoring it takes less time than computing what is ``best`` without it;
         otherwise that. What is on disk is begun to be read."""
         reached = best.tokens if best else 0
-        found = [(end, node) for node, end in self._tree.along(prompt.shareable) if end * PAGE > reached]
+        found = [(end, node) for node, end in along if end * PAGE > reached]
         for end, node in sorted(found, key=lambda one: -one[0]):
             if (way := lower.chain(node, end)) is None:
                 continue
@@ -270,12 +270,13 @@ class PrefixCache:
 
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """Where the tiers below the device fail in a way that nobody has thought of, requests go on without them."""
+        """Where memory, the device or the disk fails the tiers below in a way that they do not see to, requests go on
+        without them."""
         try:
             yield
         except torch.AcceleratorError:
             raise
-        except Exception as error:
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
             logger.error("what is cached below the device is not used any more", exc_info=error)
             lower, self.lower = self.lower, None
             if lower is not None:

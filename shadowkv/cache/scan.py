@@ -64,8 +64,6 @@ class Scanner:
         self._known, self._found, self._lost, self._bad = known, found, lost, bad
         self._failed: set[str] = set()
         self._stop = threading.Event()
-        self.listed: set[str] | None = None
-        """Names that were there when the first scan began; None until they are known."""
         self.done = threading.Event()
         """Set when the first scan is over."""
         self._thread = threading.Thread(target=self._run, name="cache-scan", daemon=True)
@@ -122,8 +120,6 @@ class Scanner:
     def _update(self) -> None:
         known = self._known()  # before the listing: what is written in between would seem to be lost
         names = snapshot_names(self._directory, self._files)
-        if self.listed is None:
-            self.listed = names
         for name in known - names:
             self._lost(name)
         self._failed &= names

@@ -14,7 +14,7 @@ class DiskStats:
         bytes: of all files in the directory now, whoever wrote them.
         files: how many.
         hits: snapshots that were read.
-        misses: searches that found nothing, and reads that came to nothing.
+        misses: reads that came to nothing.
         evictions: files removed for others' sake.
         corrupt: files that were not what was written, and were not served.
         writes: files written.
@@ -113,7 +113,7 @@ class TierCounts:
 
     def forget(self) -> None:
         """Counts from here on."""
-        self.__init__()  # type: ignore[misc]
+        vars(self).update(vars(TierCounts()))
 
     def restored(self, nbytes: int, seconds: float) -> None:
         """Counts a chain that has arrived."""

@@ -121,7 +121,7 @@ class Writer:
         except OSError as error:
             self._failed(error)
             return False
-        except Exception:
+        except (ValueError, RuntimeError, MemoryError):
             self._counts.add(write_errors=1)
             logger.exception("%s is not stored", head.name)
             return False

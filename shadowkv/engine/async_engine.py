@@ -160,7 +160,7 @@ class AsyncEngine:
     def _close(self) -> None:
         try:
             self.engine.close()
-        except Exception as error:  # nobody is left to tell
+        except (OSError, RuntimeError) as error:  # nobody is left to tell
             logger.warning("the prefix cache was not closed: %s", error)
 
     def _obey(self) -> bool:

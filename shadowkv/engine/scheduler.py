@@ -226,7 +226,7 @@ class Scheduler:
                 sequence = kept.take(found, start, request.capacity)
             except torch.AcceleratorError:
                 raise
-            except Exception as error:
+            except (RuntimeError, ValueError, MemoryError) as error:  # OutOfPages is one
                 logger.warning("a cached prompt cannot be restored and is computed: %s", error)
                 return self._reserve(request, None, left, again)
             request.cached_tokens = found.tokens

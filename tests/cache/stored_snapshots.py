@@ -56,6 +56,19 @@ def names_of(ids: np.ndarray, key: CacheKey = KEY, salt: str | None = None) -> l
     return [name for _, name in page_names(key.origin(salt), ids)]
 
 
+def found(tier: DiskTier, names: list[str]) -> list[Entry]:
+    """The longest of these snapshots that is there with all that it continues, itself last."""
+    for name in reversed(names):
+        chain = [tier.lookup(name)]
+        while chain[0] is not None and chain[0].head.parent:
+            parent = tier.lookup(chain[0].head.parent)
+            fits = parent is not None and parent.head.uid == chain[0].head.parent_uid
+            chain.insert(0, parent if fits else None)
+        if chain[0] is not None:
+            return chain
+    return []
+
+
 def put(tier: DiskTier, ids: np.ndarray, parent: Head | None = None, **others: Any) -> Head:
     """Stores a snapshot and waits until it is there."""
     head = head_of(ids, parent, **others)

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from stored_snapshots import data_of, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import data_of, found, head_of, names_of, opened, prompt, put, read
 
 from shadowkv.cache.__main__ import main
 from shadowkv.cache.files import write_snapshot
@@ -111,7 +111,7 @@ def test_a_chain_goes_from_one_directory_to_another(stored, tmp_path, capsys):
     assert target.stat().st_mode & 0o777 == 0o700
     assert "there already" in run(capsys, "import", "--dir", target, archive)[1]
     with opened(target) as tier:
-        chain = tier.find(names_of(IDS[:250]))
+        chain = found(tier, names_of(IDS[:250]))
         assert [read(tier, entry, IDS) for entry in chain] == [data_of(first), data_of(second)]
     assert sorted(os.listdir(tmp_path)) == ["a.tar", "b", "cache"]
 
@@ -209,7 +209,7 @@ def test_what_is_there_and_of_no_use_is_replaced_by_an_import(stored, tmp_path, 
     (target / first.file_name).write_bytes(b"bad")
     assert run(capsys, "import", "--dir", target, archive)[0] == 0
     with opened(target) as tier:
-        assert [entry.head.uid for entry in tier.find(names_of(IDS[:250]))] == [first.uid, second.uid]
+        assert [entry.head.uid for entry in found(tier, names_of(IDS[:250]))] == [first.uid, second.uid]
 
 
 @pytest.mark.parametrize(

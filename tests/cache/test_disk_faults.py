@@ -7,7 +7,7 @@ import time
 
 import pytest
 from faulty_disks import BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk, SlowDisk
-from stored_snapshots import KEY, LIMIT, data_of, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import KEY, LIMIT, data_of, found, head_of, names_of, opened, prompt, put, read
 
 from shadowkv.cache.disk import DiskTier
 from shadowkv.cache.errors import BadSnapshot
@@ -52,10 +52,10 @@ def test_a_damaged_file_is_never_served(tmp_path, caplog, how, before):
                 damage(path, how) if how != "empty" else path.write_bytes(b"")
             with pytest.raises(BadSnapshot):
                 read(tier, entry, IDS)
-        assert tier.find(names_of(IDS)) == []
+        assert found(tier, names_of(IDS)) == []
         assert tier.stats().corrupt == 1 and not path.exists()
         assert len(caplog.records) == 1 and str(path) in caplog.text and "removed" in caplog.text
-        assert read(tier, tier.find(names_of(prompt(1)))[0], prompt(1)) == data_of(other)
+        assert read(tier, found(tier, names_of(prompt(1)))[0], prompt(1)) == data_of(other)
         put(tier, IDS)
 
 
@@ -115,7 +115,7 @@ def test_a_directory_that_is_read_only_is_read(tmp_path, caplog, number):
         bad = put(tier, prompt(1, 128))
     damage(tmp_path / bad.file_name, "flipped")
     with opened(tmp_path, files=ReadOnlyDisk(number), limit=SIZE) as tier:
-        assert read(tier, tier.find(names_of(IDS))[0], IDS) == data_of(head)
+        assert read(tier, found(tier, names_of(IDS))[0], IDS) == data_of(head)
         with pytest.raises(BadSnapshot, match="not served, and cannot be removed"):
             read(tier, tier.lookup(bad.name), prompt(1, 128))
         assert not offer(tier, prompt(2, 128)) and not offer(tier, prompt(3, 128))
@@ -153,14 +153,13 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path, caplog):
     new, puts, reads = prompt(9, 128), [], []
     for step in range(200):
         begin = time.monotonic()
-        found = tier.find(names_of(prompt(step % 4, 128)))
-        tier.children(KEY.origin())
+        chain = found(tier, names_of(prompt(step % 4, 128)))
         tier.stats()
         if step == 20:
             head = head_of(new)
             puts.append(tier.put(head, new, [data_of(head)]))
-        if found and len(reads) < 4:
-            reads.append((found[0], tier.read(found[0], [bytearray(3000)], prompt(step % 4, 128))))
+        if chain and len(reads) < 4:
+            reads.append((chain[0], tier.read(chain[0], [bytearray(3000)], prompt(step % 4, 128))))
         longest = max(longest, time.monotonic() - begin)
         time.sleep(0.002)
     assert longest < 0.5  # 0.02 for what it does, and the rest for a busy machine
@@ -178,11 +177,10 @@ def test_searches_go_on_while_a_disk_hangs(tmp_path):
     tier = DiskTier(tmp_path, LIMIT, KEY, files=disk)
     begin = time.monotonic()
     for _ in range(1000):
-        assert tier.find(names_of(IDS)) == []
-    # One of them waits, for 0.02 s; the others see that its question is not answered yet.
+        assert found(tier, names_of(IDS)) == []
     assert time.monotonic() - begin < 1
     disk.go_on.set()
-    assert tier.wait_scanned(5) and tier.find(names_of(IDS))
+    assert tier.wait_scanned(5) and found(tier, names_of(IDS))
     assert tier.close()
 
 
@@ -199,4 +197,4 @@ def test_a_directory_that_goes_away_is_said_once(tmp_path, caplog):
             f"{tmp_path / 'cache'} cannot be listed: No such file or directory"
         ]
         (tmp_path / "away").rename(tmp_path / "cache")
-        assert read(tier, tier.find(names_of(IDS))[0], IDS)
+        assert read(tier, found(tier, names_of(IDS))[0], IDS)

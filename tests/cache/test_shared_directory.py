@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stored_snapshots import data_of, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import data_of, found, head_of, names_of, opened, prompt, put, read
 
 from shadowkv.cache.__main__ import main
 from shadowkv.cache.errors import SnapshotGone
@@ -26,7 +26,7 @@ def hammer(directory: Path, seed: int, seconds: float, results) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             ids = chance.choice(PROMPTS)
-            chain = tier.find(names_of(ids))
+            chain = found(tier, names_of(ids))
             parent = None
             try:
                 for entry in chain:
@@ -117,8 +117,8 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path, place):
     assert len(left) == 1 and len(os.listdir(tmp_path)) == 2
     with opened(tmp_path) as tier:
         assert tier.stats().files == 1 and tier.stats().corrupt == 0
-        assert tier.find(names_of(prompt(0))) == []
-        assert read(tier, tier.find(names_of(PROMPTS[1]))[0], PROMPTS[1]) == data_of(head)
+        assert found(tier, names_of(prompt(0))) == []
+        assert read(tier, found(tier, names_of(PROMPTS[1]))[0], PROMPTS[1]) == data_of(head)
         assert put(tier, prompt(0))
     os.utime(tmp_path / left[0], (1, 1))
     with opened(tmp_path):
@@ -133,5 +133,5 @@ def test_what_a_killed_writer_leaves_is_not_looked_at(tmp_path, cut):
     path.rename(tmp_path / ".tmp-1-0123456789abcdef")
     os.truncate(tmp_path / ".tmp-1-0123456789abcdef", cut)
     with opened(tmp_path) as tier:
-        assert tier.find(names_of(PROMPTS[0])) == [] and tier.stats().files == tier.stats().corrupt == 0
+        assert found(tier, names_of(PROMPTS[0])) == [] and tier.stats().files == tier.stats().corrupt == 0
         put(tier, PROMPTS[0])

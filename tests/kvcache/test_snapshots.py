@@ -1,112 +1,20 @@
-"""Sequences that are read while they go on, and made again of chains of snapshots, behind others and layer by layer."""
+"""Sequences that are read while they go on, and made again of chains of snapshots, behind others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import pytest
 import torch
-from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, scatter
+from conversations import CAPACITY, SPECS, TURNS, chain, conversation, poisoned, read, same, stored, turns, write
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import OutOfPages
 from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.snapshot import Snapshot
-
-SPECS = {
-    "full": preset("full"),
-    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
-    "turbo-late": preset("turbo:dense_below=700", rank=16, budget=32, values="rotated-4bit"),
-    "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
-    "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
-    "quest": preset("quest", budget=32),
-}
-TURNS = {"grows": (900, 150, 60), "new states": (300, 700, 900), "short": (130, 100, 90), "one page": (64, 1, 130)}
-"""Tokens of three turns, each of which goes on behind a part of what the one before has cached."""
-CAPACITY = 3000
-
-
-def poisoned(cache: KVCache, seed: int = 5) -> KVCache:
-    """A cache after a day of others, with NaN wherever nobody is."""
-    scatter(cache, seed)
-    for tier in cache.store.tiers.values():
-        tier.arena.fill_(0xFF)
-    return cache
-
-
-def turns(cache: KVCache, name: str) -> tuple[list[Stream], list[int]]:
-    """A conversation, each turn of which is a sequence of its own that is forked from the one before; and where."""
-    streams: list[Stream] = []
-    points = []
-    for seed, new in enumerate(TURNS[name]):
-        stream = Stream(seed)
-        point = 0
-        if streams:
-            parent = streams[-1]
-            point = cache.fork_point(parent.sequence, parent.length - 1)
-        if point:
-            stream = parent.going_on(cache.fork(parent.sequence, point, point + new, CAPACITY), point, stream)
-        else:
-            stream.sequence = cache.allocate(new, CAPACITY)
-        points.append(point)
-        prefill(cache, [(stream, new)])
-        for _ in range(80):
-            decode(cache, [stream])
-        streams.append(stream)
-    return streams, points
-
-
-def chain(cache: KVCache, streams: list[Stream], points: list[int]) -> list[tuple[Snapshot, int]]:
-    """Snapshots of turns that follow one another: what each adds, and how much of it the next one has."""
-    first = max(number for number, point in enumerate(points) if not stored(streams, points, number))
-    ends = zip(streams[first:], [0, *points[first + 1 :]], [*points[first + 1 :], streams[-1].length], strict=True)
-    return [(cache.export(stream.sequence, start), stop) for stream, start, stop in ends if start < stop]
-
-
-def stored(streams: list[Stream], points: list[int], number: int) -> bool:
-    """Whether a turn keeps what stands before it as the turn before does: not if it was compressed in between."""
-    return bool(points[number]) and bool(streams[number].sequence.path) == bool(streams[number - 1].sequence.path)
-
-
-def same(cache: KVCache, stream: Stream, other: KVCache, sequence: Sequence) -> None:
-    """The same bytes, and the same outputs of what follows."""
-    made, wanted = other.export(sequence), cache.export(stream.sequence)
-    assert made.header == wanted.header
-    assert torch.equal(made.data, wanted.data)
-    twin = stream.again()
-    twin.sequence, twin.length = sequence, stream.length
-    stream.outputs = []
-    for _ in range(70):
-        decode(cache, [stream])
-        decode(other, [twin])
-    for one, where in ((stream, cache), (twin, other)):
-        if one.length + 50 > one.sequence.capacity:
-            where.extend(one.sequence, one.length + 50, one.length + 60)
-        prefill(where, [(one, 50)])
-        decode(where, [one])
-    if DEVICE == "cpu":
-        assert torch.equal(twin.output(), stream.output())
-    else:
-        torch.testing.assert_close(twin.output(), stream.output(), atol=1e-4, rtol=1e-3)
-
-
-@lru_cache
-def conversation(kv: str, name: str) -> list[tuple[Snapshot, int]]:
-    """A chain of snapshots."""
-    cache = make_cache(SPECS[kv], slots=30)
-    return chain(cache, *turns(cache, name))
-
-
-def write(restoring: Restoring, snapshots: list[Snapshot], layer: int) -> None:
-    for number, snapshot in enumerate(snapshots):
-        restoring.write_layer(number, layer, snapshot.data[layer])
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -168,15 +76,6 @@ def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
     other = poisoned(make_cache(SPECS[kv]))
     sequence = other.load([(first, stop), (cache.export(stream.sequence, stop), stream.length)], CAPACITY)
     same(cache, stream, other, sequence)
-
-
-def read(reading: Reading) -> Snapshot:
-    """All layers, into memory that was somebody's."""
-    header = reading.header
-    data = torch.full((header.num_layers, header.layer_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
-    for layer in range(header.num_layers):
-        reading.read_layer(layer, data[layer])
-    return Snapshot(header, data)
 
 
 def crowd(cache: KVCache) -> list[Stream]:
@@ -276,106 +175,6 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
         assert dense and stop >= cache.spec.dense_limit
         return
     same(cache, cut, other, sequence)
-
-
-class Late:
-    """Layers that come when they are waited for, not before."""
-
-    def __init__(self, restoring: Restoring, snapshots: list[Snapshot]) -> None:
-        self.restoring, self.snapshots, self.there, self.ended = restoring, snapshots, 0, False
-
-    def wait(self, layer: int) -> None:
-        for one in range(self.there, layer + 1):
-            write(self.restoring, self.snapshots, one)
-            self.there = one + 1
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def late(cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int) -> tuple[Sequence, Late]:
-    links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
-    restoring = cache.restore(links, start, capacity)
-    arrival = Late(restoring, [snapshot for snapshot, _ in snapshots])
-    restoring.sequence.arrival = arrival
-    return restoring.sequence, arrival
-
-
-@pytest.mark.parametrize("new", [1, 30, 600])
-@pytest.mark.parametrize("kv", SPECS)
-def test_a_prefill_waits_for_each_layer(kv: str, new: int) -> None:
-    snapshots, outputs = conversation(kv, "grows"), []
-    start = snapshots[-1][1] + new
-    for at_once in (True, False):
-        other, stream = poisoned(make_cache(SPECS[kv])), Stream(0)
-        stream.sequence, arrival = late(other, snapshots, start, start + 300)
-        stream.length = start - new
-        if at_once:
-            arrival.wait(SHAPE.num_layers - 1)
-        assert arrival.there == (SHAPE.num_layers if at_once else 0)
-        prefill(other, [(stream, new)], block=200)
-        assert arrival.there == SHAPE.num_layers and stream.sequence.arrival is None
-        for _ in range(100):
-            decode(other, [stream])
-        outputs.append(stream.output())
-    torch.testing.assert_close(*outputs, atol=0 if DEVICE == "cpu" else 1e-4, rtol=0)
-
-
-def test_no_layer_is_waited_for_before_its_turn() -> None:
-    cache, stream, snapshots = make_cache(SPECS["turbo"]), Stream(0), conversation("turbo", "grows")
-    length = snapshots[-1][1]
-    sequence, arrival = late(cache, snapshots, length + 9, length + 9)
-    batch = cache.prefill_batch([(sequence, 9)])
-    block, rows = batch.block(0, 9), slice(length, length + 9)
-    for layer in range(SHAPE.num_layers):
-        cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
-        assert arrival.there == layer
-        cache.attend(layer, stream.q[layer, rows], block)
-        assert arrival.there == layer + 1
-        cache.finish_prefill(layer, batch)
-
-
-@pytest.mark.parametrize("what", ["decode", "fork", "export", "trim", "kept_energy"])
-def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
-    cache = make_cache(SPECS["turbo"])
-    stream = Stream(0, cache.allocate(900, 1000))
-    prefill(cache, [(stream, 900)])
-    whole = cache.export(stream.sequence)
-    sequence, arrival = late(cache, [(whole, 900)], 900, 1000)
-    cache.held([sequence])
-    assert not arrival.there
-    twin = stream.again()
-    twin.sequence, twin.length = sequence, 900
-    if what == "decode":
-        decode(cache, [twin])
-        decode(cache, [stream])
-        assert torch.equal(twin.outputs[-1], stream.outputs[-1])
-    elif what == "fork":
-        cache.fork(sequence, 128, 200, 200)
-    elif what == "export":
-        assert torch.equal(cache.export(sequence).data, whole.data)
-    elif what == "trim":
-        cache.trim(sequence)
-    else:
-        assert torch.equal(cache.kept_energy(sequence), cache.kept_energy(stream.sequence))
-    assert arrival.there == SHAPE.num_layers and sequence.arrival is None
-
-
-def test_what_never_arrives_can_be_released() -> None:
-    class Lost(Late):
-        def wait(self, layer: int) -> None:
-            raise OSError("gone")
-
-    cache = make_cache(SPECS["turbo"])
-    stream = Stream(0, cache.allocate(900, 1000))
-    prefill(cache, [(stream, 900)])
-    restoring = cache.restore([Link(cache.describe(stream.sequence), 900)], 950, 1000)
-    restoring.sequence.arrival = arrival = Lost(restoring, [])
-    with pytest.raises(OSError, match="gone"):
-        prefill(cache, [(Stream(1, restoring.sequence), 50)])
-    cache.release(stream.sequence)
-    cache.release(restoring.sequence)
-    assert arrival.ended and cache.free == cache.total
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,0 +1,112 @@
+"""Conversations whose turns fork one another, and their snapshots."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from driver import DEVICE, Stream, decode, make_cache, prefill, scatter
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.reading import Reading
+from shadowkv.kvcache.restoring import Restoring
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.snapshot import Snapshot
+
+SPECS = {
+    "full": preset("full"),
+    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
+    "turbo-late": preset("turbo:dense_below=700", rank=16, budget=32, values="rotated-4bit"),
+    "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
+    "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
+    "quest": preset("quest", budget=32),
+}
+TURNS = {"grows": (900, 150, 60), "new states": (300, 700, 900), "short": (130, 100, 90), "one page": (64, 1, 130)}
+"""Tokens of three turns, each of which goes on behind a part of what the one before has cached."""
+CAPACITY = 3000
+
+
+def poisoned(cache: KVCache, seed: int = 5) -> KVCache:
+    """A cache after a day of others, with NaN wherever nobody is."""
+    scatter(cache, seed)
+    for tier in cache.store.tiers.values():
+        tier.arena.fill_(0xFF)
+    return cache
+
+
+def turns(cache: KVCache, name: str) -> tuple[list[Stream], list[int]]:
+    """A conversation, each turn of which is a sequence of its own that is forked from the one before; and where."""
+    streams: list[Stream] = []
+    points = []
+    for seed, new in enumerate(TURNS[name]):
+        stream = Stream(seed)
+        point = 0
+        if streams:
+            parent = streams[-1]
+            point = cache.fork_point(parent.sequence, parent.length - 1)
+        if point:
+            stream = parent.going_on(cache.fork(parent.sequence, point, point + new, CAPACITY), point, stream)
+        else:
+            stream.sequence = cache.allocate(new, CAPACITY)
+        points.append(point)
+        prefill(cache, [(stream, new)])
+        for _ in range(80):
+            decode(cache, [stream])
+        streams.append(stream)
+    return streams, points
+
+
+def chain(cache: KVCache, streams: list[Stream], points: list[int]) -> list[tuple[Snapshot, int]]:
+    """Snapshots of turns that follow one another: what each adds, and how much of it the next one has."""
+    first = max(number for number, point in enumerate(points) if not stored(streams, points, number))
+    ends = zip(streams[first:], [0, *points[first + 1 :]], [*points[first + 1 :], streams[-1].length], strict=True)
+    return [(cache.export(stream.sequence, start), stop) for stream, start, stop in ends if start < stop]
+
+
+def stored(streams: list[Stream], points: list[int], number: int) -> bool:
+    """Whether a turn keeps what stands before it as the turn before does: not if it was compressed in between."""
+    return bool(points[number]) and bool(streams[number].sequence.path) == bool(streams[number - 1].sequence.path)
+
+
+def same(cache: KVCache, stream: Stream, other: KVCache, sequence: Sequence) -> None:
+    """The same bytes, and the same outputs of what follows."""
+    made, wanted = other.export(sequence), cache.export(stream.sequence)
+    assert made.header == wanted.header
+    assert torch.equal(made.data, wanted.data)
+    twin = stream.again()
+    twin.sequence, twin.length = sequence, stream.length
+    stream.outputs = []
+    for _ in range(70):
+        decode(cache, [stream])
+        decode(other, [twin])
+    for one, where in ((stream, cache), (twin, other)):
+        if one.length + 50 > one.sequence.capacity:
+            where.extend(one.sequence, one.length + 50, one.length + 60)
+        prefill(where, [(one, 50)])
+        decode(where, [one])
+    if DEVICE == "cpu":
+        assert torch.equal(twin.output(), stream.output())
+    else:
+        torch.testing.assert_close(twin.output(), stream.output(), atol=1e-4, rtol=1e-3)
+
+
+@lru_cache
+def conversation(kv: str, name: str) -> list[tuple[Snapshot, int]]:
+    """A chain of snapshots."""
+    cache = make_cache(SPECS[kv], slots=30)
+    return chain(cache, *turns(cache, name))
+
+
+def write(restoring: Restoring, snapshots: list[Snapshot], layer: int) -> None:
+    for number, snapshot in enumerate(snapshots):
+        restoring.write_layer(number, layer, snapshot.data[layer])
+
+
+def read(reading: Reading) -> Snapshot:
+    """All layers, into memory that was somebody's."""
+    header = reading.header
+    data = torch.full((header.num_layers, header.layer_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    for layer in range(header.num_layers):
+        reading.read_layer(layer, data[layer])
+    return Snapshot(header, data)

@@ -1,0 +1,114 @@
+"""Restored sequences whose layers come one by one: whoever reads them waits, and no longer than for what it reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conversations import SPECS, conversation, poisoned, write
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
+
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.restoring import Restoring
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.snapshot import Snapshot
+
+
+class Late:
+    """Layers that come when they are waited for, not before."""
+
+    def __init__(self, restoring: Restoring, snapshots: list[Snapshot]) -> None:
+        self.restoring, self.snapshots, self.there, self.ended = restoring, snapshots, 0, False
+
+    def wait(self, layer: int) -> None:
+        for one in range(self.there, layer + 1):
+            write(self.restoring, self.snapshots, one)
+            self.there = one + 1
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def late(cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int) -> tuple[Sequence, Late]:
+    links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
+    restoring = cache.restore(links, start, capacity)
+    arrival = Late(restoring, [snapshot for snapshot, _ in snapshots])
+    restoring.sequence.arrival = arrival
+    return restoring.sequence, arrival
+
+
+@pytest.mark.parametrize("new", [1, 30, 600])
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_prefill_waits_for_each_layer(kv: str, new: int) -> None:
+    snapshots, outputs = conversation(kv, "grows"), []
+    start = snapshots[-1][1] + new
+    for at_once in (True, False):
+        other, stream = poisoned(make_cache(SPECS[kv])), Stream(0)
+        stream.sequence, arrival = late(other, snapshots, start, start + 300)
+        stream.length = start - new
+        if at_once:
+            arrival.wait(SHAPE.num_layers - 1)
+        assert arrival.there == (SHAPE.num_layers if at_once else 0)
+        prefill(other, [(stream, new)], block=200)
+        assert arrival.there == SHAPE.num_layers and stream.sequence.arrival is None
+        for _ in range(100):
+            decode(other, [stream])
+        outputs.append(stream.output())
+    torch.testing.assert_close(*outputs, atol=0 if DEVICE == "cpu" else 1e-4, rtol=0)
+
+
+def test_no_layer_is_waited_for_before_its_turn() -> None:
+    cache, stream, snapshots = make_cache(SPECS["turbo"]), Stream(0), conversation("turbo", "grows")
+    length = snapshots[-1][1]
+    sequence, arrival = late(cache, snapshots, length + 9, length + 9)
+    batch = cache.prefill_batch([(sequence, 9)])
+    block, rows = batch.block(0, 9), slice(length, length + 9)
+    for layer in range(SHAPE.num_layers):
+        cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
+        assert arrival.there == layer
+        cache.attend(layer, stream.q[layer, rows], block)
+        assert arrival.there == layer + 1
+        cache.finish_prefill(layer, batch)
+
+
+@pytest.mark.parametrize("what", ["decode", "fork", "export", "trim", "kept_energy"])
+def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
+    cache = make_cache(SPECS["turbo"])
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    whole = cache.export(stream.sequence)
+    sequence, arrival = late(cache, [(whole, 900)], 900, 1000)
+    cache.held([sequence])
+    assert not arrival.there
+    twin = stream.again()
+    twin.sequence, twin.length = sequence, 900
+    if what == "decode":
+        decode(cache, [twin])
+        decode(cache, [stream])
+        assert torch.equal(twin.outputs[-1], stream.outputs[-1])
+    elif what == "fork":
+        cache.fork(sequence, 128, 200, 200)
+    elif what == "export":
+        assert torch.equal(cache.export(sequence).data, whole.data)
+    elif what == "trim":
+        cache.trim(sequence)
+    else:
+        assert torch.equal(cache.kept_energy(sequence), cache.kept_energy(stream.sequence))
+    assert arrival.there == SHAPE.num_layers and sequence.arrival is None
+
+
+def test_what_never_arrives_can_be_released() -> None:
+    class Lost(Late):
+        def wait(self, layer: int) -> None:
+            raise OSError("gone")
+
+    cache = make_cache(SPECS["turbo"])
+    stream = Stream(0, cache.allocate(900, 1000))
+    prefill(cache, [(stream, 900)])
+    restoring = cache.restore([Link(cache.describe(stream.sequence), 900)], 950, 1000)
+    restoring.sequence.arrival = arrival = Lost(restoring, [])
+    with pytest.raises(OSError, match="gone"):
+        prefill(cache, [(Stream(1, restoring.sequence), 50)])
+    cache.release(stream.sequence)
+    cache.release(restoring.sequence)
+    assert arrival.ended and cache.free == cache.total
