@@ -145,6 +145,11 @@ class Copying:
             self._counts.refused += 1
         self._copies.leave(job.node)
 
+    def write(self, node: Node) -> None:
+        """Queues a copy in host memory for the disk once more, where it was not written or has been evicted there."""
+        if self._disk is not None and node.copy is not None and node.copy.on_host:
+            self._write(self._disk, node, node.copy)
+
     def _write(self, disk: DiskTier, node: Node, copy: Copy) -> None:
         """Queues a copy for the disk."""
         header, parent = copy.header, node.parent

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shadowkv.cache.errors import BadSnapshot, SnapshotGone
+from shadowkv.cache.errors import BadSnapshot, SnapshotGone, UnknownName, UnusableName
 from shadowkv.cache.files import Buffer, SnapshotFile
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import Head, file_name
 from shadowkv.cache.index import Entry, Index
 from shadowkv.cache.key import CacheKey, TokenIds
+from shadowkv.cache.names import Names, Save
 from shadowkv.cache.scan import Scanner
 from shadowkv.cache.stats import Counts, DiskStats
 from shadowkv.cache.workers import Workers
@@ -69,9 +70,11 @@ class DiskTier:
             logger.warning("%s holds prompts and is open to other users (mode %o, not 700)", self.directory, mode)
         self._event = on_event
         self._index, self._counts = Index(), Counts()
+        self._names = Names(self.directory, self._files)
         self._scanner = Scanner(
             self.directory,
             self._files,
+            self._names,
             known=self._index.names,
             found=self._found,
             lost=self._lost,
@@ -84,6 +87,7 @@ class DiskTier:
             self._index,
             self._counts,
             self._files,
+            self._names,
             look=self._scanner.look,
             complete=self._scanner.done.is_set,
             event=on_event,
@@ -91,12 +95,17 @@ class DiskTier:
         self._token_reader = Workers(1, "cache-tokens")
         self._restorer = Workers(2, "cache-restore")
         self._readers = Workers(readers, "cache-read")
+        self._name_reader = Workers(1, "cache-names")
 
     def lookup(self, name: str) -> Entry | None:
         """A snapshot that is known to be there, by itself: what it continues may not be. Never waits, counts
         nothing."""
         entry = self._index.get(name)
         return entry if entry is not None and entry.head.key == self.key.digest else None
+
+    def chain(self, name: str) -> list[Entry]:
+        """The snapshots that lead to one, itself last; empty if not all of them are known to be there. Never waits."""
+        return self._index.chain(name) if self.lookup(name) is not None else []
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
         """Waits until the directory is known, for so many seconds at the most; returns whether it is."""
@@ -188,9 +197,45 @@ class DiskTier:
             raise ValueError(f"the snapshot is of key {head.key}, this tier's is {self.key.digest}")
         return self._writer.put(head, token_ids, slabs)
 
+    def keep(self, name: str, tokens: int, chain: Sequence[Entry]) -> Future[None]:
+        """Keeps a chain's files under a name, for so many tokens of a prompt, in place of what was there.
+
+        The future raises NotDone where one of them is not there any more, OSError where the name cannot be written.
+        """
+        save = Save.new(self.key.digest, tokens, tuple(entry.name for entry in chain))
+        return self._writer.keep(name, save)
+
+    def kept(self, name: str) -> Future[tuple[Save, list[Entry]]]:
+        """What is kept under a name, and its chain.
+
+        The future raises UnknownName, also where files of it are gone, UnusableName, OSError.
+        """
+        return self._name_reader.submit(self._kept, name)
+
+    def _kept(self, name: str) -> tuple[Save, list[Entry]]:
+        save = self._names.read(name)
+        if save.key != self.key.digest:
+            raise UnusableName(
+                f"what is saved as {name!r} is of another model or policy (key {save.key[:10]}, this server's is "
+                f"{self.key.digest[:10]})"
+            )
+        for snapshot in save.snapshots:
+            if self._index.get(snapshot) is None:
+                self._scanner.look(snapshot)
+        chain = self._index.chain(save.snapshots[-1])
+        if not chain:
+            raise UnknownName(f"what was saved as {name!r} is not all there any more; save it anew")
+        if [entry.name for entry in chain] != list(save.snapshots) or not self._reaches(chain[-1], save.tokens):
+            raise UnusableName(f"{self._names.path(name)} is not what was written: no such prompt; save it anew")
+        return save, chain
+
+    @staticmethod
+    def _reaches(entry: Entry, tokens: int) -> bool:
+        return entry.head.start < tokens <= entry.head.length
+
     def stats(self) -> DiskStats:
         """Counts so far, and what is there."""
-        return self._counts.now(self._index.bytes, self._index.files)
+        return self._counts.now(self._index.bytes, self._index.files, self._index.size(self._names.pins))
 
     def close(self, timeout: float = 10.0) -> bool:
         """Ends: what waits to be written is, for ``timeout`` seconds at the most, and reads that wait are cancelled.
@@ -201,7 +246,7 @@ class DiskTier:
         deadline = time.monotonic() + timeout
         ends = [self._writer.close(timeout), self._scanner.close(max(0.1, deadline - time.monotonic()))]
         # Readers last: a restore that is cut off waits for its reads.
-        for workers in (self._token_reader, self._restorer, self._readers):
+        for workers in (self._name_reader, self._token_reader, self._restorer, self._readers):
             ends.append(workers.close(max(0.1, deadline - time.monotonic())))
         return all(ends)
 

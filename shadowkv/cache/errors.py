@@ -1,4 +1,4 @@
-"""What can be wrong with a snapshot's file."""
+"""What can be wrong with a snapshot's file, and with what is asked for by name."""
 
 from __future__ import annotations
 
@@ -24,3 +24,23 @@ class BadSnapshot(Exception):
 
 class SnapshotGone(Exception):
     """A file that is not there any more, or another under its name: an ordinary miss."""
+
+
+class SaveError(Exception):
+    """A prompt that cannot be saved or restored by name, and why."""
+
+
+class UnknownName(SaveError):
+    """Nothing is saved under a name, or not any more."""
+
+
+class UnusableName(SaveError):
+    """What is saved under a name is of another model or policy, or its file is not what was written."""
+
+
+class NotDone(SaveError):
+    """The tiers have no room for it, or fail."""
+
+
+class DiskTooSlow(SaveError):
+    """The disk has not answered in time."""

@@ -80,6 +80,11 @@ class Index:
         with self._lock:
             return set(self._entries)
 
+    def size(self, names: Collection[str]) -> int:
+        """Bytes on the disk of those of these names that are there."""
+        with self._lock:
+            return sum(self._entries[name].file_bytes for name in names if name in self._entries)
+
     def entries(self) -> list[Entry]:
         """All entries."""
         with self._lock:

@@ -22,6 +22,7 @@ from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
 from shadowkv.cache.moving import Mover
+from shadowkv.cache.saves import Saves
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
@@ -47,6 +48,7 @@ class LowerTiers:
         copying: those on their way down.
         chains: those on their way up.
         disk: the tier; None without one.
+        saves: what is saved and restored by name; None without that tier.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ class LowerTiers:
         self.disk = self._findings.disk = None if disk is None else disk(self._findings.report)
         self.copying = Copying(cache, self.copies, self._mover, self.disk, counts)
         self.chains = Chains(cache, self.copies, self._mover, self.disk, counts, speeds)
+        self.saves: Saves | None = None
+        if self.disk is not None:
+            self.saves = Saves(tree, self.copies, self._findings, self.copying, self.chains, self.disk)
 
     def store(self, node: Node, sequence: Sequence, token_ids: list[int]) -> None:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
@@ -82,13 +87,16 @@ class LowerTiers:
     @property
     def busy(self) -> bool:
         """Whether ``advance`` has something to do, or to wait for."""
-        return self.copying.busy or self.chains.busy or self._findings.busy
+        asked = self.saves is not None and self.saves.busy
+        return asked or self.copying.busy or self.chains.busy or self._findings.busy
 
     def advance(self, most: int = STEP_BYTES) -> None:
         """Launches copies of up to ``most`` bytes, and sees to what has arrived."""
         self._findings.take()
         self.chains.advance()
         self.copying.advance(most)
+        if self.saves is not None:
+            self.saves.advance()
 
     def wait(self, seconds: float) -> None:
         """Waits for what is on its way, so long at the most."""
@@ -151,12 +159,15 @@ class LowerTiers:
                 disk.corrupt,
                 disk.write_errors,
                 disk.read_errors,
+                disk.pinned_bytes,
             )
         return tiers
 
     def abandon(self) -> None:
         """Lets go of all that it reads on the device, whatever state it is in; nothing of it is used any more."""
         self.copying.abandon()
+        if self.saves is not None:
+            self.saves.abandon()
         if self.disk is not None:
             self.disk.close(0.0)
 

@@ -20,6 +20,7 @@ from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
 from shadowkv.cache.lower_tiers import LowerTiers
 from shadowkv.cache.pages import PageNames
+from shadowkv.cache.saves import Saves
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
@@ -233,6 +234,11 @@ class PrefixCache:
         self.release(victim)
         self.counts.device_evictions += 1
         return True
+
+    @property
+    def saves(self) -> Saves | None:
+        """What is saved and restored by name; None without a disk tier, or not any more."""
+        return None if self.lower is None else self.lower.saves
 
     @contextmanager
     def on_the_device_alone(self) -> Iterator[None]:

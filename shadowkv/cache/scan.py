@@ -14,6 +14,7 @@ from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import file_name
 from shadowkv.cache.index import Entry
 from shadowkv.cache.key import is_name
+from shadowkv.cache.names import Names
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Scanner:
         self,
         directory: Path,
         files: FileSystem,
+        names: Names,
         *,
         known: Callable[[], set[str]],
         found: Callable[[Entry], None],
@@ -60,7 +62,7 @@ class Scanner:
         bad: Callable[[BadSnapshot, str], None],
         interval: float,
     ) -> None:
-        self._directory, self._files, self._interval = directory, files, interval
+        self._directory, self._files, self._names, self._interval = directory, files, names, interval
         self._known, self._found, self._lost, self._bad = known, found, lost, bad
         self._failed: set[str] = set()
         self._stop = threading.Event()
@@ -109,6 +111,7 @@ class Scanner:
                 # A change in the same tick of the clock as a listing may not be in it.
                 if changed != seen or time.time_ns() - changed < 2 * 10**9:
                     self._update()
+                self._names.refresh()
                 seen, complained = changed, False
             except OSError as error:
                 if not complained:

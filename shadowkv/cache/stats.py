@@ -13,6 +13,7 @@ class DiskStats:
     Attributes:
         bytes: of all files in the directory now, whoever wrote them.
         files: how many.
+        pinned_bytes: of those that names keep.
         hits: snapshots that were read.
         misses: reads that came to nothing.
         evictions: files removed for others' sake.
@@ -28,6 +29,7 @@ class DiskStats:
 
     bytes: int = 0
     files: int = 0
+    pinned_bytes: int = 0
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -53,10 +55,10 @@ class Counts:
         with self._lock:
             self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
 
-    def now(self, bytes: int, files: int) -> DiskStats:
+    def now(self, bytes: int, files: int, pinned_bytes: int) -> DiskStats:
         """The statistics, with what is there."""
         with self._lock:
-            return replace(self._stats, bytes=bytes, files=files)
+            return replace(self._stats, bytes=bytes, files=files, pinned_bytes=pinned_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class TierStats:
         restores, restored_bytes, restore_seconds: from there to the next tier above.
         corrupt: files that were not what was written, and were not served.
         write_errors, read_errors: files that could not be written or read.
+        pinned_bytes: of files that names keep.
     """
 
     used_bytes: int
@@ -87,6 +90,7 @@ class TierStats:
     corrupt: int = 0
     write_errors: int = 0
     read_errors: int = 0
+    pinned_bytes: int = 0
 
 
 @dataclass

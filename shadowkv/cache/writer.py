@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shadowkv.cache.errors import NotDone
 from shadowkv.cache.files import Buffer, write_snapshot
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import Head, file_name
 from shadowkv.cache.index import Entry, Index
 from shadowkv.cache.key import TokenIds
+from shadowkv.cache.names import Names, Save
 from shadowkv.cache.stats import Counts
 from shadowkv.cache.workers import Workers
 
@@ -50,7 +52,7 @@ class WriterLimits:
 
 
 class Writer:
-    """The writing half of a disk tier.
+    """The writing half of a disk tier, which removes nothing that ``names`` keep.
 
     ``look`` takes up a file that the index may not have yet; ``complete`` says whether the index has all files, before
     which none is removed for others' sake.
@@ -63,12 +65,14 @@ class Writer:
         index: Index,
         counts: Counts,
         files: FileSystem,
+        names: Names,
         *,
         look: Callable[[str], object],
         complete: Callable[[], bool],
         event: Callable[[str, Entry], None],
     ) -> None:
         self._directory, self._limits, self._index, self._counts, self._files = directory, limits, index, counts, files
+        self._names = names
         self._look, self._complete, self._event = look, complete, event
         self._lock = threading.Lock()
         self._waiting: dict[str, int] = {}
@@ -89,6 +93,25 @@ class Writer:
         future = self._thread.submit(self._write, head, token_ids, slabs)
         future.add_done_callback(lambda _: self._done(head.name))
         return future
+
+    def keep(self, name: str, save: Save) -> Future[None]:
+        """Queues a name for what is on the disk; the future raises NotDone where something of it is not there, OSError
+        where it cannot be written."""
+        return self._thread.submit(self._keep, name, save)
+
+    def _keep(self, name: str, save: Save) -> None:
+        # On this thread nothing is evicted meanwhile; another server may have just before it saw the name.
+        self._check_there(save)
+        self._names.write(name, save)
+        self._check_there(save)
+
+    def _check_there(self, save: Save) -> None:
+        for snapshot in save.snapshots:
+            path = self._directory / file_name(snapshot)
+            try:
+                self._files.stat(path)
+            except FileNotFoundError:
+                raise NotDone(f"{path} has just been removed; save it once more") from None
 
     def _done(self, name: str) -> None:
         with self._lock:
@@ -199,16 +222,18 @@ class Writer:
 
     def _make_room(self, size: int, keep: set[str]) -> bool:
         """Removes what is over the limit with ``size`` bytes more; returns whether there is room then."""
-        over = self._index.bytes + size - self._limits.directory_bytes
-        if over <= 0 or (size <= self._limits.directory_bytes and not self._complete()):
+        limit = self._limits.directory_bytes
+        over = self._index.bytes + size - limit
+        if over <= 0 or (size <= limit and not self._complete()):
             return True
-        return size <= self._limits.directory_bytes and self._evict(over, keep) >= over
+        kept = self._index.size(keep | self._names.refresh())
+        return size + kept <= limit and self._evict(over, keep) >= over
 
     def _evict(self, size: int, keep: set[str]) -> int:
         """Removes files of ``size`` bytes or a little more, if there are as many; returns how many bytes."""
         freed = 0
         for _ in range(EVICTION_ROUNDS if self._complete() else 0):
-            for entry in self._index.by_age(keep):
+            for entry in self._index.by_age(keep | self._names.refresh()):
                 if freed >= size:
                     return freed
                 freed += self._remove(entry)

@@ -7,16 +7,24 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
 
+from shadowkv.cache.errors import DiskTooSlow, NotDone
+from shadowkv.cache.saves import Answer, Saved, Saves, settle
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
 from shadowkv.engine.json_schema import check_schema
 from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.spec import PAGE
 
 logger = logging.getLogger(__name__)
+
+DISK_SECONDS = 120.0
+"""How long a prompt that is saved or restored by name may take to get to the disk, or back from there."""
 
 
 class EngineDead(RuntimeError):
@@ -37,6 +45,7 @@ class AsyncEngine:
         self.max_queued_seqs, self.kv = config.max_queued_seqs, config.policy
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
+        self._answers: set[Answer] = set()
         # Nothing can stop a compilation; a small schema does not wait for large ones, and what has no schema for none.
         self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
         self._compiling = ThreadPoolExecutor(1, "shadowkv-grammar")
@@ -94,8 +103,11 @@ class AsyncEngine:
         """
         return self.engine.request(uuid.uuid4().hex, prompt_token_ids, params)
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come; closing the iterator aborts it.
+    async def generate(
+        self, request: Request, at_end: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come; closing the iterator aborts it. ``at_end`` is called on the engine's
+        thread when it has its last token, before anything else is done there.
 
         Raises EngineBusy if too many wait, EngineDead if the engine has stopped.
         """
@@ -105,6 +117,8 @@ class AsyncEngine:
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
 
         def sink(item: RequestOutput | Exception) -> None:
+            if isinstance(item, RequestOutput) and item.finish_reason in ("stop", "length"):
+                at_end()
             try:
                 loop.call_soon_threadsafe(outputs.put_nowait, item)
             except RuntimeError:  # the client's event loop is closed: nobody is left to tell
@@ -128,6 +142,75 @@ class AsyncEngine:
             self._sinks.pop(name, None)
             if not finished:
                 self._commands.put(lambda: self.engine.abort(name))
+
+    async def save(
+        self,
+        name: str,
+        request: Request,
+        watch: Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]] = lambda one: one,
+    ) -> Saved:
+        """Has what is cached of a request's prompt kept on the disk under a name, which must be one. The request is
+        served first, and what its answer is made of cached; ``watch`` sees its outputs go by.
+
+        Raises SaveError where that cannot be, RequestError where nothing of the prompt can ever be saved, and what
+        ``generate`` does.
+        """
+        self._check_directory()
+        if request.prompt is None or not request.prompt.shareable:
+            tokens = len(request.prompt_token_ids)
+            raise RequestError(
+                f"the prompt has {tokens} tokens; pages of {PAGE} are saved, as many as come before its last token",
+                "prompt",
+            )
+        pages, answer = request.prompt.shareable, self._open_answer()
+        try:
+            begin = partial(self._begin, answer, lambda saves: saves.save(name, pages, answer))
+            async with aclosing(watch(self.generate(request, begin))) as outputs:
+                async for output in outputs:
+                    if output.error is not None:
+                        raise NotDone(f"the prompt could not be computed: {output.error}")
+            return await self._answered(answer, f"the disk has not taken the prompt within {DISK_SECONDS:g} s")
+        finally:
+            answer.cancel()
+
+    async def restore(self, name: str) -> Saved:
+        """Has what is kept under a name brought to host memory, for the next prompt that begins with it.
+
+        Raises SaveError where that cannot be, RequestError without a directory, EngineDead if the engine has stopped.
+        """
+        self._check_directory()
+        answer = self._open_answer()
+        try:
+            self._commands.put(lambda: self._begin(answer, lambda saves: saves.restore(name, answer)))
+            if not self.is_alive:
+                raise EngineDead(self._reason())
+            return await self._answered(answer, f"the disk has not given {name!r} within {DISK_SECONDS:g} s")
+        finally:
+            answer.cancel()
+
+    def _check_directory(self) -> None:
+        if self.engine.config.kv_disk_dir is None:
+            raise RequestError("this server keeps nothing on a disk: it was started without --kv-disk-dir")
+
+    def _open_answer(self) -> Answer:
+        answer = Answer()
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        return answer
+
+    @staticmethod
+    async def _answered(answer: Answer, late: str) -> Saved:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answer), DISK_SECONDS)
+        except asyncio.TimeoutError:
+            raise DiskTooSlow(late) from None
+
+    def _begin(self, answer: Answer, begin: Callable[[Saves], None]) -> None:
+        saves = self.engine.saves
+        if saves is None:
+            settle(answer, NotDone("the tiers below the device have failed; the server's log says why"))
+        elif not answer.cancelled():
+            begin(saves)
 
     def _add(self, request: Request) -> None:
         try:
@@ -155,6 +238,8 @@ class AsyncEngine:
             self._warm.set()
             for sink in list(self._sinks.values()):
                 sink(EngineDead(self._reason()))
+            for answer in list(self._answers):
+                settle(answer, EngineDead(self._reason()))
             self._close()
 
     def _close(self) -> None:

@@ -14,6 +14,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 PREFILL = ("auto", *PREFILLS)
+DISK_GIB = 64.0
 QUANTIZATIONS = ("fp8",)
 QUANTIZATION_HELP = "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on (default: the files' own)"
 
@@ -36,7 +37,7 @@ class EngineConfig:
     max_cached_seqs: int = 8
     kv_offload_gib: float = 0.0
     kv_disk_dir: str | None = None
-    kv_disk_gib: float = 64.0
+    kv_disk_gib: float | None = None
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
     kv: str | KVSpec = "turbo"
@@ -84,8 +85,10 @@ class EngineConfig:
             bad.append(f"host_memory_gib={self.host_memory_gib} must not be negative")
         if not 0 <= self.kv_offload_gib < math.inf:
             bad.append(f"kv_offload_gib={self.kv_offload_gib} must be a finite number of at least 0")
-        if not 0 < self.kv_disk_gib < math.inf:
+        if not 0 < self.disk_gib < math.inf:
             bad.append(f"kv_disk_gib={self.kv_disk_gib} must be a finite number above 0")
+        if self.kv_disk_gib is not None and self.kv_disk_dir is None:
+            bad.append(f"kv_disk_gib={self.kv_disk_gib} has no meaning without kv_disk_dir, the directory of the files")
         if self.kv_disk_dir == "":
             bad.append("kv_disk_dir must not be empty")
         if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
@@ -109,6 +112,11 @@ class EngineConfig:
             dense_below=dense_below,
             prefill=None if self.prefill == "auto" else self.prefill,
         )
+
+    @property
+    def disk_gib(self) -> float:
+        """Of the files of the prefix cache, at the most, in GiB."""
+        return DISK_GIB if self.kv_disk_gib is None else self.kv_disk_gib
 
     @property
     def policy(self) -> str:
@@ -248,7 +256,7 @@ class EngineConfig:
             help="where such copies are kept as files, which outlive the server and may be shared by several "
             "(default: none)",
         )
-        add(kv, "--kv-disk-gib", type=float, metavar="GIB", help="of those files, at the most (default: %(default)s)")
+        add(kv, "--kv-disk-gib", type=float, metavar="GIB", help=f"of those files, at the most (default: {DISK_GIB})")
         add(
             kv,
             "--fetch-buffer",

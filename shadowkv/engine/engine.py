@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shadowkv.cache.pages import PageNames
 from shadowkv.cache.prefix_cache import Prompt
+from shadowkv.cache.saves import Saves
 from shadowkv.cache.stats import TierStats
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.decode_steps import Chosen, DecodeSteps
@@ -233,6 +234,11 @@ class Engine:
     def settling(self) -> bool:
         """Whether what was computed is still on its way to other tiers: steps go on with that."""
         return self.scheduler.prefix_cache.busy
+
+    @property
+    def saves(self) -> Saves | None:
+        """What is saved and restored by name, for the engine's thread; None without a directory, or not any more."""
+        return self.scheduler.prefix_cache.saves
 
     def close(self) -> None:
         """Ends the prefix cache's work: what is on its way to the disk is written, as far as that takes not long."""

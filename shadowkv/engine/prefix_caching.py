@@ -37,7 +37,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
     host = HostTier(nbytes, cache.device)
     if config.kv_disk_dir is None:
         return PrefixCache(cache, host), partial(origin, 40 * "0")
-    key, limit = cache_key(loaded, cache), int(config.kv_disk_gib * GIB)
+    key, limit = cache_key(loaded, cache), int(config.disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
     def disk(report: Callable[[str, Entry], None]) -> DiskTier:
@@ -70,7 +70,7 @@ def in_words(config: EngineConfig, layout: Layout) -> str:
     if nbytes := offload_bytes(config, layout):
         tiers.append(f"{nbytes / GIB:.2f} GiB of host memory")
     if config.kv_disk_dir is not None:
-        tiers.append(f"{config.kv_disk_gib:.2f} GiB in {config.kv_disk_dir}")
+        tiers.append(f"{config.disk_gib:.2f} GiB in {config.kv_disk_dir}")
     return ", ".join(tiers)
 
 

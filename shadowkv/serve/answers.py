@@ -156,6 +156,19 @@ class Detokenized(Answer):
     prompt: str
 
 
+class RestoredPrompt(Answer):
+    """Answer of ``/cache/restore``: tokens of the prompt, bytes of the files that hold them, seconds that it took."""
+
+    name: str
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+class SavedPrompt(RestoredPrompt):
+    """Answer of ``/cache/save``."""
+
+
 class TokenizerInfo(BaseModel):
     """Answer of ``/tokenizer_info``, which has every special token that the tokeniser names."""
 

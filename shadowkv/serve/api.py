@@ -19,7 +19,8 @@ from shadowkv.serve.answers import ChatCompletion, Completion, Health, ModelList
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
 from shadowkv.serve.body_route import BodyRefused, BodyRoute
-from shadowkv.serve.disconnect import unless_disconnected
+from shadowkv.serve.cache_routes import cache_routes
+from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
 from shadowkv.serve.endpoints import ChatCompletions, Completions, Endpoint
 from shadowkv.serve.errors import INTERNAL_ERROR, as_api_error, error_response
 from shadowkv.serve.event_stream import EventStream
@@ -34,8 +35,6 @@ from shadowkv.serve.token_routes import token_routes
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | None = None) -> FastAPI:
@@ -56,6 +55,7 @@ def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | 
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections beneath
+    app.include_router(cache_routes(engine, served_name, settings, metrics))
     statuses, stream = (*FOR_EVERY_BODY, 504), "text/event-stream"
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)
     model = {

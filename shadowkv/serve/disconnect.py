@@ -10,6 +10,9 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that nobody reads."""
+
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of ``work``, which is cancelled, and the result None, when the client is gone."""

@@ -6,6 +6,7 @@ import logging
 
 from fastapi.responses import JSONResponse
 
+from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.request import RequestError
 from shadowkv.serve.api_error import ApiError
@@ -14,6 +15,14 @@ from shadowkv.serve.merge import DeadlineExceeded
 logger = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "internal error; the server's log has the details"
+
+SAVES = {
+    UnknownName: (404, "unknown_name"),
+    UnusableName: (409, "unusable_name"),
+    NotDone: (503, "not_done"),
+    DiskTooSlow: (504, "timeout"),
+}
+"""Status and code of what cannot be saved or restored by name."""
 
 RETRY_SECONDS = 2
 """What a full queue advises."""
@@ -31,6 +40,9 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(f"{error}; try again later", status=503, code="queue_full")
     if isinstance(error, DeadlineExceeded):
         return ApiError(str(error), status=504, code="timeout")
+    if (kind := type(error)) in SAVES:
+        status, code = SAVES[kind]
+        return ApiError(str(error), status=status, param="name" if status < 500 else None, code=code)
     logger.error("a request failed", exc_info=error)
     return ApiError(INTERNAL_ERROR, status=500)
 

@@ -104,13 +104,14 @@ async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRe
 
     def encode() -> Job:
         prompts, params = endpoint.prompts(request, engine.max_model_len), request.sampling()
-        choices = [_choice(engine, prompt, one) for prompt in prompts for one in params]
+        choices = [engine_request(engine, prompt, one) for prompt in prompts for one in params]
         return Job(engine, endpoint, request, model, choices, endpoint.echo(request, prompts))
 
     return await in_turn(sum(sizes), encode)
 
 
-def _choice(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
+def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
+    """A request to the engine; raises ApiError if it can never be served."""
     try:
         return engine.request(prompt, params)
     except RequestError as error:

@@ -26,6 +26,7 @@ REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 3
 PREFIX_GAUGES = {
     "used_bytes": ("used_bytes", "What sequences or copies take; on the device those of running sequences included."),
     "total_bytes": ("total_bytes", "What there is, or may be used."),
+    "pinned_bytes": ("pinned_bytes", "What names keep that prompts were saved under."),
 }
 PREFIX_COUNTERS = {
     "hit_tokens": ("hit_tokens", "Prompt tokens that were found there, and not computed anew."),
@@ -42,9 +43,9 @@ PREFIX_COUNTERS = {
 LOWER = ("host", "disk")
 TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
-    **dict.fromkeys(("corrupt_files", "write_errors", "read_errors"), ("disk",)),
+    **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes"), ("disk",)),
 }
-"""Tiers that a counter is about, where it is not about all."""
+"""Tiers that a figure is about, where it is not about all."""
 
 
 class Metrics:

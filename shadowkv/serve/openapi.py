@@ -12,8 +12,9 @@ from shadowkv.serve.answers import Error
 STATUSES = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model, or nothing saved under such a name.",
     408: "The rest of the request did not come in time.",
+    409: "What is saved under the name is of another model or policy, or its file is not what was written.",
     413: "The body is too long.",
     500: "The server has failed.",
     503: "The server is full, or the engine is not running.",

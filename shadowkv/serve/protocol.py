@@ -99,6 +99,8 @@ LogitBias = Annotated[
 ]
 
 
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
 ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 
 
@@ -123,7 +125,7 @@ class GenerationRequest(Body):
     ignore_eos: bool = False
     seed: Int64 | None = None
     cache_prompt: bool = SamplingParams.cache_prompt
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    cache_salt: Salt | None = None
     response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -195,7 +197,7 @@ TokenPrompt = Annotated[TokenList, Field(min_length=1)]
 Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-def _prompts(value: Any) -> list[str | Tokens]:
+def prompts_of(value: Any) -> list[str | Tokens]:
     """Every form of ``prompt`` as a list of texts and token ids.
 
     Not left to a union type: that would try a list of a million tokens as each member, with an error per item.
@@ -206,15 +208,15 @@ def _prompts(value: Any) -> list[str | Tokens]:
     _at_most(MAX_PROMPT_TOKENS, "token ids", sum(len(prompt) for prompt in prompts if isinstance(prompt, list)))
     for prompt in prompts:
         if not isinstance(prompt, str) and not _is_tokens(prompt):
-            raise _wrong("prompt must be a string, a list of token ids, or a list of either")
+            raise wrong("prompt must be a string, a list of token ids, or a list of either")
         if isinstance(prompt, list) and not prompt:
-            raise _wrong("prompt must not be empty")
+            raise wrong("prompt must not be empty")
     return [prompt if isinstance(prompt, str) else _packed(prompt) for prompt in prompts]
 
 
 def _tokens(value: Any) -> Tokens:
     if not _is_tokens(value):
-        raise _wrong("must be a list of token ids")
+        raise wrong("must be a list of token ids")
     _at_most(MAX_PROMPT_TOKENS, "token ids", len(value))
     return _packed(value)
 
@@ -229,16 +231,16 @@ def _is_tokens(value: Any) -> bool:
 def _packed(ids: list[int]) -> Tokens:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token <= MAX_TOKEN_ID:
-            raise _wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is no token id")
+            raise wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is no token id")
     return array("i", ids)
 
 
 def _at_most(limit: int, things: str, count: int) -> None:
     if count > limit:
-        raise _wrong(f"{count} {things} are too many; at most {limit} are allowed")
+        raise wrong(f"{count} {things} are too many; at most {limit} are allowed")
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def wrong(message: str) -> PydanticCustomError:
     """A value's refusal, to raise in the validator of its field."""
     return PydanticCustomError("wrong", "{message}", {"message": message})
 
@@ -246,7 +248,7 @@ def _wrong(message: str) -> PydanticCustomError:
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
-    prompt: Annotated[list[str | Tokens], PlainValidator(_prompts, json_schema_input_type=Prompt)]
+    prompt: Annotated[list[str | Tokens], PlainValidator(prompts_of, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     echo: bool = False
 

@@ -82,7 +82,9 @@ def test_no_flags_give_the_defaults():
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
 def test_one_flag_changes_one_field(name):
     value = getattr(SET, name)
-    assert parse(*flag(name, value)) == replace(EngineConfig(), **{name: value})
+    others = {"kv_disk_dir": "cache"} if name == "kv_disk_gib" else {}  # which has no meaning by itself
+    flags = [*flag(name, value), *(word for other in others.items() for word in flag(*other))]
+    assert parse(*flags) == replace(EngineConfig(), **{name: value}, **others)
 
 
 def test_the_prefix_cache_can_be_turned_off():
@@ -143,6 +145,7 @@ def test_errors_list_every_value_that_cannot_be():
     ("values", "said"),
     [
         ({"kv_disk_dir": ""}, "kv_disk_dir must not be empty"),
+        ({"kv_disk_gib": 8.0}, "kv_disk_gib=8.0 has no meaning without kv_disk_dir"),
         ({"kv_disk_dir": "x", "enable_prefix_caching": False}, "no meaning"),
         ({"kv_offload_gib": 1.0, "enable_prefix_caching": False}, "no meaning"),
     ],

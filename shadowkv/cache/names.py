@@ -1,0 +1,184 @@
+"""Names that prompts are saved under: small files beside the snapshots, each of which says what it keeps.
+
+``names/NAME.json`` lists the snapshots of a prompt from its first token on, and neither tokens nor salt. What is in one
+of these lists is kept: no server evicts it and no ``prune`` removes it, until the name is saved anew or forgotten. The
+whole chain is listed, so that a server that has not seen its files yet keeps what they continue.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.cache.errors import UnknownName, UnusableName
+from shadowkv.cache.files import temporary_path
+from shadowkv.cache.filesystem import FileSystem
+from shadowkv.cache.key import is_name
+from shadowkv.cache.save_name import check_save_name
+from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
+
+logger = logging.getLogger(__name__)
+
+FOLDER, SUFFIX = "names", ".json"
+
+FORMAT = "shadowkv-name-1"
+
+MAX_NUMBER = 10**15
+"""Of tokens and seconds."""
+
+CLOCK_NANOSECONDS = 2 * 10**9
+"""A change so shortly before a listing may not be in it."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a name keeps. Raises ValueError where that cannot be.
+
+    Attributes:
+        format: of the file.
+        key: digest of what the snapshots' bytes depend on.
+        tokens: of the prompt that were saved, from its first on.
+        snapshots: names of theirs, each continued by the next.
+        saved: in seconds since 1970.
+    """
+
+    format: str
+    key: str
+    tokens: int
+    snapshots: tuple[str, ...]
+    saved: int
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"its format is {self.format[:40]!r}, not {FORMAT!r}")
+        for name in (self.key, *self.snapshots):
+            if not is_name(name):
+                raise ValueError(f"{name[:80]!r} is not 40 hex digits")
+        if not self.snapshots or len(set(self.snapshots)) < len(self.snapshots):
+            raise ValueError("it must list one snapshot or more, each once")
+        if not (1 <= self.tokens <= MAX_NUMBER and 0 <= self.saved <= MAX_NUMBER):
+            raise ValueError(f"{self.tokens} tokens saved at {self.saved} cannot be")
+
+    @classmethod
+    def new(cls, key: str, tokens: int, snapshots: tuple[str, ...]) -> Save:
+        """One that is made now."""
+        return cls(FORMAT, key, tokens, snapshots, int(time.time()))
+
+
+class Names:
+    """The names of a directory of snapshots; every method may be called from any thread, and waits for the disk."""
+
+    def __init__(self, directory: Path, files: FileSystem) -> None:
+        self._directory, self._files, self._folder = directory, files, directory / FOLDER
+        # One attribute, because several threads set it: when the folder changed that was read, and what it said.
+        self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """Snapshots that names keep, as ``refresh`` has last found; waits for nothing."""
+        return self._known[1]
+
+    def path(self, name: str) -> Path:
+        """The file of a name; raises ValueError for what cannot be one."""
+        return self._folder / f"{check_save_name(name)}{SUFFIX}"
+
+    def read(self, name: str) -> Save:
+        """What a name keeps; raises UnknownName, UnusableName where its file is not what was written, OSError."""
+        path = self.path(name)
+        try:
+            descriptor = self._files.open(path)
+        except FileNotFoundError:
+            raise UnknownName(f"nothing is saved as {name!r}") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _bad(path, "it is a link") from None
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _bad(path, "it is not a regular file")
+            data, size = bytearray(MOST_BYTES + 1), 0
+            while count := self._files.read(descriptor, memoryview(data)[size:], size):
+                size += count
+        finally:
+            os.close(descriptor)
+        try:
+            return from_json(Save, bytes(data[:size]))
+        except ValueError as error:
+            raise _bad(path, str(error)) from None
+
+    def write(self, name: str, save: Save) -> None:
+        """Saves under a name, in place of what was; raises OSError, and then nothing has changed."""
+        path, temporary = self.path(name), temporary_path(self._directory)
+        descriptor = self._files.create(temporary)
+        try:
+            try:
+                data, offset = memoryview(to_json(save).encode()), 0
+                while data:
+                    count = self._files.write(descriptor, data, offset)
+                    data, offset = data[count:], offset + count
+                self._files.sync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._files.make_directory(self._folder)
+            self._files.publish(temporary, path, replace=True)
+        finally:
+            self._files.remove(temporary)
+
+    def remove(self, name: str) -> None:
+        """Forgets a name, bad files too; raises UnknownName, OSError."""
+        path = self.path(name)
+        try:
+            there = path.name in self._files.names(path.parent)
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise UnknownName(f"nothing is saved as {name!r}")
+        self._files.remove(path)
+
+    def all(self) -> tuple[dict[str, Save], dict[str, UnusableName]]:
+        """What every name keeps, and what is wrong with the files of others; raises OSError."""
+        found: dict[str, Save] = {}
+        bad: dict[str, UnusableName] = {}
+        try:
+            files = sorted(self._files.names(self._folder))
+        except FileNotFoundError:
+            return found, bad
+        for file in files:
+            name = file.removesuffix(SUFFIX)
+            if name == file:
+                continue
+            try:
+                found[name] = self.read(name)
+            except UnknownName:
+                pass  # it has just been forgotten
+            except UnusableName as error:
+                bad[name] = error
+            except ValueError:
+                pass  # nobody can have saved under this name
+        return found, bad
+
+    def refresh(self) -> frozenset[str]:
+        """``pins`` as they are now, read again where the folder has changed; raises OSError."""
+        try:
+            changed = self._files.stat(self._folder).st_mtime_ns
+        except FileNotFoundError:
+            self._known = None, frozenset(), frozenset()
+            return frozenset()
+        seen, pins, complained = self._known
+        if changed != seen:
+            now = time.time_ns()
+            found, bad = self.all()
+            for name in bad.keys() - complained:
+                logger.warning("%s", bad[name])
+            pins = frozenset(snapshot for save in found.values() for snapshot in save.snapshots)
+            self._known = changed if now - changed > CLOCK_NANOSECONDS else None, pins, frozenset(bad)
+        return pins
+
+
+def _bad(path: Path, problem: str) -> UnusableName:
+    return UnusableName(f"{path} is not what was written: {problem}; save it anew")

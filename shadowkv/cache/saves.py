@@ -1,0 +1,212 @@
+"""Prompts saved and restored by name: what is asked for, until it is on the disk or back in host memory.
+
+Nothing here waits: the engine's thread looks in between its steps, and what a disk has to do is done on its threads.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from shadowkv.cache.chains import MOST_FETCH_SECONDS, Chains, Step
+from shadowkv.cache.copying import Copying
+from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.errors import NotDone, SaveError
+from shadowkv.cache.findings import Findings
+from shadowkv.cache.index import Entry
+from shadowkv.cache.kept_copies import KeptCopies
+from shadowkv.cache.names import Save
+from shadowkv.cache.tree import Node, PrefixTree
+from shadowkv.kvcache.spec import PAGE
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was saved or restored.
+
+    Attributes:
+        tokens: of the prompt, from its first on.
+        nbytes: of the files that hold them.
+    """
+
+    tokens: int
+    nbytes: int
+
+
+Answer = Future[Saved]
+"""Raises SaveError; whoever cancels it has given up."""
+
+
+@dataclass(eq=False)
+class _Saving:
+    """A prompt on its way to the disk.
+
+    Attributes:
+        pages: of it that were cached when it was asked for.
+        nodes: those that have the last of them.
+        again: nodes that were queued for the disk once more.
+        keeping: what is written down, and its answer, once all files are there.
+    """
+
+    name: str
+    pages: int
+    nodes: list[Node]
+    answer: Answer
+    again: set[Node] = field(default_factory=set)
+    keeping: tuple[Saved, Future[None]] | None = None
+
+
+@dataclass(eq=False)
+class _Restoring:
+    """A prompt on its way to host memory."""
+
+    name: str
+    kept: Future[tuple[Save, list[Entry]]]
+    answer: Answer
+
+
+class Saves:
+    """What is asked for by name and not yet done; to be used on the engine's thread.
+
+    Args:
+        tree, copies, findings: where a prompt's nodes are.
+        copying, chains: take them down and up.
+        disk: keeps them.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        copies: KeptCopies,
+        findings: Findings,
+        copying: Copying,
+        chains: Chains,
+        disk: DiskTier,
+    ) -> None:
+        self._tree, self._copies, self._findings = tree, copies, findings
+        self._copying, self._chains, self._disk = copying, chains, disk
+        self._saving: list[_Saving] = []
+        self._restoring: list[_Restoring] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is asked for."""
+        return bool(self._saving or self._restoring)
+
+    def save(self, name: str, pages: list[str], answer: Answer) -> None:
+        """Has what is cached of a prompt kept on the disk; ``pages`` are names of those that can be shared."""
+        along = list(self._tree.along(pages))
+        reached = max((end for _, end in along), default=0)
+        nodes = [node for node, end in along if end == reached]
+        self._saving.append(_Saving(name, reached, nodes, answer))
+
+    def restore(self, name: str, answer: Answer) -> None:
+        """Has what is kept under a name brought to host memory."""
+        self._restoring.append(_Restoring(name, self._disk.kept(name), answer))
+
+    def advance(self) -> None:
+        """Looks how far everything is; the tiers have just been advanced themselves."""
+        if self.busy:
+            self._findings.take()  # what was written is known to be there before it is known not to be on its way
+            self._saving = [one for one in self._saving if not self._ended(one.answer, self._save(one))]
+            self._restoring = [one for one in self._restoring if not self._ended(one.answer, self._restore(one))]
+
+    @staticmethod
+    def _ended(answer: Answer, found: Saved | SaveError | None) -> bool:
+        if found is None:
+            return answer.cancelled()
+        settle(answer, found)
+        return True
+
+    def _save(self, one: _Saving) -> Saved | SaveError | None:
+        """What has become of it, None while it is on its way."""
+        if one.keeping is not None:
+            saved, keeping = one.keeping
+            return _failure(keeping, f"{one.name!r} cannot be written") or saved if keeping.done() else None
+        for node in one.nodes:
+            if chain := self._disk.chain(node.names[-1]):
+                saved = Saved(one.pages * PAGE, sum(entry.file_bytes for entry in chain))
+                one.keeping = saved, self._disk.keep(one.name, saved.tokens, chain)
+                return None
+        if any(self._comes(node, one.again) for node in one.nodes):
+            return None
+        if not one.pages:
+            return NotDone("nothing of the prompt was kept, so that nothing of it can be saved")
+        return NotDone(
+            f"the {one.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
+            "for them in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
+            "the disk fails; the server's log says more"
+        )
+
+    def _comes(self, node: Node, again: set[Node]) -> bool:
+        """Whether a node and all that it continues are on the disk or on their way there."""
+        return all(self._comes_alone(one, again) for one in [*reversed([*node.ancestors]), node])
+
+    def _comes_alone(self, node: Node, again: set[Node]) -> bool:
+        copy = node.copy
+        if self._is_there(node):
+            return True
+        if copy is None:
+            return False
+        if copy.writing is not None or (copy.users and not copy.ready):
+            return True
+        if node in again:
+            return False
+        again.add(node)
+        self._copying.write(node)
+        return copy.writing is not None or self._is_there(node)
+
+    def _is_there(self, node: Node) -> bool:
+        entry = self._disk.lookup(node.names[-1])
+        return entry is not None and entry.head.uid == node.uid
+
+    def _restore(self, one: _Restoring) -> Saved | SaveError | None:
+        """What has become of it, None while it is on its way."""
+        if not one.kept.done():
+            return None
+        if (failure := _failure(one.kept, f"{one.name!r} cannot be read")) is not None:
+            return failure
+        save, chain = one.kept.result()
+        nodes = [node for entry in chain if (node := self._copies.by_uid.get(entry.head.uid)) is not None]
+        if len(nodes) < len(chain):
+            if self._findings.busy:
+                return None
+            return NotDone(f"what is saved as {one.name!r} cannot be read; the server's log says why")
+        stops = [*(node.first for node in nodes[1:]), save.tokens // PAGE]
+        steps = [Step(node, stop) for node, stop in zip(nodes, stops, strict=True)]
+        if self._chains.fetch(steps, MOST_FETCH_SECONDS):
+            return Saved(save.tokens, sum(entry.file_bytes for entry in chain))
+        if any(node.copy is not None and node.copy.fetching is not None for node in nodes):
+            return None  # for as long as whoever has asked is patient
+        return NotDone(
+            f"what is saved as {one.name!r} could not be brought back: there is no room for it in host memory "
+            "(--kv-offload-gib), or its files cannot be read; the server's log says more"
+        )
+
+    def abandon(self) -> None:
+        """Answers all that nothing is done for any more."""
+        for answer in [one.answer for one in self._saving] + [one.answer for one in self._restoring]:
+            settle(answer, NotDone("the tiers below the device have failed; the server's log says why"))
+        self._saving, self._restoring = [], []
+
+
+def settle(answer: Answer, found: Saved | Exception) -> None:
+    """Answers, unless that is done or whoever has asked has given up."""
+    if not answer.done() and answer.set_running_or_notify_cancel():
+        if isinstance(found, Saved):
+            answer.set_result(found)
+        else:
+            answer.set_exception(found)
+
+
+def _failure(done: Future[Any], what: str) -> SaveError | None:
+    """Why a future that is done has come to nothing, if it has."""
+    if done.cancelled():
+        return NotDone(f"{what}: the server is stopping")
+    error = done.exception()
+    if isinstance(error, OSError):
+        return NotDone(f"{what}: {error.strerror or error}")
+    if error is not None and not isinstance(error, SaveError):
+        raise error
+    return error
