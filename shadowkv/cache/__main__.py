@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from shadowkv.cache.archive import chains, export_snapshots, import_snapshots
-from shadowkv.cache.errors import BadSnapshot
+from shadowkv.cache.errors import BadSnapshot, SaveError
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.inventory import Inventory
+from shadowkv.cache.names import Names
 from shadowkv.cache.scan import remove_leftovers
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     try:
         code: int = args.run(args)
-    except (ValueError, OSError, BadSnapshot) as error:
+    except (ValueError, OSError, BadSnapshot, SaveError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         print(f"error: {text}", file=sys.stderr)
         return 2
@@ -65,12 +66,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument("--remove", action="store_true", help="remove bad files")
     json_flag(verify)
 
-    prune = command("prune", _prune, "remove snapshots, those not used for longest first")
+    prune = command("prune", _prune, "remove snapshots that no name keeps, those not used for longest first")
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--max-gib", type=_size, metavar="GIB", help="until no more than this is left")
     which.add_argument("--older-than", type=_age, metavar="AGE", help="not used for this long, such as 90m, 12h or 7d")
-    which.add_argument("--all", action="store_true", help="all, bad files too")
+    which.add_argument("--all", action="store_true", help="all, bad files and names too")
     json_flag(prune)
+
+    forget = command("forget", _forget, "forget names, so that what they keep may go when it is its turn")
+    forget.add_argument("names", nargs="+", metavar="NAME", help="as given to /cache/save")
 
     export = command("export", _export, "write snapshots, and all that they continue, to a tar file")
     export.add_argument("names", nargs="+", metavar="NAME", help="or how it begins")
@@ -116,6 +120,11 @@ def _list(args: argparse.Namespace) -> int:
         for line in table:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
         print(f"{len(rows)} snapshots, {_short_size(inventory.index.bytes)}")
+        for name, save in sorted(inventory.saves.items()):
+            there = "" if inventory.index.chain(save.snapshots[-1]) else " (lost)"
+            print(f"saved as {name}: {save.tokens} tokens, up to {save.snapshots[-1]}{there}")
+    for error in inventory.bad_saves.values():
+        print(error, file=sys.stderr)
     if inventory.bad:
         print(f"{len(inventory.bad)} more files are bad: see verify", file=sys.stderr)
     return 0
@@ -145,7 +154,11 @@ def _verify(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     inventory = Inventory.of(args.dir)
     limit = 0.0 if args.all else None if args.max_gib is None else args.max_gib * 2**30
-    surplus = inventory.surplus(limit, args.older_than)
+    kept = set() if args.all else inventory.pins
+    surplus = inventory.surplus(limit, args.older_than, kept)
+    if args.all:
+        for name in [*inventory.saves, *inventory.bad_saves]:
+            Names(args.dir, FileSystem()).remove(name)
     names = [entry.name for entry in surplus] + (sorted(inventory.bad) if args.all else [])
     for name in names:
         inventory.remove(name)
@@ -153,7 +166,15 @@ def _prune(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"removed": names, "bytes": freed, "leftovers": leftovers}, indent=2))
     else:
-        print(f"{len(names)} files removed, {_short_size(freed)}; {leftovers} half-written ones")
+        pinned = f"; names keep {_short_size(inventory.index.size(kept))}" if kept else ""
+        print(f"{len(names)} files removed, {_short_size(freed)}; {leftovers} half-written ones{pinned}")
+    return 0
+
+
+def _forget(args: argparse.Namespace) -> int:
+    for name in args.names:
+        Names(args.dir, FileSystem()).remove(name)
+        print(f"{name} is forgotten")
     return 0
 
 

@@ -200,7 +200,8 @@ class DiskTier:
     def keep(self, name: str, tokens: int, chain: Sequence[Entry]) -> Future[None]:
         """Keeps a chain's files under a name, for so many tokens of a prompt, in place of what was there.
 
-        The future raises NotDone where one of them is not there any more, OSError where the name cannot be written.
+        The future raises SnapshotGone where one of them is not there any more, OSError where the name cannot be
+        written.
         """
         save = Save.new(self.key.digest, tokens, tuple(entry.name for entry in chain))
         return self._writer.keep(name, save)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shadowkv.cache.errors import BadSnapshot
+from shadowkv.cache.errors import BadSnapshot, UnusableName
 from shadowkv.cache.files import SnapshotFile, read_head
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import file_name
 from shadowkv.cache.index import Entry, Index
 from shadowkv.cache.key import is_name
+from shadowkv.cache.names import Names, Save
 from shadowkv.cache.scan import snapshot_names
 
 
@@ -25,16 +26,20 @@ class Inventory:
         directory: which.
         index: files with a good header.
         bad: what is wrong with the others, by name.
+        saves: what was saved under which name.
+        bad_saves: what is wrong with the files of other names.
     """
 
     directory: Path
     index: Index
     bad: dict[str, BadSnapshot]
+    saves: dict[str, Save] = field(default_factory=dict)
+    bad_saves: dict[str, UnusableName] = field(default_factory=dict)
 
     @classmethod
     def of(cls, directory: Path) -> Inventory:
         """Reads all headers; raises OSError where the directory cannot be read."""
-        found = cls(directory, Index(), {})
+        found = cls(directory, Index(), {}, *Names(directory, FileSystem()).all())
         for name in sorted(snapshot_names(directory, FileSystem())):
             try:
                 head, status = read_head(directory, name)
@@ -72,9 +77,15 @@ class Inventory:
                 "origin": entry.head.origin,
                 "key": entry.head.key,
                 "facts": dict(entry.head.facts),
+                "saved_as": sorted(name for name, save in self.saves.items() if entry.name in save.snapshots),
             }
             for entry in sorted(self.index.entries(), key=lambda one: (-one.used, one.name))
         ]
+
+    @property
+    def pins(self) -> set[str]:
+        """Snapshots that names keep."""
+        return {snapshot for save in self.saves.values() for snapshot in save.snapshots}
 
     def verify(self, names: Iterable[str], progress: Callable[[int], object]) -> dict[str, BadSnapshot]:
         """Reads every byte of these snapshots; returns what is wrong with which. ``progress`` is told of bytes."""
@@ -91,9 +102,10 @@ class Inventory:
                 bad[name] = BadSnapshot(self.directory / file_name(name), f"it cannot be read, {error.strerror}")
         return bad
 
-    def surplus(self, limit: float | None = None, age: float | None = None) -> list[Entry]:
-        """What is to go so that ``limit`` bytes stay, or nothing that was not used for ``age`` seconds; in order."""
-        entries, total = self.index.by_age(), self.index.bytes
+    def surplus(self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()) -> list[Entry]:
+        """What is to go so that ``limit`` bytes stay, or nothing that was not used for ``age`` seconds; in order, and
+        nothing that is to ``keep``."""
+        entries, total = self.index.by_age(keep), self.index.bytes
         found = []
         for entry in entries:
             over = limit is not None and total > limit

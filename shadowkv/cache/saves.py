@@ -12,7 +12,7 @@ from typing import Any
 from shadowkv.cache.chains import MOST_FETCH_SECONDS, Chains, Step
 from shadowkv.cache.copying import Copying
 from shadowkv.cache.disk import DiskTier
-from shadowkv.cache.errors import NotDone, SaveError
+from shadowkv.cache.errors import NotDone, SaveError, SnapshotGone
 from shadowkv.cache.findings import Findings
 from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
@@ -123,7 +123,11 @@ class Saves:
         """What has become of it, None while it is on its way."""
         if one.keeping is not None:
             saved, keeping = one.keeping
-            return _failure(keeping, f"{one.name!r} cannot be written") or saved if keeping.done() else None
+            if not keeping.done():
+                return None
+            if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
+                return _failure(keeping, f"{one.name!r} cannot be written") or saved
+            one.keeping = None  # somebody has removed a file: it may be written once more
         for node in one.nodes:
             if chain := self._disk.chain(node.names[-1]):
                 saved = Saved(one.pages * PAGE, sum(entry.file_bytes for entry in chain))

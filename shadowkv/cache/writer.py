@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.cache.errors import NotDone
+from shadowkv.cache.errors import SnapshotGone
 from shadowkv.cache.files import Buffer, write_snapshot
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import Head, file_name
@@ -95,8 +95,8 @@ class Writer:
         return future
 
     def keep(self, name: str, save: Save) -> Future[None]:
-        """Queues a name for what is on the disk; the future raises NotDone where something of it is not there, OSError
-        where it cannot be written."""
+        """Queues a name for what is on the disk; the future raises SnapshotGone where something of it is not
+        there, OSError where the name cannot be written."""
         return self._thread.submit(self._keep, name, save)
 
     def _keep(self, name: str, save: Save) -> None:
@@ -104,6 +104,8 @@ class Writer:
         self._check_there(save)
         self._names.write(name, save)
         self._check_there(save)
+        with suppress(OSError):  # it is there; how much names keep is known a little later then
+            self._names.refresh()
 
     def _check_there(self, save: Save) -> None:
         for snapshot in save.snapshots:
@@ -111,7 +113,9 @@ class Writer:
             try:
                 self._files.stat(path)
             except FileNotFoundError:
-                raise NotDone(f"{path} has just been removed; save it once more") from None
+                if (entry := self._index.remove(snapshot)) is not None:
+                    self._event("lost", entry)
+                raise SnapshotGone(f"{path} is not there any more") from None
 
     def _done(self, name: str) -> None:
         with self._lock:

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 
+from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
+from shadowkv.cache.saves import Saved
 from shadowkv.cache.stats import TierStats
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
@@ -17,6 +19,9 @@ from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 
 REPLY = "Hello wörld."
+
+SAVE_ERRORS = {kind.__name__: kind for kind in (UnknownName, UnusableName, NotDone, DiskTooSlow)}
+"""What a restore of such a name ends with."""
 
 
 class FakeTokenizer:
@@ -73,13 +78,14 @@ class FakeEngine:
         self.running: set[str] = set()
         self.most_running = 0
         self.room = 10**6
+        self.saved: dict[str, Saved] = {}
 
     def stats(self) -> EngineStats:
         tiers = {"device": TierUse(10, 100), "host": TierUse(20, 200), "states": TierUse(3, 30)}
         prefixes = {
             "device": TierStats(10, 100, 640, 2),
             "host": TierStats(7, 70, 128, 3, 4000, 5, 6, 1500, 0.25),
-            "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12),
+            "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12, 6),
         }
         return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes)
 
@@ -98,6 +104,17 @@ class FakeEngine:
             )
             raise RequestError(text, "max_tokens")
         return Request(uuid.uuid4().hex, prompt_token_ids, params, asked, seed=0)
+
+    async def save(self, name: str, request: Request, watch: Callable[..., AsyncIterator[RequestOutput]]) -> Saved:
+        async for _ in watch(self.generate(request)):
+            pass
+        self.saved[name] = Saved(len(request.prompt_token_ids), 1000)
+        return self.saved[name]
+
+    async def restore(self, name: str) -> Saved:
+        if name in SAVE_ERRORS:
+            raise SAVE_ERRORS[name](f"nothing comes of {name}")
+        return self.saved[name]
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         request_id, prompt_token_ids, params = request.request_id, request.prompt_token_ids, request.params

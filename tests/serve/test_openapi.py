@@ -8,6 +8,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from shadowkv.cache.saves import Saved
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve import answers
 from shadowkv.serve.api import build_app
@@ -24,6 +25,10 @@ ANSWERS: list[tuple[str, str, dict | None, type[BaseModel]]] = [
     ("POST", "/tokenize", {"prompt": "Hi", "return_token_strs": True}, answers.Tokenized),
     ("POST", "/tokenize", CHAT, answers.Tokenized),
     ("POST", "/detokenize", {"tokens": [72, 105]}, answers.Detokenized),
+    ("POST", "/cache/save", {"name": "a", "prompt": "Hi"}, answers.SavedPrompt),
+    ("POST", "/cache/save", {"name": "a", "prompt": [72], "cache_salt": "x"}, answers.SavedPrompt),
+    ("POST", "/cache/save", {"name": "a", **CHAT}, answers.SavedPrompt),
+    ("POST", "/cache/restore", {"name": "kept"}, answers.RestoredPrompt),
     ("GET", "/tokenizer_info", None, answers.TokenizerInfo),
     ("GET", "/v1/models", None, answers.ModelList),
     ("GET", "/v1/models/fake", None, answers.ServedModel),
@@ -36,6 +41,12 @@ ERRORS = [
     (404, "POST", "/v1/chat/completions", {**CHAT, "model": "other"}),
     (404, "POST", "/tokenize", {"prompt": "Hi", "model": "other"}),
     (404, "GET", "/v1/models/other", None),
+    (400, "POST", "/cache/save", {"name": "../a", "prompt": "Hi"}),
+    (404, "POST", "/cache/save", {"name": "a", "prompt": "Hi", "model": "other"}),
+    (404, "POST", "/cache/restore", {"name": "UnknownName"}),
+    (409, "POST", "/cache/restore", {"name": "UnusableName"}),
+    (503, "POST", "/cache/restore", {"name": "NotDone"}),
+    (504, "POST", "/cache/restore", {"name": "DiskTooSlow"}),
     (413, "POST", "/detokenize", {"tokens": [1] * 1000}),
     (500, "POST", "/v1/completions", {"prompt": "BUG"}),
     (503, "POST", "/v1/completions", {"prompt": "BUSY"}),
@@ -53,7 +64,8 @@ def documented(paths, method, url):
 
 
 @pytest.mark.parametrize("method, url, body, model", ANSWERS)
-def test_answers_are_as_documented(method, url, body, model, call, paths):
+def test_answers_are_as_documented(method, url, body, model, call, paths, engine):
+    engine.saved["kept"] = Saved(64, 1000)
     answer = call(method, url, json=body)
     assert answer.status_code == 200
     model.model_validate(answer.json(), strict=True)
