@@ -38,7 +38,14 @@ from shadowkv.serve.api import build_app
 
 MODEL, VOCAB = "tiny", 256
 """Every byte is a token: the model can write whatever a JSON schema asks for."""
-SERVER = {**ENGINE, "max_model_len": 128, "max_num_seqs": 32, "max_queued_seqs": 256, "default_max_tokens": 4}
+SERVER = {
+    **ENGINE,
+    "max_model_len": 128,
+    "max_num_seqs": 32,
+    "max_queued_seqs": 256,
+    "default_max_tokens": 4,
+    "kv_offload_gib": 0.0625,
+}
 IN_FLIGHT = 24
 ANSWER_SECONDS = 60
 EXAMPLES, MAX_FAULTS = 3, 1000
@@ -84,8 +91,12 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "content": ("Hi", "What is it?", [{"type": "text", "text": "Hi"}], ""),
     "top_logprobs": (0, 2),
     "tokens": ([], [72, 105]),
+    "name": ("a", "b.C-1_"),
 }
 """What the schema does not tell: values of its parameters that mean something."""
+
+LONG_ENOUGH: tuple[Any, ...] = ("x" * 80, [5] * 100)
+"""Prompts that can be saved."""
 
 JUNK: tuple[Any, ...] = (
     *(None, True, False, "", "x", "0", "1e5", "null", [], {}, [[]], [None], {"": None}, {"a": {"b": [1]}}),
@@ -128,6 +139,8 @@ class Cases:
         self._random = rng = random.Random(f"{self._seed} {number}")
         path, content = rng.choice([*self.bodies.items()])
         tree = self._valid(content["schema"])
+        if path == "/cache/save" and "messages" not in tree and rng.random() < 0.5:
+            tree["prompt"] = rng.choice(LONG_ENOUGH)
         for _ in range(rng.choice((0, 0, 0, 1, 1, 1, 2, 3))):
             tree = self._changed(tree)
         dumped = json.dumps(tree, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, None, 1)))
@@ -305,7 +318,7 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
     """All figures of a run, and whether all was well."""
     torch.set_num_threads(1)  # tiny tensors gain nothing from a second one
     with tiny_model(vocab_size=VOCAB) as folder:
-        engine = AsyncEngine(EngineConfig(model=str(folder), **SERVER))
+        engine = AsyncEngine(EngineConfig(model=str(folder), kv_disk_dir=str(folder / "cache"), **SERVER))
         engine.start()
         try:
             return asyncio.run(_fuzz(engine, args))

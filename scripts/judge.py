@@ -19,6 +19,9 @@ import httpx
 
 Rule = Callable[[Any], bool]
 
+PAGE = 64
+"""Tokens that are saved together."""
+
 
 def boolean(value: Any) -> bool:
     return isinstance(value, bool)
@@ -49,6 +52,12 @@ def some(rule: Rule, least: int = 0, most: float = math.inf) -> Rule:
 def short(most: int, least: int = 0) -> Rule:
     """A text of so many characters."""
     return lambda value: isinstance(value, str) and least <= len(value) <= most
+
+
+def save_name(value: Any) -> bool:
+    """A name to save as."""
+    allowed = {*"._-0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+    return isinstance(value, str) and 1 <= len(value) <= 64 and {*value} <= allowed
 
 
 def either(*rules: Rule) -> Rule:
@@ -193,6 +202,18 @@ class Judge:
                 }
             ),
             "/detokenize": fields({**model, "tokens": some(token)}, "tokens"),
+            "/cache/save": fields(
+                {
+                    **model,
+                    "name": save_name,
+                    "prompt": either(utf8, tokens, some(either(utf8, tokens), 1, 1)),
+                    "messages": some(message, 1),
+                    "parse_special": boolean,
+                    "cache_salt": short(256, least=1),
+                },
+                "name",
+            ),
+            "/cache/restore": fields({**model, "name": save_name}, "name"),
         }
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -213,7 +234,20 @@ class Judge:
             return "neither or both of prompt and messages"
         if path == "/tokenize" and "prompt" in body and "parse_special" in body:
             return "parse_special for a prompt"
+        if path == "/cache/save":
+            return self._unsavable(body)
         return self._contradiction(body, "messages" in body) if path.startswith("/v1/") else None
+
+    def _unsavable(self, body: dict[str, Any]) -> str | None:
+        """What does not go together in a prompt to be saved: it needs a page, and a token behind that."""
+        if ("prompt" in body) == ("messages" in body):
+            return "neither or both of prompt and messages"
+        if body.get("parse_special") and "prompt" in body:
+            return "parse_special for a prompt"
+        longest = max(map(self._length, prompts(body)))
+        if "prompt" in body and longest < PAGE:
+            return "nothing that can be shared"
+        return "longer than the context" if longest + 1 > self.limit else None
 
     def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:
         """What does not go together in a request for text."""
@@ -259,6 +293,10 @@ class Judge:
     def _answer(self, path: str, body: Any, response: httpx.Response) -> str | None:
         if path == "/detokenize":
             return None if text(loads(response.content)["prompt"]) else "no text"
+        if path.startswith("/cache/"):
+            found = loads(response.content)
+            fine = {*found} == {"name", "tokens", "bytes", "seconds"} and found["tokens"] % PAGE == 0 < found["tokens"]
+            return None if fine and found["name"] == body["name"] else "not what was saved"
         if path == "/tokenize":
             found = loads(response.content)
             fine = found["count"] == len(found["tokens"]) and some(integer(0, self.vocab - 1))(found["tokens"])

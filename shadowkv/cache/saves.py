@@ -12,7 +12,7 @@ from typing import Any
 from shadowkv.cache.chains import MOST_FETCH_SECONDS, Chains, Step
 from shadowkv.cache.copying import Copying
 from shadowkv.cache.disk import DiskTier
-from shadowkv.cache.errors import NotDone, SaveError, SnapshotGone
+from shadowkv.cache.errors import NotDone, NothingToSave, SaveError, SnapshotGone
 from shadowkv.cache.findings import Findings
 from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
@@ -136,7 +136,7 @@ class Saves:
         if any(self._comes(node, one.again) for node in one.nodes):
             return None
         if not one.pages:
-            return NotDone("nothing of the prompt was kept, so that nothing of it can be saved")
+            return NothingToSave("this server's policy (--kv) leaves nothing of this prompt that others can share")
         return NotDone(
             f"the {one.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
             "for them in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "

@@ -58,6 +58,9 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}),
     ("/tokenize", {"prompt": ""}),
     ("/detokenize", {"tokens": []}),
+    ("/cache/save", {"name": "a.B-1_", "prompt": "x" * 100, "cache_salt": "s", "messages": None}),
+    ("/cache/save", {"name": "a", "messages": [{"role": "user", "content": "Hi"}], "parse_special": True}),
+    ("/cache/restore", {"name": "..", "model": "tiny"}),
 ])  # fmt: skip
 def test_sense(path, body):
     assert JUDGE.nonsense(path, "application/json", json.dumps(body).encode()) is None
