@@ -1,6 +1,7 @@
 """``python -m shadowkv.cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
-Servers may be using it meanwhile: they take up what is imported, and miss what is removed.
+Names that prompts were saved under are listed with them, and forgotten. Servers may be using it meanwhile: they take up
+what is imported, and miss what is removed.
 """
 
 from __future__ import annotations

@@ -34,10 +34,6 @@ class UnknownName(SaveError):
     """Nothing is saved under a name, or not any more."""
 
 
-class NothingToSave(SaveError):
-    """Nothing of a prompt is cached in a way that others can share."""
-
-
 class UnusableName(SaveError):
     """What is saved under a name is of another model or policy, or its file is not what was written."""
 

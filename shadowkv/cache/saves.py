@@ -5,6 +5,7 @@ Nothing here waits: the engine's thread looks in between its steps, and what a d
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 from shadowkv.cache.chains import MOST_FETCH_SECONDS, Chains, Step
 from shadowkv.cache.copying import Copying
 from shadowkv.cache.disk import DiskTier
-from shadowkv.cache.errors import NotDone, NothingToSave, SaveError, SnapshotGone
+from shadowkv.cache.errors import NotDone, SaveError, SnapshotGone
 from shadowkv.cache.findings import Findings
 from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
 from shadowkv.cache.names import Save
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.spec import PAGE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,6 @@ class Saves:
                 return None
         if any(self._comes(node, one.again) for node in one.nodes):
             return None
-        if not one.pages:
-            return NothingToSave("this server's policy (--kv) leaves nothing of this prompt that others can share")
         return NotDone(
             f"the {one.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
             "for them in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
@@ -209,8 +210,7 @@ def _failure(done: Future[Any], what: str) -> SaveError | None:
     if done.cancelled():
         return NotDone(f"{what}: the server is stopping")
     error = done.exception()
-    if isinstance(error, OSError):
-        return NotDone(f"{what}: {error.strerror or error}")
-    if error is not None and not isinstance(error, SaveError):
-        raise error
-    return error
+    if error is None or isinstance(error, SaveError):
+        return error
+    logger.warning("%s", what, exc_info=error)
+    return NotDone(f"{what}: {(isinstance(error, OSError) and error.strerror) or error}")

@@ -6,7 +6,7 @@ import logging
 
 from fastapi.responses import JSONResponse
 
-from shadowkv.cache.errors import DiskTooSlow, NotDone, NothingToSave, UnknownName, UnusableName
+from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.request import RequestError
 from shadowkv.serve.api_error import ApiError
@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 INTERNAL_ERROR = "internal error; the server's log has the details"
 
 SAVES = {
-    NothingToSave: (400, "nothing_to_save"),
     UnknownName: (404, "unknown_name"),
     UnusableName: (409, "unusable_name"),
     NotDone: (503, "not_done"),
@@ -43,7 +42,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), status=504, code="timeout")
     if (kind := type(error)) in SAVES:
         status, code = SAVES[kind]
-        return ApiError(str(error), status=status, code=code)
+        return ApiError(str(error), status=status, param="name" if status < 500 else None, code=code)
     logger.error("a request failed", exc_info=error)
     return ApiError(INTERNAL_ERROR, status=500)
 

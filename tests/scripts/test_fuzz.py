@@ -80,6 +80,16 @@ def test_nonsense(change):
     assert JUDGE.nonsense("/v1/completions", "application/json", json.dumps({"prompt": "a", **change}).encode())
 
 
+@pytest.mark.parametrize("change", [
+    {"name": "../x"}, {"name": ""}, {"name": "x" * 65}, {"name": None}, {"name": "ä"}, {"prompt": None},
+    {"prompt": "x"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"parse_special": True}, {"prompt": ["x" * 80] * 2},
+    {"prompt": "x" * 128}, {"max_tokens": 1}, {"cache_salt": ""},
+])  # fmt: skip
+def test_what_cannot_be_saved(change):
+    body = {"name": "a", "prompt": "x" * 80, **change}
+    assert JUDGE.nonsense("/cache/save", "application/json", json.dumps(body).encode())
+
+
 @pytest.mark.parametrize("content_type, raw", [
     (None, b'{"prompt": "a"}'), ("text/plain", b'{"prompt": "a"}'), ("application/json", b'{"prompt": "a"'),
     ("application/json", b"[" * 100_000), ("application/json", b"[]"), ("application/json", b"\xff"),
