@@ -108,12 +108,13 @@ class Index:
         if not head.parent:
             return True
         parent = self._entries.get(head.parent)
-        # That a parent is shorter also means that no chain is a ring, whatever files say.
+        # That a parent begins before it also means that no chain is a ring, whatever files say. It may be longer: what
+        # continues a page in its middle need not reach its end.
         return (
             parent is not None
             and parent.head.uid == head.parent_uid
             and parent.head.origin == head.origin
-            and head.start <= parent.head.length < head.length
+            and parent.head.start < head.start <= parent.head.length
         )
 
     def by_age(self, keep: Collection[str] = ()) -> list[Entry]:
@@ -122,9 +123,9 @@ class Index:
         it."""
         entries = self.entries()
         used = {entry.name: entry.used for entry in entries}
-        for entry in sorted(entries, key=lambda one: -one.head.length):
+        for entry in sorted(entries, key=lambda one: -one.head.start):
             if entry.head.parent in used:
                 used[entry.head.parent] = max(used[entry.head.parent], used[entry.name])
-        order = {one.name: (self.fits(one.head), used[one.name], -one.head.length) for one in entries}
+        order = {one.name: (self.fits(one.head), used[one.name], -one.head.start) for one in entries}
         others = [replace(one, used=used[one.name]) for one in entries if one.name not in keep]
         return sorted(others, key=lambda one: order[one.name])

@@ -151,7 +151,7 @@ def changed(**fields):
         changed(more=1),
     ],
 )
-def test_a_file_that_is_not_what_was_written_is_refused_and_keeps_nothing(tmp_path, harm):
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, harm):
     with opened(tmp_path) as tier:
         head = put(tier, IDS[:128])
         keep(tier, "x", head)

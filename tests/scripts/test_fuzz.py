@@ -82,8 +82,8 @@ def test_nonsense(change):
 
 @pytest.mark.parametrize("change", [
     {"name": "../x"}, {"name": ""}, {"name": "x" * 65}, {"name": None}, {"name": "ä"}, {"prompt": None},
-    {"prompt": "x"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"parse_special": True}, {"prompt": ["x" * 80] * 2},
-    {"prompt": "x" * 128}, {"max_tokens": 1}, {"cache_salt": ""},
+    {"prompt": "x"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"parse_special": True},
+    {"prompt": ["x" * 80] * 2}, {"prompt": "x" * 128}, {"max_tokens": 1}, {"cache_salt": ""},
 ])  # fmt: skip
 def test_what_cannot_be_saved(change):
     body = {"name": "a", "prompt": "x" * 80, **change}
