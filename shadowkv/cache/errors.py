@@ -42,5 +42,9 @@ class NotDone(SaveError):
     """The tiers have no room for it, or fail."""
 
 
+class ComputedTwice(NotDone):
+    """A prompt continues what the disk has as others have computed it; computed anew it can be saved."""
+
+
 class DiskTooSlow(SaveError):
     """The disk has not answered in time."""

@@ -13,7 +13,7 @@ from typing import Any
 from shadowkv.cache.chains import MOST_FETCH_SECONDS, Chains, Step
 from shadowkv.cache.copying import Copying
 from shadowkv.cache.disk import DiskTier
-from shadowkv.cache.errors import NotDone, SaveError, SnapshotGone
+from shadowkv.cache.errors import ComputedTwice, NotDone, SaveError, SnapshotGone
 from shadowkv.cache.findings import Findings
 from shadowkv.cache.index import Entry
 from shadowkv.cache.kept_copies import KeptCopies
@@ -138,7 +138,8 @@ class Saves:
                 return None
         if any(self._comes(node, one.again) for node in one.nodes):
             return None
-        return NotDone(
+        kind = ComputedTwice if any(self._is_anothers(node) for node in one.nodes) else NotDone
+        return kind(
             f"the {one.pages * PAGE} cached tokens could not be written to {self._disk.directory}: there is no room "
             "for them in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
             "the disk fails; the server's log says more"
@@ -165,6 +166,10 @@ class Saves:
     def _is_there(self, node: Node) -> bool:
         entry = self._disk.lookup(node.names[-1])
         return entry is not None and entry.head.uid == node.uid
+
+    def _is_anothers(self, node: Node) -> bool:
+        """Whether a node continues, or is, what the disk has of the same tokens with other bytes."""
+        return any(self._disk.lookup(one.names[-1]) and not self._is_there(one) for one in (node, *node.ancestors))
 
     def _restore(self, one: _Restoring) -> Saved | SaveError | None:
         """What has become of it, None while it is on its way."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 
-from shadowkv.cache.errors import DiskTooSlow, NotDone
+from shadowkv.cache.errors import ComputedTwice, DiskTooSlow, NotDone
 from shadowkv.cache.saves import Answer, Saved, Saves, settle
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 DISK_SECONDS = 120.0
 """How long a prompt that is saved or restored by name may take to get to the disk, or back from there."""
+
+
+Watch = Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]]
 
 
 class EngineDead(RuntimeError):
@@ -147,10 +150,10 @@ class AsyncEngine:
         self,
         name: str,
         request: Request,
-        watch: Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]] = lambda one: one,
+        watch: Watch = lambda outputs: outputs,
     ) -> Saved:
         """Has what is cached of a request's prompt kept on the disk under a name, which must be one. The request is
-        served first, and what its answer is made of cached; ``watch`` sees its outputs go by.
+        served first, once more without the cache where that has what cannot be saved; ``watch`` sees its outputs.
 
         Raises SaveError where that cannot be, RequestError where nothing of the prompt can ever be saved, and what
         ``generate`` does.
@@ -162,7 +165,15 @@ class AsyncEngine:
                 f"the prompt has {tokens} tokens; pages of {PAGE} are saved, as many as come before its last token",
                 "prompt",
             )
-        pages, answer = request.prompt.shareable, self._open_answer()
+        try:
+            return await self._save(name, request, request.prompt.shareable, watch)
+        except ComputedTwice:
+            anew = await asyncio.to_thread(self.request, request.prompt_token_ids, request.params)
+            anew.looked_up = False
+            return await self._save(name, anew, request.prompt.shareable, watch)
+
+    async def _save(self, name: str, request: Request, pages: list[str], watch: Watch) -> Saved:
+        answer = self._open_answer()
         try:
             begin = partial(self._begin, answer, lambda saves: saves.save(name, pages, answer))
             async with aclosing(watch(self.generate(request, begin))) as outputs:

@@ -66,6 +66,7 @@ class Request:
 
     Attributes:
         prompt: what the prefix cache is asked for; None where nothing of it is looked up or kept.
+        looked_up: whether starts of it are, or all of it is computed and then kept.
         passed: version of the prefix cache by which shorter prompts have been taken before it.
     """
 
@@ -77,6 +78,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     prompt: Prompt | None = None
+    looked_up: bool = True
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0

@@ -253,5 +253,5 @@ class Scheduler:
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether what is cached of a prompt is asked for: scores of a prompt need all of it to be computed."""
-    return request.prompt is not None and request.params.prompt_logprobs is None
+    """Whether what is cached of a prompt is asked for, and may be: scores of a prompt need all of it to be computed."""
+    return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

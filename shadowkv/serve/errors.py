@@ -40,7 +40,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(f"{error}; try again later", status=503, code="queue_full")
     if isinstance(error, DeadlineExceeded):
         return ApiError(str(error), status=504, code="timeout")
-    if (kind := type(error)) in SAVES:
+    if (kind := next((kind for kind in SAVES if isinstance(error, kind)), None)) is not None:
         status, code = SAVES[kind]
         return ApiError(str(error), status=status, param="name" if status < 500 else None, code=code)
     logger.error("a request failed", exc_info=error)

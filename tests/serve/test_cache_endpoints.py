@@ -213,6 +213,32 @@ def test_a_file_that_was_removed_is_written_once_more(serve: Serve, tmp_path: Pa
         assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
 
 
+def test_what_two_servers_have_computed_at_once(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, prompt = HeldDisk("write"), tokens(1, 330)
+    with serve() as one, monkeypatch.context() as patch:
+        patch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
+        with serve() as other:
+            other.cached(prompt)
+            assert disk.reached.wait(20)
+            one.done("/cache/save", name="one", prompt=prompt)
+            disk.go_on.set()
+            # It has the start on the device, as it has computed it itself; on the disk that is as the first one has.
+            assert other.done("/cache/save", name="two", prompt=prompt + tokens(2, 330))["tokens"] == 640
+            other.forget_above_the_disk()
+            other.done("/cache/restore", name="two")
+            assert other.cached(prompt + tokens(2, 330)) == 640
+
+
+def test_a_branch_that_is_shorter_than_what_it_leaves(serve: Serve) -> None:
+    with serve() as client:
+        client.cached(tokens(1, 700))
+        branch = tokens(1, 330) + tokens(2, 130)
+        assert client.done("/cache/save", name="x", prompt=branch)["tokens"] == 448
+        client.forget_above_the_disk()
+        client.done("/cache/restore", name="x")
+        assert client.cached(branch) == 448
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "x" * 65, "ä", "a\n", "a\x00", None, 7, ["a"]])
 @pytest.mark.parametrize("path", ["/cache/save", "/cache/restore"])
 def test_a_bad_name_is_named(call: Any, path: str, name: Any) -> None:
