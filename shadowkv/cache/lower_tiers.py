@@ -69,6 +69,10 @@ class LowerTiers:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
         self.copying.store(node, sequence, token_ids)
 
+    def write(self, node: Node) -> None:
+        """Has a copy written to the disk that is in host memory alone."""
+        self.copying.write(node)
+
     def touch(self, way: list[Node]) -> None:
         """Notes a use on the device of what nodes have: their copies stay longer, too."""
         if way:

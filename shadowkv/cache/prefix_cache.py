@@ -165,8 +165,18 @@ class PrefixCache:
         if self.lower is not None:
             with self._failing_alone():
                 for node in way:
-                    if node.copy is None and node.holders[sequence] == node.end:
-                        self.lower.store(node, sequence, prompt.token_ids)
+                    if node.copy is not None:
+                        self.lower.write(node)
+                    elif (source := self._source(node, sequence, prompt)) is not None:
+                        self.lower.store(node, *source)
+
+    def _source(self, node: Node, sequence: Sequence, prompt: Prompt) -> tuple[Sequence, list[int]] | None:
+        """Who has all pages of a node, this sequence or one that is kept, and its tokens."""
+        for one, held in node.holders.items():
+            own = prompt if one is sequence else self._kept.get(one)
+            if own is not None and held == node.end:
+                return one, own.token_ids
+        return None
 
     def keep(self, sequence: Sequence, prompt: Prompt) -> None:
         """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""

@@ -127,6 +127,7 @@ class PrefixTree:
                 self._leave(sequence, node)
             else:
                 node.holders[sequence] = min(node.holders[sequence], pages)
+                self.prune(node)
 
     def forget(self, sequence: Sequence) -> None:
         """Notes that ``sequence`` is gone."""
@@ -146,8 +147,12 @@ class PrefixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Removes a node that nobody has, and parents that have no other children."""
-        while node is not None and not node.holders and not node.children and node.copy is None:
+        """Removes pages that nobody has: the last ones of a node, or all of it and then of its parent's."""
+        while node is not None and node.copy is None:
+            held = [*node.holders.values(), *(child.first for child in node.children)]
+            if held:
+                del node.names[max(held) - node.first :]
+                return
             same = self._by_first[node.names[0]]
             same.remove(node)
             if not same:
