@@ -74,6 +74,7 @@ class Findings:
                     self._named.append((entry, self.disk.token_ids(entry)))
             elif node.copy is not None and node.names[-1] == entry.name:  # else of fewer or more of its pages
                 node.copy.entry, node.copy.evicted = entry if there else None, kind == "evicted"
+                self._tree.changes += 1
                 if not there and node.copy.slabs is None and not node.copy.users:
                     self._copies.drop(node)
         while self._named and self._named[0][1].done():  # in the order in which they were asked for

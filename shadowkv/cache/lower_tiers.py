@@ -116,7 +116,7 @@ class LowerTiers:
         """What restoring a chain takes, by what it has taken."""
         return self.chains.seconds(steps)
 
-    def fetch(self, steps: list[Step], patience: float) -> bool | None:
+    def fetch(self, steps: list[Step], patience: float) -> float | None:
         """Begins to bring a chain to host memory; see ``Chains.fetch``."""
         return self.chains.fetch(steps, patience)
 

@@ -57,9 +57,14 @@ class Node:
 
 
 class PrefixTree:
-    """All nodes, and the way of every sequence through them."""
+    """All nodes, and the way of every sequence through them.
+
+    Attributes:
+        changes: counts what has happened to nodes, to who has them and to their copies.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._by_first: dict[str, list[Node]] = {}
         self._ways: dict[Sequence, list[Node]] = {}
 
@@ -83,6 +88,7 @@ class PrefixTree:
 
     def hold(self, sequence: Sequence, names: PageNames, pages: int) -> list[Node]:
         """Notes that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its way."""
+        self.changes += 1
         sealed = bool(sequence.path)
         way = self._ways.setdefault(sequence, [])
         if way and way[0].sealed != sealed:  # compressed since: its dense pages are not its any more
@@ -109,6 +115,7 @@ class PrefixTree:
 
     def fork(self, child: Sequence, parent: Sequence, pages: int) -> None:
         """Notes that ``child`` shares the first ``pages`` with ``parent``."""
+        self.changes += 1
         self._ways[child] = []
         if bool(child.path) == bool(parent.path):
             for node in self._ways.get(parent, ()):
@@ -117,11 +124,13 @@ class PrefixTree:
 
     def join(self, sequence: Sequence, node: Node, end: int) -> None:
         """Notes that ``sequence`` has the pages of the next node on its way up to ``end``."""
+        self.changes += 1
         self._ways.setdefault(sequence, []).append(node)
         node.holders[sequence] = end
 
     def cut(self, sequence: Sequence, pages: int) -> None:
         """Notes that ``sequence`` has the first ``pages`` only."""
+        self.changes += 1
         for node in list(self._ways[sequence]):
             if node.first >= pages:
                 self._leave(sequence, node)
@@ -131,6 +140,7 @@ class PrefixTree:
 
     def forget(self, sequence: Sequence) -> None:
         """Notes that ``sequence`` is gone."""
+        self.changes += 1
         for node in list(self._ways.get(sequence, ())):
             self._leave(sequence, node)
         self._ways.pop(sequence, None)
@@ -141,6 +151,7 @@ class PrefixTree:
         self.prune(node)
 
     def _insert(self, node: Node, name: str) -> Node:
+        self.changes += 1
         self._by_first.setdefault(name, []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)

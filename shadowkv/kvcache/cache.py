@@ -107,6 +107,11 @@ class KVCache:
         """What no sequence holds."""
         return self.pool.free
 
+    @property
+    def changes(self) -> int:
+        """Grows whenever a sequence takes something, shares it or gives it back."""
+        return sum(pool.changes for pool in self.pool.pools.values())
+
     def demand(self, start: int, capacity: int) -> Blocks:
         """What a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
         return self.layout.demand(start, capacity)
