@@ -69,6 +69,8 @@ class Transfer:
     def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
         """A new sequence of snapshots that are still to be written; see ``KVCache.restore``."""
         outline = self._outline(chain, start, capacity, parent)
+        if parent is not None:
+            self.pool.arrived(parent)  # the new one waits for what is written to it alone
         sequence = self.pool.restore(outline, start, capacity, parent)
         header, stop = chain[-1]
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)

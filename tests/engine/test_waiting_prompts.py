@@ -113,9 +113,9 @@ def test_a_prompt_that_there_is_no_room_for_is_looked_up_when_something_changes(
     leave_blocks(engine, engine.cache.demand(50, 349)["device"] + 1, 0)
     waiting(engine, prompt(1, 300), prompt(2, 300))
     engine.step()
-    asked = []
-    for one, name in ((engine.scheduler.prefix_cache, "match"), (engine.cache, "held")):
-        monkeypatch.setattr(one, name, lambda *args, done=getattr(one, name): asked.append(args) or done(*args))
+    asked, match, held = [], engine.scheduler.prefix_cache.match, engine.cache.held
+    monkeypatch.setattr(engine.scheduler.prefix_cache, "match", lambda one: asked.append(one) or match(one))
+    monkeypatch.setattr(engine.cache, "held", lambda some: asked.append(some) or held(some))
     for _ in range(20):
         assert engine.step()
     assert not asked
