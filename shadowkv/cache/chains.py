@@ -95,20 +95,25 @@ class Chains:
             on_disk
         )
 
-    def fetch(self, steps: list[Step], patience: float) -> bool | None:
-        """Begins to bring a chain to host memory, as far as it is not there; returns whether it is, None where there is
-        no room for it or the disk takes more seconds than ``patience``, within those bounds."""
-        there, since = True, time.monotonic() - min(max(FETCH_SECONDS, patience), MOST_FETCH_SECONDS)
+    def fetch(self, steps: list[Step], patience: float) -> float | None:
+        """Begins to bring a chain to host memory, as far as it is not there.
+
+        Returns until when it is worth waiting for, by ``time.monotonic``: 0 where it is there, None where there is no
+        room for it or the disk takes more seconds than ``patience``, within those bounds.
+        """
+        until, now = 0.0, time.monotonic()
+        seconds = min(max(FETCH_SECONDS, patience), MOST_FETCH_SECONDS)
+        self._copies.touch(steps[-1].node)
         for step in steps:
             copy = step.node.copy
             assert copy is not None
-            self._copies.touch(step.node)
             if copy.on_host:
                 continue
-            there = False
+            late = self._fetching.get(step.node, now) + seconds
+            if late < now:
+                return None
+            until = min(until or late, late)
             if copy.fetching is not None:
-                if self._fetching[step.node] < since:
-                    return None
                 continue
             if self._disk is None or copy.entry is None:
                 return None
@@ -117,9 +122,9 @@ class Chains:
                 return None
             copy.users += 1
             buffers = [buffer.numpy() for buffer in self._copies.host.buffers(copy.slabs, copy.header.nbytes)]
-            self._fetching[step.node] = time.monotonic()
+            self._fetching[step.node] = now
             copy.fetching = self._disk.read(copy.entry, buffers, copy.token_ids)
-        return there
+        return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: Sequence | None) -> Sequence:
         """A sequence of a chain in host memory; raises as ``KVCache.restore``."""

@@ -25,6 +25,7 @@ class Copy:
         users: how many read or write its slabs, or wait to.
         used: by a clock that counts uses; what it continues has been used no less lately.
         fetched: whether it has come from the disk since it was used last.
+        evicted: whether the disk has had it and no room for it any more: it is not written there again.
         fetching: from the disk, while it is on its way.
         writing: to the disk, while it is.
     """
@@ -37,6 +38,7 @@ class Copy:
     users: int = 0
     used: int = 0
     fetched: bool = False
+    evicted: bool = False
     fetching: Future[None] | None = None
     writing: Future[bool] | None = None
 

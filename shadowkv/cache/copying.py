@@ -55,6 +55,7 @@ class Copying:
         self._cache, self._copies, self._mover, self._disk, self._counts = cache, copies, mover, disk, counts
         self._waiting: deque[tuple[Node, Copy, Reading]] = deque()
         self._writing: set[Node] = set()
+        self._too_large = 0
         self.job: Job | None = None
 
     def store(self, node: Node, sequence: Sequence, token_ids: list[int]) -> None:
@@ -63,9 +64,7 @@ class Copying:
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
-            if self._cache.describe(sequence, start, tail=False).length != stop:
-                return  # it goes on behind the node
-            reading = self._cache.open_reading(sequence, start, tail=False)
+            reading = self._cache.open_reading(sequence, start, stop)
         except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return
@@ -73,6 +72,17 @@ class Copying:
         self._copies.add(node, copy)
         self._copies.touch(node)
         self._waiting.append((node, copy, reading))
+
+    def write(self, node: Node, evicted: bool = False) -> None:
+        """Queues a copy for the disk that is in host memory alone: it was refused, could not be written or has been
+        lost, though what it continues is there. One that the disk has ``evicted`` is written again only if so."""
+        copy, parent = node.copy, node.parent and node.parent.copy
+        if self._disk is None or copy is None or not copy.on_host or copy.entry or copy.writing:
+            return
+        if copy.evicted and not evicted:
+            return
+        if node.parent is None or (parent and (parent.entry or parent.writing)):
+            self._write(self._disk, node, copy)
 
     @property
     def busy(self) -> bool:
@@ -112,11 +122,13 @@ class Copying:
         """Starts to copy the next node that there is room for."""
         while self._waiting:
             node, copy, reading = self._waiting[0]
-            copy.slabs = self._copies.room(reading.header.nbytes, set(node.ancestors))
+            if node.parent is None or node.parent.copy is not None:
+                copy.slabs = self._copies.room(reading.header.nbytes, set(node.ancestors))
             self._waiting.popleft()
             if copy.slabs is None:
                 nbytes, there = reading.header.nbytes, self._copies.host.total_bytes
-                if nbytes > there:
+                if nbytes > max(there, self._too_large):
+                    self._too_large = nbytes
                     logger.warning(
                         "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d",
                         nbytes,
@@ -144,11 +156,6 @@ class Copying:
         else:
             self._counts.refused += 1
         self._copies.leave(job.node)
-
-    def write(self, node: Node) -> None:
-        """Queues a copy in host memory for the disk once more, where it was not written or has been evicted there."""
-        if self._disk is not None and node.copy is not None and node.copy.on_host:
-            self._write(self._disk, node, node.copy)
 
     def _write(self, disk: DiskTier, node: Node, copy: Copy) -> None:
         """Queues a copy for the disk."""

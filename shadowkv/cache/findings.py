@@ -68,15 +68,14 @@ class Findings:
             assert self.disk is not None
             if entry.head.key != self.disk.key.digest:
                 continue  # another model's
-            node = self._copies.by_uid.get(entry.head.uid)
-            if kind in ("found", "stored"):
-                if node is None:
+            node, there = self._copies.by_uid.get(entry.head.uid), kind in ("found", "stored")
+            if node is None:
+                if there:
                     self._named.append((entry, self.disk.token_ids(entry)))
-                elif node.copy is not None:
-                    node.copy.entry = entry
-            elif node is not None and node.copy is not None:
-                node.copy.entry = None
-                if node.copy.slabs is None and not node.copy.users:
+            elif node.copy is not None and node.names[-1] == entry.name:  # else of fewer or more of its pages
+                node.copy.entry, node.copy.evicted = entry if there else None, kind == "evicted"
+                self._tree.changes += 1
+                if not there and node.copy.slabs is None and not node.copy.users:
                     self._copies.drop(node)
         while self._named and self._named[0][1].done():  # in the order in which they were asked for
             entry, ids = self._named.popleft()

@@ -27,6 +27,7 @@ class KeptCopies:
     def add(self, node: Node, copy: Copy) -> None:
         """Notes that a node has a copy."""
         node.copy = copy
+        self._tree.changes += 1
         self.nodes.add(node)
         self.by_uid[node.uid] = node
 
@@ -54,6 +55,7 @@ class KeptCopies:
         """Drops a copy from host memory, where nobody uses it."""
         copy = node.copy
         assert copy is not None and copy.slabs is not None and not copy.users
+        self._tree.changes += 1
         self.host.give(copy.slabs)
         copy.slabs, copy.ready = None, False
         self._counts.host_evictions += 1
@@ -64,6 +66,7 @@ class KeptCopies:
         """Notes that a use of a node's copy is over."""
         copy = node.copy
         assert copy is not None
+        self._tree.changes += 1
         copy.users -= 1
         if not copy.users and not copy.ready:
             if copy.slabs is not None:
@@ -76,6 +79,7 @@ class KeptCopies:
         """Forgets a node's copy, which nobody uses."""
         copy = node.copy
         assert copy is not None and not copy.users
+        self._tree.changes += 1
         if copy.slabs is not None:
             self.host.give(copy.slabs)
         node.copy = None

@@ -74,6 +74,10 @@ class LowerTiers:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
         self.copying.store(node, sequence, token_ids)
 
+    def write(self, node: Node) -> None:
+        """Has a copy written to the disk that is in host memory alone."""
+        self.copying.write(node)
+
     def touch(self, way: list[Node]) -> None:
         """Notes a use on the device of what nodes have: their copies stay longer, too."""
         if way:
@@ -120,7 +124,7 @@ class LowerTiers:
         """What restoring a chain takes, by what it has taken."""
         return self.chains.seconds(steps)
 
-    def fetch(self, steps: list[Step], patience: float) -> bool | None:
+    def fetch(self, steps: list[Step], patience: float) -> float | None:
         """Begins to bring a chain to host memory; see ``Chains.fetch``."""
         return self.chains.fetch(steps, patience)
 

@@ -10,16 +10,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from shadowkv.cache.chains import Step
 from shadowkv.cache.disk import DiskTier
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
+from shadowkv.cache.lookups import Lookups
 from shadowkv.cache.lower_tiers import LowerTiers
-from shadowkv.cache.pages import PageNames
+from shadowkv.cache.matches import Match, Prompt
 from shadowkv.cache.saves import Saves
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
@@ -33,43 +32,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
 """Between two looks for what is on its way, where nothing else is to be done."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a request asks the cache for.
-
-    Attributes:
-        token_ids: of the prompt, or of prompt and answer.
-        pages: names of its full pages.
-    """
-
-    token_ids: list[int]
-    pages: PageNames
-
-    @property
-    def shareable(self) -> list[str]:
-        """Those that another sequence may compute for it: one token at least is left."""
-        return self.pages[: (len(self.token_ids) - 1) // PAGE]
-
-
-@dataclass(frozen=True)
-class Match:
-    """A start of a prompt that is cached.
-
-    Attributes:
-        sequence: on the device, that has it, or what stands before ``steps``; None where these have all of it.
-        tokens: its length: one prompt token at least is left to compute.
-        whole: whether the sequence itself can be gone on with, which nobody uses; otherwise it is forked.
-        steps: what is to be restored from the tiers below.
-        ready: whether that is in host memory, and not still on its way from the disk.
-    """
-
-    sequence: Sequence | None
-    tokens: int
-    whole: bool = False
-    steps: tuple[Step, ...] = ()
-    ready: bool = True
 
 
 class PrefixCache:
@@ -92,11 +54,31 @@ class PrefixCache:
     ) -> None:
         self._cache, self._tree = cache, PrefixTree()
         self._kept: OrderedDict[Sequence, Prompt] = OrderedDict()
+        self._lookups = Lookups()
         self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
         self.lower = None if host is None else LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds)
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def changes(self) -> int:
+        """Grows with whatever may make a prompt have another match, or need other room."""
+        return self._tree.changes + self._cache.changes
+
+    def look_up(self, prompt: Prompt) -> Match | None:
+        """``match`` of a prompt that waits, told again as long as nothing changes; what it is to be restored of stays
+        in host memory. To be forgotten when it does not wait any more."""
+        if not self._lookups.current(prompt, self.changes):
+            match = self.match(prompt)
+            if self.lower is not None:
+                self._lookups.hold(prompt, match, self.lower.copies)
+            self._lookups.note(prompt, match, self.changes)
+        return self._lookups.match(prompt)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Lets go of a prompt that has been looked up, if it has been."""
+        self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
 
     def match(self, prompt: Prompt) -> Match | None:
         """The longest start of ``prompt`` that is cached; of equal ones a sequence that can be gone on with."""
@@ -129,9 +111,9 @@ class PrefixCache:
                 self._cache.restore_demand(lower.links(steps), end * PAGE, end * PAGE, sequence)
             except ValueError:  # such sequences cannot be cut there
                 continue
-            ready = lower.fetch(steps, computing)
-            if ready is not None:
-                return Match(sequence, end * PAGE, steps=tuple(steps), ready=ready)
+            until = lower.fetch(steps, computing)
+            if until is not None:
+                return Match(sequence, end * PAGE, steps=tuple(steps), until=until)
         return best
 
     def _whole(self, wanted: Prompt) -> Match | None:
@@ -166,8 +148,18 @@ class PrefixCache:
         if self.lower is not None:
             with self._failing_alone():
                 for node in way:
-                    if node.copy is None and node.holders[sequence] == node.end:
-                        self.lower.store(node, sequence, prompt.token_ids)
+                    if node.copy is not None:
+                        self.lower.write(node)
+                    elif (source := self._source(node, sequence, prompt)) is not None:
+                        self.lower.store(node, *source)
+
+    def _source(self, node: Node, sequence: Sequence, prompt: Prompt) -> tuple[Sequence, list[int]] | None:
+        """Who has all pages of a node, this sequence or one that is kept, and its tokens."""
+        for one, held in node.holders.items():
+            own = prompt if one is sequence else self._kept.get(one)
+            if own is not None and held == node.end:
+                return one, own.token_ids
+        return None
 
     def keep(self, sequence: Sequence, prompt: Prompt) -> None:
         """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""
@@ -244,10 +236,12 @@ class PrefixCache:
     def on_the_device_alone(self) -> Iterator[None]:
         """Nothing that is computed meanwhile is copied to the tiers below, or comes from there."""
         lower, self.lower = self.lower, None
+        self._tree.changes += 1
         try:
             yield
         finally:
             self.lower = lower
+            self._tree.changes += 1
 
     def stats(self) -> dict[str, TierStats]:
         """What each tier has and has done; may be asked for on any thread."""
@@ -285,6 +279,7 @@ class PrefixCache:
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             logger.error("what is cached below the device is not used any more", exc_info=error)
             lower, self.lower = self.lower, None
+            self._tree.changes += 1
             if lower is not None:
                 lower.abandon()
 

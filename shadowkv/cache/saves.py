@@ -160,7 +160,7 @@ class Saves:
         if node in again:
             return False
         again.add(node)
-        self._copying.write(node)
+        self._copying.write(node, evicted=True)
         return copy.writing is not None or self._is_there(node)
 
     def _is_there(self, node: Node) -> bool:

@@ -57,9 +57,14 @@ class Node:
 
 
 class PrefixTree:
-    """All nodes, and the way of every sequence through them."""
+    """All nodes, and the way of every sequence through them.
+
+    Attributes:
+        changes: counts what has happened to nodes, to who has them and to their copies.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._by_first: dict[str, list[Node]] = {}
         self._ways: dict[Sequence, list[Node]] = {}
 
@@ -83,6 +88,7 @@ class PrefixTree:
 
     def hold(self, sequence: Sequence, names: PageNames, pages: int) -> list[Node]:
         """Notes that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its way."""
+        self.changes += 1
         sealed = bool(sequence.path)
         way = self._ways.setdefault(sequence, [])
         if way and way[0].sealed != sealed:  # compressed since: its dense pages are not its any more
@@ -109,6 +115,7 @@ class PrefixTree:
 
     def fork(self, child: Sequence, parent: Sequence, pages: int) -> None:
         """Notes that ``child`` shares the first ``pages`` with ``parent``."""
+        self.changes += 1
         self._ways[child] = []
         if bool(child.path) == bool(parent.path):
             for node in self._ways.get(parent, ()):
@@ -117,19 +124,23 @@ class PrefixTree:
 
     def join(self, sequence: Sequence, node: Node, end: int) -> None:
         """Notes that ``sequence`` has the pages of the next node on its way up to ``end``."""
+        self.changes += 1
         self._ways.setdefault(sequence, []).append(node)
         node.holders[sequence] = end
 
     def cut(self, sequence: Sequence, pages: int) -> None:
         """Notes that ``sequence`` has the first ``pages`` only."""
+        self.changes += 1
         for node in list(self._ways[sequence]):
             if node.first >= pages:
                 self._leave(sequence, node)
             else:
                 node.holders[sequence] = min(node.holders[sequence], pages)
+                self.prune(node)
 
     def forget(self, sequence: Sequence) -> None:
         """Notes that ``sequence`` is gone."""
+        self.changes += 1
         for node in list(self._ways.get(sequence, ())):
             self._leave(sequence, node)
         self._ways.pop(sequence, None)
@@ -140,14 +151,19 @@ class PrefixTree:
         self.prune(node)
 
     def _insert(self, node: Node, name: str) -> Node:
+        self.changes += 1
         self._by_first.setdefault(name, []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Removes a node that nobody has, and parents that have no other children."""
-        while node is not None and not node.holders and not node.children and node.copy is None:
+        """Removes pages that nobody has: the last ones of a node, or all of it and then of its parent's."""
+        while node is not None and node.copy is None:
+            held = [*node.holders.values(), *(child.first for child in node.children)]
+            if held:
+                del node.names[max(held) - node.first :]
+                return
             same = self._by_first[node.names[0]]
             same.remove(node)
             if not same:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shadowkv.cache.matches import Prompt
 from shadowkv.cache.pages import PageNames
-from shadowkv.cache.prefix_cache import Prompt
 from shadowkv.cache.saves import Saves
 from shadowkv.cache.stats import TierStats
 from shadowkv.engine.config import EngineConfig
@@ -188,9 +188,7 @@ class Engine:
         """Ends a request wherever it is; unknown and finished ids are ignored."""
         if self._text.pop(request_id, None) is None:
             return
-        waiting = next((r for r in self.scheduler.waiting if r.request_id == request_id), None)
-        if waiting is not None:
-            self.scheduler.waiting.remove(waiting)
+        if self.scheduler.cancel(request_id):
             return
         running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
         if running is not None:

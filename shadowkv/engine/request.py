@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shadowkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from shadowkv.cache.prefix_cache import Prompt
+    from shadowkv.cache.matches import Prompt
     from shadowkv.engine.grammar import Constraint
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shadowkv.cache.matches import Match, Prompt
 from shadowkv.cache.pages import common_pages
-from shadowkv.cache.prefix_cache import Match, PrefixCache, Prompt
+from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
@@ -55,6 +56,17 @@ class Leader:
 
     prompt: Prompt | None
     tokens: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """To admit a request: one that there was no room for is not made again before something has changed."""
+
+    request: Request
+    found: Match | None
+    left: Blocks
+    again: bool
+    changes: int
 
 
 class Sharing:
@@ -110,6 +122,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []
+        self._refused: Attempt | None = None
 
     def validate(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises RequestError if a request of this size could never be admitted."""
@@ -133,6 +146,18 @@ class Scheduler:
         """Queues a request; what it needs from the disk is read meanwhile."""
         self.waiting.append(request)
         self._match(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Takes a request that waits out of the queue; returns whether it was there."""
+        request = next((one for one in self.waiting if one.request_id == request_id), None)
+        if request is not None:
+            self._leave_queue(request)
+        return request is not None
+
+    def _leave_queue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        if request.prompt is not None:
+            self.prefix_cache.forget(request.prompt)
 
     def is_long(self, new: int) -> bool:
         """Whether so many new tokens of a prompt take more than a block: others may overtake it."""
@@ -177,10 +202,12 @@ class Scheduler:
                 break
             if _looks_up(request) and any(sharing.waits(number, length - new, leader) for leader in leaders):
                 continue
-            sequence = self._reserve(request, found, passed, again=not beside and not admitted)
+            attempt = Attempt(request, found, passed, not beside and not admitted, self.prefix_cache.changes)
+            sequence = None if attempt == self._refused else self._reserve(request, found, passed, attempt.again)
             if sequence is None:
+                self._refused = attempt
                 break
-            self.waiting.remove(request)
+            self._leave_queue(request)
             sharing.admitted(number)
             admitted.append(Running(request, sequence))
             new = length - request.cached_tokens
@@ -192,7 +219,7 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match | None:
         """What is cached of a prompt."""
-        return self.prefix_cache.match(request.prompt) if request.prompt and _looks_up(request) else None
+        return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
         """Prompts whose prefill has ended run from now on, and can be forked."""

@@ -6,10 +6,11 @@ from typing import Protocol
 
 
 class Arrival(Protocol):
-    """What a restored sequence waits for; layers arrive in order.
+    """What a restored sequence waits for, and those that are forked from it meanwhile; layers arrive in order.
 
-    A prefill waits for each layer before it reads it. Whoever decodes, forks, trims or reads the sequence waits for the
-    last one first, who releases it ends the arrival, and who extends or truncates it need not wait: the cache does so.
+    A prefill waits for each layer before it reads it. Whoever decodes, trims or reads the sequence, or restores another
+    one behind it, waits for the last one first, who releases it ends the arrival, and who forks, extends or truncates
+    it need not wait: the cache does so.
     """
 
     def wait(self, layer: int) -> None:
@@ -18,4 +19,4 @@ class Arrival(Protocol):
 
     def end(self) -> None:
         """Makes what the current stream does from now on come after all that is still written; nothing is afterwards.
-        Raises nothing."""
+        Raises nothing; others may still wait."""

@@ -107,6 +107,11 @@ class KVCache:
         """What no sequence holds."""
         return self.pool.free
 
+    @property
+    def changes(self) -> int:
+        """Grows whenever a sequence takes something, shares it or gives it back."""
+        return sum(pool.changes for pool in self.pool.pools.values())
+
     def demand(self, start: int, capacity: int) -> Blocks:
         """What a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
         return self.layout.demand(start, capacity)
@@ -150,23 +155,22 @@ class KVCache:
         """Gives back everything; the sequence must not be used again."""
         self.pool.release(sequence)
 
-    def describe(self, sequence: Sequence, start: int = 0, tail: bool = True) -> SnapshotHeader:
+    def describe(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """What a snapshot of ``sequence`` behind its first ``start`` tokens, a fork point or 0, has in it; found on the
         host alone. Raises ValueError where it cannot be forked there.
 
         Args:
-            tail: False leaves out what may yet change: all behind what is sealed or, of a dense sequence, behind the
-                pages that are full without its newest token, which may be taken back. The snapshot is then that of a
-                fork at its end.
+            stop: tokens after which it ends, a fork point: it is then that of a fork there, whatever ``sequence`` goes
+                on with, and nothing of it changes any more. None for all there are, with the exact tail.
         """
-        return self.transfer.describe(sequence, start, tail)
+        return self.transfer.describe(sequence, start, stop)
 
-    def open_reading(self, sequence: Sequence, start: int = 0, tail: bool = True) -> Reading:
+    def open_reading(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> Reading:
         """Begins to read what ``describe`` says, layer by layer; what it reads it holds until it is closed.
 
         Raises ValueError as ``describe`` does, and where there is nothing to read.
         """
-        return self.transfer.open_reading(sequence, start, tail)
+        return self.transfer.open_reading(sequence, start, stop)
 
     def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
         """A new sequence of what is used of snapshots, which are then to be written, extended to ``start`` tokens by a

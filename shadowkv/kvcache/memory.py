@@ -78,9 +78,11 @@ class BlockPool:
 
     Attributes:
         spare: name of one more block that nobody ever owns: what has to be written somewhere goes there.
+        changes: how often blocks were taken or given back.
     """
 
     def __init__(self, name: str, num_blocks: int, step: int = 1) -> None:
+        self.changes = 0
         self.name, self.num_blocks, self.step = name, num_blocks, step
         self.spare = num_blocks * step
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -109,6 +111,7 @@ class BlockPool:
             raise OutOfPages(
                 f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free"
             )
+        self.changes += 1
         taken = [self._free.pop() for _ in range(count)]
         for number in taken:
             self._references[number] = 1
@@ -116,12 +119,14 @@ class BlockPool:
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Adds a reference to each of ``blocks``, which somebody holds."""
+        self.changes += 1
         for block in blocks:
             assert self._references[block // self.step], f"block {block} of the {self.name} tier is nobody's"
             self._references[block // self.step] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Gives back a reference to each of ``blocks``; a block that has none is free."""
+        self.changes += 1
         for block in blocks:
             number = block // self.step
             self._references[number] -= 1

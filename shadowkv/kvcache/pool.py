@@ -258,8 +258,8 @@ class SequencePool:
         return [[name for name in part if device.block_of(name) in kept] for part in reserves]
 
     def _share(self, parent: Sequence, child: Sequence, length: int) -> None:
-        """Makes ``child`` begin as ``parent`` does, up to ``length``."""
-        self.arrived(parent)
+        """Makes ``child`` begin as ``parent`` does, up to ``length``; what of that is on its way arrives for both."""
+        child.arrival = parent.arrival
         segments = [segment for segment in parent.path if segment.first < length]
         rows = self.pools["rows"].allocate(len(segments))
         child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]

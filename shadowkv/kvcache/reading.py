@@ -17,7 +17,7 @@ class Reading:
 
     It holds the blocks that it reads until it is closed: the sequence may meanwhile decode, be trimmed, forked and
     released. What is read cannot be truncated. An exact tail is written over by what follows it, so that a compressed
-    sequence whose tail is read cannot be extended, and one that still decodes should be read without its tail.
+    sequence whose tail is read cannot be extended, and one that still decodes should be read up to a fork point.
     Layers may be read on any stream that comes after what had been launched when it was opened.
 
     Attributes:

@@ -32,11 +32,14 @@ class Transfer:
         self.store, self.pool, self.layout = store, pool, store.layout
         self.form = form_of(store.layout, store.rotary.config)
 
-    def describe(self, sequence: Sequence, start: int = 0, tail: bool = True) -> SnapshotHeader:
+    def describe(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """What a snapshot of ``sequence`` behind ``start`` tokens has in it; see ``KVCache.describe``."""
-        if start and self.pool.fork_point(sequence, start) != start:
-            raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {start}")
-        content = self._content(sequence, start, tail)
+        for point in (start, stop):
+            if point and self.pool.fork_point(sequence, point) != point:
+                raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
+        if stop is not None and stop < start:
+            raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
+        content = self._content(sequence, start, stop)
         fields, layer_bytes = self._laid_out(content)
         sealed = content.segments[-1].sealed(start) if content.segments else start
         return SnapshotHeader(
@@ -51,9 +54,9 @@ class Transfer:
             layer_bytes=layer_bytes,
         )
 
-    def open_reading(self, sequence: Sequence, start: int = 0, tail: bool = True) -> Reading:
+    def open_reading(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> Reading:
         """Begins to read what ``describe`` says; see ``KVCache.open_reading``."""
-        header = self.describe(sequence, start, tail)
+        header = self.describe(sequence, start, stop)
         if header.length == start:
             raise ValueError(f"the sequence has nothing to read behind {start} tokens")
         self.pool.arrived(sequence)
@@ -66,6 +69,8 @@ class Transfer:
     def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
         """A new sequence of snapshots that are still to be written; see ``KVCache.restore``."""
         outline = self._outline(chain, start, capacity, parent)
+        if parent is not None:
+            self.pool.arrived(parent)  # the new one waits for what is written to it alone
         sequence = self.pool.restore(outline, start, capacity, parent)
         header, stop = chain[-1]
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
@@ -94,11 +99,10 @@ class Transfer:
                 restoring.write_layer(number, layer, data.to(self.store.compute))
         return restoring.sequence
 
-    def _content(self, sequence: Sequence, start: int, tail: bool) -> Cut:
+    def _content(self, sequence: Sequence, start: int, stop: int | None) -> Cut:
         """What a snapshot has in it."""
         if not sequence.path:
-            stop = sequence.length if tail else max(start, (sequence.length - 1) // PAGE * PAGE)
-            return Cut((), stop - start, tail and sequence.observed)
+            return Cut((), (sequence.length if stop is None else stop) - start, stop is None and sequence.observed)
         segments = tuple(
             SnapshotSegment(
                 first=one.first,
@@ -112,9 +116,9 @@ class Transfer:
             for one in sequence.path
             if one.sealed > start or one is sequence.path[-1]
         )
-        if tail:
+        if stop is None:
             return Cut(segments, sequence.length - sequence.sealed, False)
-        return Cut(tuple(one.cut(start, sequence.sealed) for one in segments), 0, False)
+        return Cut(tuple(one.cut(start, stop) for one in segments if one.begin(start) < stop), 0, False)
 
     def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
         """The fields of a layer of ``content``, and its bytes."""

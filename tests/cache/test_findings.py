@@ -77,6 +77,33 @@ def test_a_chain_of_any_length_is_found_from_its_end() -> None:
     assert len(copies.nodes) == pages - 1 == len(copies._tree)
 
 
+def test_a_file_of_other_pages_is_not_a_nodes_copy() -> None:
+    """A node that has lost its copy may be cut or grow before it is copied again, and keeps its uid."""
+    copies = kept(0)
+    findings = Findings(copies._tree, copies, FORM)
+    findings.disk = SimpleNamespace(key=KEY)
+    names = PageNames(KEY.origin()).extend_to(list(range(2 * PAGE)))
+    node = copies._tree.plant(None, 0, names[:1], False, names.origin)
+    copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), users=1))
+    for kind, name, wanted in (("found", 1, None), ("stored", 0, 0), ("lost", 1, 0), ("evicted", 0, None)):
+        head = Head.new(
+            KEY,
+            name=names[name],
+            origin=names.origin,
+            start=0,
+            length=PAGE * (name + 1),
+            layers=1,
+            layer_bytes=header(0).layer_bytes,
+            header=json.loads(header(0).to_json()),
+            uid=node.uid,
+        )
+        findings.report(kind, Entry(head, 1000, 0.0))
+        findings.take()
+        assert node.copy is not None
+        assert (node.copy.entry and node.copy.entry.name) == (None if wanted is None else names[wanted])
+    assert node.copy.evicted
+
+
 def test_nothing_makes_room_in_host_memory_in_vain() -> None:
     copies = kept(4)
     names = PageNames(KEY.origin()).extend_to(list(range(4 * PAGE)))

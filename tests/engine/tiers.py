@@ -43,17 +43,20 @@ def assert_consistent(engine: Engine) -> None:
     host = lower.copies.host
     assert sorted(slabs + host._free) == list(range(host.num_slabs))
     at_work = [] if lower.copying.job is None else [lower.copying.job.node]
-    arriving = [node for one in lower.chains.arriving for node in one[1]]
+    arriving = [node for one in lower.chains.arriving for node in one[2]]
     for node in nodes:
         assert node.holders or node.children or node.copy is not None
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
         assert all(end <= node.end and node in tree._ways[sequence] for sequence, end in node.holders.items())
         if (copy := node.copy) is not None:
             uses = bool(copy.fetching) + bool(copy.writing) + at_work.count(node) + arriving.count(node)
-            assert copy.users == uses
+            assert copy.users == uses + cache._lookups.uses[node]
             assert copy.header.length == 64 * node.end
     for sequence, way in tree._ways.items():
         assert all(sequence in node.holders for node in way)
+    held = sum(host.slabs_of(node.copy.header.nbytes) for node in cache._lookups.uses)
+    assert 2 * held <= host.num_slabs
+    assert set(cache._lookups._found) <= {request.prompt for request in engine.scheduler.waiting}
 
 
 def assert_nothing_left(engine: Engine) -> None:

@@ -71,7 +71,48 @@ def test_no_layer_is_waited_for_before_its_turn() -> None:
         cache.finish_prefill(layer, batch)
 
 
-@pytest.mark.parametrize("what", ["decode", "fork", "export", "trim", "kept_energy"])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("kv", SPECS)
+def test_a_fork_waits_for_each_layer_too(kv: str, together: bool) -> None:
+    snapshots, outputs = conversation(kv, "grows"), []
+    length = snapshots[-1][1]
+    for at_once in (True, False):
+        cache, streams = poisoned(make_cache(SPECS[kv])), [Stream(0), Stream(1)]
+        first, arrival = late(cache, snapshots, length + 40, length + 100)
+        if at_once:
+            arrival.wait(SHAPE.num_layers - 1)
+        point = cache.fork_point(first, length)
+        for stream, sequence in zip(streams, (first, cache.fork(first, point, point + 150, point + 250)), strict=True):
+            stream.sequence, stream.length = sequence, sequence.length
+        assert arrival.there == (SHAPE.num_layers if at_once else 0)
+        work = [(streams[1], 150), (streams[0], 40)]
+        for some in [work] if together else [work[:1], work[1:]]:
+            prefill(cache, some, block=100)
+            assert arrival.there == SHAPE.num_layers and some[0][0].sequence.arrival is None
+        for _ in range(50):
+            decode(cache, streams)
+        outputs.append([stream.output() for stream in streams])
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, atol=0 if DEVICE == "cpu" else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_either_of_two_that_wait_may_go(layers: int) -> None:
+    cache, snapshots = make_cache(SPECS["turbo"]), conversation("turbo", "grows")
+    for leaves in (0, 1):
+        first, arrival = late(cache, snapshots, 1300, 1400)
+        both = [first, cache.fork(first, 128, 200, 300)]
+        if layers:
+            arrival.wait(0)
+        cache.release(both.pop(leaves))
+        assert arrival.ended
+        cache.trim(both[0])
+        assert arrival.there == SHAPE.num_layers
+        cache.release(both[0])
+        assert cache.free == cache.total
+
+
+@pytest.mark.parametrize("what", ["decode", "restore", "export", "trim", "kept_energy"])
 def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(0, cache.allocate(900, 1000))
@@ -86,8 +127,8 @@ def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
         decode(cache, [twin])
         decode(cache, [stream])
         assert torch.equal(twin.outputs[-1], stream.outputs[-1])
-    elif what == "fork":
-        cache.fork(sequence, 128, 200, 200)
+    elif what == "restore":
+        cache.restore([Link(cache.describe(stream.sequence, 128), 900)], 950, 1000, sequence)
     elif what == "export":
         assert torch.equal(cache.export(sequence).data, whole.data)
     elif what == "trim":

@@ -39,7 +39,10 @@ def headers() -> list[SnapshotHeader]:
                 decode(cache, [stream])
             points = {cache.fork_point(stream.sequence, n) for n in (0, 64, stream.length // 2, stream.length)}
             found += [
-                cache.describe(stream.sequence, point, tail) for point in sorted(points) for tail in (True, False)
+                cache.describe(stream.sequence, start, stop)
+                for start in sorted(points)
+                for stop in (*sorted(points), None)
+                if stop is None or start < stop
             ]
             cache.release(stream.sequence)
     return found

@@ -66,10 +66,10 @@ def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
     stream = Stream(0, cache.allocate(900, CAPACITY))
     prefill(cache, [(stream, 900)])
     decode(cache, [stream])
-    with cache.open_reading(stream.sequence, tail=False) as reading:
+    stop = cache.fork_point(stream.sequence, 900)
+    with cache.open_reading(stream.sequence, stop=stop) as reading:
         first = read(reading)
-    stop = first.header.length
-    assert stop == (stream.sequence.sealed or 896) and not first.header.cut(stop).observed
+    assert stop == first.header.length == (stream.sequence.sealed or 896) and not first.header.cut(stop).observed
     for _ in range(150):
         decode(cache, [stream])
     prefill(cache, [(stream, 700)])
@@ -96,12 +96,12 @@ def test_what_is_read_stays_while_the_sequence_goes_on_and_leaves(kv: str, lengt
     stream = Stream(0, cache.allocate(length, length + 400))
     prefill(cache, [(stream, length)])
     decode(cache, [stream])
-    reading = cache.open_reading(stream.sequence, tail=False)
+    reading = cache.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, length))
     wanted = read(reading)
     for _ in range(150):
         decode(cache, [stream])
     assert torch.equal(read(reading).data, wanted.data)
-    with cache.open_reading(stream.sequence, tail=False) as later:
+    with cache.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, stream.length)) as later:
         assert later.header.length > reading.header.length
     cache.release(stream.sequence)
     others = crowd(cache)
@@ -175,6 +175,32 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
         assert dense and stop >= cache.spec.dense_limit
         return
     same(cache, cut, other, sequence)
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("kv", SPECS)
+def test_read_up_to_a_fork_point_it_is_the_fork(kv: str, name: str) -> None:
+    """Whatever the sequence goes on with there, and in as many pieces as one likes."""
+    cache, starts = make_cache(SPECS[kv], slots=30), [0]
+    stream = turns(cache, name)[0][-1]
+    points = sorted({cache.fork_point(stream.sequence, at) for at in range(64, stream.length + 1, 64)} - {0})
+    for stop in points[:: max(1, len(points) // 4)]:
+        fork = cache.fork(stream.sequence, stop, stop, CAPACITY)
+        wanted = cache.export(fork)
+        pieces = []
+        for start, end in zip(starts, [*starts[1:], stop], strict=True):
+            with cache.open_reading(stream.sequence, start, end) as reading:
+                pieces.append((read(reading), end))
+        assert len(pieces) > 1 or (pieces[0][0].header == wanted.header and torch.equal(pieces[0][0].data, wanted.data))
+        other = poisoned(make_cache(SPECS[kv]))
+        try:
+            sequence = other.load(pieces, CAPACITY)
+        except ValueError:  # dense as long as nothing followed
+            assert not fork.path and stop >= cache.spec.dense_limit
+        else:
+            assert torch.equal(other.export(sequence).data, wanted.data)
+        cache.release(fork)
+        starts.append(stop)
 
 
 @settings(deadline=None, max_examples=60)
@@ -304,6 +330,10 @@ def test_where_it_cannot_be_forked_nothing_is_described_or_shared() -> None:
         cache.describe(streams[0].sequence, 65)
     with pytest.raises(ValueError, match="cannot be forked after"):
         cache.open_reading(streams[0].sequence, streams[0].length // 64 * 64)
+    with pytest.raises(ValueError, match="cannot be forked after 100"):
+        cache.open_reading(streams[0].sequence, 64, 100)
+    with pytest.raises(ValueError, match="from token 128 on cannot end after 64"):
+        cache.describe(streams[0].sequence, 128, 64)
     header = cache.describe(streams[1].sequence, points[1])
     short = cache.fork(streams[0].sequence, 64, 64, 64)
     before = cache.free
