@@ -102,7 +102,7 @@ class Chains:
         for step in steps:
             copy = step.node.copy
             assert copy is not None
-            self._copies.touch(step.node)
+            self._copies.eviction.touch(step.node)
             if copy.on_host:
                 continue
             there = False

@@ -23,7 +23,6 @@ class Copy:
         entry: of the disk tier; None where it is not there.
         ready: whether ``slabs`` hold its bytes: they may be on their way from the device or the disk.
         users: how many read or write its slabs, or wait to.
-        used: by a clock that counts uses; what it continues has been used no less lately.
         fetched: whether it has come from the disk since it was used last.
         fetching: from the disk, while it is on its way.
         writing: to the disk, while it is.
@@ -35,7 +34,6 @@ class Copy:
     entry: Entry | None = None
     ready: bool = False
     users: int = 0
-    used: int = 0
     fetched: bool = False
     fetching: Future[None] | None = None
     writing: Future[bool] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
@@ -31,12 +32,12 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
 
     Raises MemoryError where the host memory is not there, ValueError where the directory cannot be used.
     """
-    nbytes = offload_bytes(config, cache.layout)
+    nbytes, eviction = offload_bytes(config, cache.layout), Eviction(config.eviction)
     if not nbytes:
-        return PrefixCache(cache), partial(origin, 40 * "0")
+        return PrefixCache(cache, eviction=eviction), partial(origin, 40 * "0")
     host = HostTier(nbytes, cache.device)
     if config.kv_disk_dir is None:
-        return PrefixCache(cache, host), partial(origin, 40 * "0")
+        return PrefixCache(cache, host, eviction=eviction), partial(origin, 40 * "0")
     key, limit = cache_key(loaded, cache), int(config.kv_disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
@@ -44,7 +45,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
         with _named(directory):
             return DiskTier(directory, limit, key, report)
 
-    return PrefixCache(cache, host, disk), key.origin
+    return PrefixCache(cache, host, disk, eviction), key.origin
 
 
 def check_disk_dir(config: EngineConfig) -> None:
