@@ -1,8 +1,9 @@
 """Policies of ``--eviction`` on made-up traces of chats, without a model: what share of prompt tokens is found where.
 
 The scheduler, the prefix cache and its tiers are the engine's, with a KV cache of a few bytes a token; nothing is
-attended to. Every chat starts with the one system prompt, then has a document, popular as in Zipf's law, and some
-turns. Chats come at random; a turn's prompt is all that was said before, the last answer included, and a question.
+attended to. Every chat starts with the one system prompt, then has a document, popular as in Zipf's law, and up to so
+many turns, all numbers alike. Chats come at random; a turn's prompt is all that was said before, the last answer
+included, and a question.
 
     python scripts/eviction_replay.py --out results/eviction_replay.csv
 """
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -45,7 +47,7 @@ THINKING = 30.0
 SLOTS = 8
 """Sequences that the device keeps."""
 
-COLUMNS = ("policy", "seed", "skew", "requests_per_s", "host_share", "hit_rate_device", "hit_rate_host")
+COLUMNS = ("policy", "seed", "turns", "requests_per_s", "host_share", "hit_rate_device", "hit_rate_host")
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Trace:
     """What is asked.
 
     Attributes:
-        skew: Zipf's exponent of the documents.
+        turns: of a chat, at the most.
         rate: requests a second.
     """
 
     seed: int
     requests: int
     documents: int
-    skew: float
+    turns: int
     rate: float
 
     def __iter__(self) -> Iterator[tuple[float, list[int]]]:
@@ -68,14 +70,14 @@ class Trace:
         draw = random.Random(self.seed)
         system = _tokens(draw, SYSTEM)
         documents = [_tokens(draw, draw.randint(SHORTEST, LONGEST)) for _ in range(self.documents)]
-        popular = [1 / rank**self.skew for rank in range(1, self.documents + 1)]
+        popular = [1 / rank for rank in range(1, self.documents + 1)]
         numbers, chats = itertools.count(), list[tuple[float, int, int, list[int]]]()
-        coming, turns = 0.0, (1, 2, 3, 4, 5, 6, 7)
+        coming, mean_turns = 0.0, (1 + self.turns) / 2
         for _ in range(self.requests):
             if not chats or coming < chats[0][0]:
                 (document,) = draw.choices(documents, popular)
-                heapq.heappush(chats, (coming, next(numbers), draw.choice(turns), system + document))
-                coming += draw.expovariate(self.rate / (sum(turns) / len(turns)))
+                heapq.heappush(chats, (coming, next(numbers), draw.randint(1, self.turns), system + document))
+                coming += draw.expovariate(self.rate / mean_turns)
             now, chat, left, history = heapq.heappop(chats)
             history = history + _tokens(draw, draw.randint(*TURN))
             yield now, history
@@ -94,7 +96,7 @@ def _tokens(draw: random.Random, pages: int) -> list[int]:
 
 def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
     """Hit rates by tier, in prompt tokens; ``host_share`` of the documents' tokens fit into host memory."""
-    longest = PAGE * (SYSTEM + LONGEST + 8 * TURN[1])
+    longest = PAGE * (SYSTEM + LONGEST + trace.turns * TURN[1])
     cache = KVCache(
         preset("full"),
         ModelShape(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2),
@@ -103,12 +105,12 @@ def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
         max_model_len=longest,
         memory=Blocks(device=(SLOTS + 1) * longest // PAGE + 1, host=0),
     )
-    now = 0.0
+    clock = SimpleNamespace(seconds=0.0)
     page_bytes = cache.layout.snapshot_layer_bytes(longest) * PAGE // longest
     host = HostTier(int(host_share * trace.document_tokens) // PAGE * page_bytes, torch.device("cpu"), page_bytes)
-    prefixes = PrefixCache(cache, host if host_share else None, eviction=Eviction(policy, lambda: now))
+    prefixes = PrefixCache(cache, host, eviction=Eviction(policy, lambda: clock.seconds))
     scheduler, base, prompt_tokens = Scheduler(cache, 1, longest, prefixes), origin(40 * "0"), 0
-    for number, (now, tokens) in enumerate(trace):  # noqa: B020, B007 - the clock reads it
+    for number, (clock.seconds, tokens) in enumerate(trace):
         prompt = Prompt(tokens, PageNames(base).extend_to(tokens))
         scheduler.add(Request(str(number), tokens, SamplingParams(max_tokens=1), 1, 0, prompt=prompt))
         (running,) = scheduler.admit()
@@ -126,12 +128,12 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=2000, help="of a trace (default: %(default)s)")
-    parser.add_argument("--documents", type=int, default=200, help="(default: %(default)s)")
-    parser.add_argument("--skews", type=float, nargs="+", default=[0.6, 1.0], help="(default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1000, help="of a trace (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=100, help="(default: %(default)s)")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 8], help="of a chat, at the most")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="requests a second")
     parser.add_argument(
-        "--host-shares", type=float, nargs="+", default=[0.0, 0.125, 0.25, 0.5], help="of the documents' tokens"
+        "--host-shares", type=float, nargs="+", default=[0.125, 0.25, 0.5], help="of the documents' tokens"
     )
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
@@ -139,13 +141,13 @@ def main(argv: list[str] | None = None) -> int:
     with args.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for skew, rate, share in itertools.product(args.skews, args.rates, args.host_shares):
+        for turns, rate, share in itertools.product(args.turns, args.rates, args.host_shares):
             for seed, policy in itertools.product(range(args.seeds), POLICIES):
-                trace = Trace(seed, args.requests, args.documents, skew, rate)
+                trace = Trace(seed, args.requests, args.documents, turns, rate)
                 rates = {name: round(value, 4) for name, value in replay(policy, trace, share).items()}
-                row = {"policy": policy, "seed": seed, "skew": skew, "requests_per_s": rate, "host_share": share}
+                row = {"policy": policy, "seed": seed, "turns": turns, "requests_per_s": rate, "host_share": share}
                 writer.writerow(row | rates)
-                print(*(row | rates).values(), flush=True)
+                file.flush()
     return 0
 
 

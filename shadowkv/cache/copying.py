@@ -71,6 +71,7 @@ class Copying:
             return
         copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
         self._copies.add(node, copy)
+        self._copies.eviction.touch(node)
         self._waiting.append((node, copy, reading))
 
     @property

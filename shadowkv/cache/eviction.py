@@ -1,7 +1,6 @@
-"""Which of what is cached goes first where others need room: the policies of ``--eviction``.
+"""Which copies in host memory go first where others need room: the policies of ``--eviction``.
 
-A policy is a score of nodes of the prefix tree, and the least goes first. A sequence that is kept on the device stands
-or falls with the last node on its way.
+A policy is a score of nodes of the prefix tree, and the least goes first.
 """
 
 from __future__ import annotations
@@ -48,33 +47,29 @@ class Eviction:
     Args:
         policy: one of ``POLICIES``.
         clock: in seconds.
-
-    Attributes:
-        score: the policy's.
     """
 
     def __init__(self, policy: str = "lru", clock: Callable[[], float] = time.monotonic) -> None:
-        self.score, self._clock, self._now = POLICIES[policy], clock, 0.0
+        self._score, self._clock, self._last = POLICIES[policy], clock, 0.0
 
-    def now(self) -> float:
-        """The time: later whenever it is asked for, however coarse the clock is."""
-        self._now = max(self._clock(), math.nextafter(self._now, math.inf))
-        return self._now
+    def _now(self) -> float:
+        """Later whenever it is asked for, however coarse the clock is."""
+        self._last = max(self._clock(), math.nextafter(self._last, math.inf))
+        return self._last
 
-    def touch(self, node: Node | None, hits: int = 0) -> None:
+    def touch(self, node: Node, hits: int = 0) -> None:
         """Notes a use of a node and of all that it continues; ``hits`` are requests that need not compute them."""
-        now = self.now()
-        while node is not None:
-            node.used = now
-            node.hits += hits
-            node = node.parent
+        now = self._now()
+        for one in (node, *node.ancestors):
+            one.used = now
+            one.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes in the order in which they are to go: none before one of them that continues it, which would be of no
         use without it."""
-        now = self.now()
+        now = self._now()
         deepest_first = sorted(nodes, key=lambda one: -one.first)
-        scores = {node: self.score(node, now) for node in deepest_first}
+        scores = {node: self._score(node, now) for node in deepest_first}
         for node in deepest_first:
             if node.parent in scores:
                 scores[node.parent] = max(scores[node.parent], scores[node])

@@ -72,6 +72,11 @@ class LowerTiers:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
         self.copying.store(node, sequence, token_ids)
 
+    def hit(self, way: list[Node]) -> None:
+        """Notes that a request need not compute nodes, wherever they were found: their copies stay longer."""
+        if way:
+            self.copies.eviction.touch(way[-1], hits=1)
+
     @property
     def opening(self) -> bool:
         """Whether what the disk had at the start is still being found out; that is waited for, but not for long."""

@@ -7,7 +7,7 @@ Otherwise it forks: any number of requests share pages of sequences that run or 
 from __future__ import annotations
 
 import logging
-import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,12 +73,12 @@ class Match:
 
 
 class PrefixCache:
-    """Starts of prompts by their tokens; and finished sequences, as many as there is room for.
+    """Starts of prompts by their tokens; and finished sequences, least recently used first out.
 
     Args:
         host: holds copies of what is computed; None for none below the device.
         disk: makes the disk tier, which is told whom it has to tell what happens; None without one.
-        eviction: says what goes first, on the device and in host memory.
+        eviction: says which copies go first in host memory.
 
     Attributes:
         version: counts what was added, so that who found nothing need not look again before.
@@ -92,14 +92,13 @@ class PrefixCache:
         disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None = None,
         eviction: Eviction | None = None,
     ) -> None:
-        self._cache, self._tree, self._eviction = cache, PrefixTree(), eviction or Eviction()
-        self._kept: dict[Sequence, Prompt] = {}
+        self._cache, self._tree = cache, PrefixTree()
+        self._kept: OrderedDict[Sequence, Prompt] = OrderedDict()
         self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
-        self.lower = (
-            None
-            if host is None
-            else LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, self._eviction)
-        )
+        self.lower: LowerTiers | None = None
+        if host is not None:
+            eviction = eviction or Eviction()
+            self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -169,7 +168,6 @@ class PrefixCache:
         pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
         self.version += 1
         way = self._tree.hold(sequence, prompt.pages, pages)
-        self._eviction.touch(way[-1] if way else None)
         if self.lower is not None:
             with self._failing_alone():
                 for node in way:
@@ -188,12 +186,14 @@ class PrefixCache:
         Raises OutOfPages, and whatever keeps ``match.steps`` from being restored, with nothing taken.
         """
         taken = self._take(match, start, capacity)
-        way = self._tree.way_of(taken)
-        self._eviction.touch(way[-1] if way else None, hits=1)
+        if self.lower is not None:
+            self.lower.hit(self._tree.way_of(taken))
         return taken
 
     def _take(self, match: Match, start: int, capacity: int) -> Sequence:
         sequence, cache = match.sequence, self._cache
+        if sequence is not None and sequence in self._kept and not match.whole:
+            self._kept.move_to_end(sequence)
         if match.steps:
             assert self.lower is not None
             child = self.lower.restore(list(match.steps), start, capacity, sequence)
@@ -235,16 +235,10 @@ class PrefixCache:
         return self._cache.held(one for one in self._kept if one is not spare)
 
     def evict(self, spare: Sequence | None = None) -> bool:
-        """Releases the kept sequence other than ``spare`` that is to go first; False if there is none."""
-        others, now = [sequence for sequence in self._kept if sequence is not spare], self._eviction.now()
-        if not others:
+        """Releases the least recently used kept sequence other than ``spare``; False if there is none."""
+        victim = next((sequence for sequence in self._kept if sequence is not spare), None)
+        if victim is None:
             return False
-
-        def score(sequence: Sequence) -> float:
-            way = self._tree.way_of(sequence)
-            return self._eviction.score(way[-1], now) if way else -math.inf
-
-        victim = min(others, key=score)
         del self._kept[victim]
         self.release(victim)
         self.counts.device_evictions += 1

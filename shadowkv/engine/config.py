@@ -260,8 +260,8 @@ class EngineConfig:
             kv,
             "--eviction",
             choices=tuple(POLICIES),
-            help="what of the prefix cache goes first where others need room, on the device and in host memory: lru: "
-            "what was used least recently; graph: what the fewest prompts go through (default: %(default)s)",
+            help="copies in host memory that make room for others: lru: the least recently used; graph: those that the "
+            "fewest requests and other copies build on (default: %(default)s)",
         )
         add(
             kv,

@@ -32,10 +32,10 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
 
     Raises MemoryError where the host memory is not there, ValueError where the directory cannot be used.
     """
-    nbytes, eviction = offload_bytes(config, cache.layout), Eviction(config.eviction)
+    nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
-        return PrefixCache(cache, eviction=eviction), partial(origin, 40 * "0")
-    host = HostTier(nbytes, cache.device)
+        return PrefixCache(cache), partial(origin, 40 * "0")
+    host, eviction = HostTier(nbytes, cache.device), Eviction(config.eviction)
     if config.kv_disk_dir is None:
         return PrefixCache(cache, host, eviction=eviction), partial(origin, 40 * "0")
     key, limit = cache_key(loaded, cache), int(config.kv_disk_gib * GIB)
@@ -69,7 +69,7 @@ def in_words(config: EngineConfig, layout: Layout) -> str:
         return "no prefixes"
     tiers = ["prefixes on the device"]
     if nbytes := offload_bytes(config, layout):
-        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory")
+        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory ({config.eviction})")
     if config.kv_disk_dir is not None:
         tiers.append(f"{config.kv_disk_gib:.2f} GiB in {config.kv_disk_dir}")
     return ", ".join(tiers)
