@@ -34,8 +34,11 @@ def keep_score(node: Node, now: float) -> float:
     it. Its weight is how often both were used together: 1, and 0.1 more for each hit of the latter, up to 10.
     """
     continuing = node.children if node.parent is None else [node, *node.children]
-    weight = sum(min(FIRST_USE + MORE_USE * one.hits, MOST_USE) for one in continuing)
-    return EDGE * len(continuing) + WEIGHT * weight + HIT * node.hits - SECOND * (now - node.used)
+    score = HIT * node.hits - SECOND * (now - node.used)
+    for one in continuing:  # a loop: thousands of nodes are scored at a time
+        weight = FIRST_USE + MORE_USE * one.hits
+        score += EDGE + WEIGHT * (weight if weight < MOST_USE else MOST_USE)
+    return score
 
 
 POLICIES: dict[str, Score] = {"lru": last_use, "graph": keep_score}

@@ -120,7 +120,7 @@ def test_room_among_10000_nodes_is_made_in_50_ms(policy: str) -> None:
     for node in nodes[7::13]:
         copies.eviction.touch(node, hits=1)
     taken = []
-    for _ in range(3):
+    for _ in range(5):
         start = time.thread_time()  # others may share the machine
         assert len(copies.room(3)) == 3
         taken.append(time.thread_time() - start)
