@@ -40,6 +40,8 @@ from sweep_engine import (
 )
 from sweep_rows import REUSE, Rows
 
+from shadowkv.cache.eviction import POLICIES
+from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace")
@@ -79,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=8192, help="document of the trace (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=4, help="chats of the trace (default: %(default)s)")
     parser.add_argument("--kv-offload-gib", type=float, default=48.0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--eviction", choices=tuple(POLICIES), default=EngineConfig.eviction, help="(default: %(default)s)"
+    )
     parser.add_argument("--disk", type=Path, help="an empty folder for the case of that name")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
@@ -100,6 +105,7 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
     case = cell["case"]
     longest = cell["tokens"] + args.turns * (args.own + args.output) + 64
     settings = {"max_model_len": longest, "max_num_seqs": args.requests if case == "shared" else args.at_once}
+    settings["eviction"] = args.eviction
     if cell["reuse"] == "off":
         settings["enable_prefix_caching"] = False
     elif case != "shared":

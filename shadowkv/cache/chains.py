@@ -103,7 +103,7 @@ class Chains:
         """
         until, now = 0.0, time.monotonic()
         seconds = min(max(FETCH_SECONDS, patience), MOST_FETCH_SECONDS)
-        self._copies.touch(steps[-1].node)
+        self._copies.eviction.touch(steps[-1].node)
         for step in steps:
             copy = step.node.copy
             assert copy is not None

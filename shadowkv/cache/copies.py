@@ -23,7 +23,6 @@ class Copy:
         entry: of the disk tier; None where it is not there.
         ready: whether ``slabs`` hold its bytes: they may be on their way from the device or the disk.
         users: how many read or write its slabs, or wait to.
-        used: by a clock that counts uses; what it continues has been used no less lately.
         fetched: whether it has come from the disk since it was used last.
         evicted: whether the disk has had it and no room for it any more: it is not written there again.
         fetching: from the disk, while it is on its way.
@@ -36,7 +35,6 @@ class Copy:
     entry: Entry | None = None
     ready: bool = False
     users: int = 0
-    used: int = 0
     fetched: bool = False
     evicted: bool = False
     fetching: Future[None] | None = None

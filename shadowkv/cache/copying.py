@@ -70,7 +70,7 @@ class Copying:
             return
         copy = Copy(reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)
         self._copies.add(node, copy)
-        self._copies.touch(node)
+        self._copies.eviction.touch(node)
         self._waiting.append((node, copy, reading))
 
     def write(self, node: Node, evicted: bool = False) -> None:

@@ -1,10 +1,9 @@
-"""Which nodes of the prefix tree have copies, and room for these in host memory: least recently used first out."""
+"""Which nodes of the prefix tree have copies, and room for these in host memory, which others make."""
 
 from __future__ import annotations
 
-import itertools
-
 from shadowkv.cache.copies import Copy
+from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import Node, PrefixTree
@@ -13,14 +12,16 @@ from shadowkv.cache.tree import Node, PrefixTree
 class KeptCopies:
     """Nodes with copies in host memory, on disk or on their way there.
 
+    Args:
+        eviction: says which copies go first.
+
     Attributes:
         nodes: all of them.
         by_uid: the same by what their bytes are named.
     """
 
-    def __init__(self, tree: PrefixTree, host: HostTier, counts: TierCounts) -> None:
-        self.host, self._tree, self._counts = host, tree, counts
-        self._clock = itertools.count(1)
+    def __init__(self, tree: PrefixTree, host: HostTier, counts: TierCounts, eviction: Eviction) -> None:
+        self.host, self._tree, self._counts, self.eviction = host, tree, counts, eviction
         self.nodes: set[Node] = set()
         self.by_uid: dict[str, Node] = {}
 
@@ -32,23 +33,24 @@ class KeptCopies:
         self.by_uid[node.uid] = node
 
     def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
-        """Slabs for a copy; others make room, least recently used first, where they can make enough."""
+        """Slabs for a copy; others that nobody uses, and that are not ``spare``, make room where they can make
+        enough."""
         slabs = self.host.take(nbytes)
         if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
             return slabs
-        old = [
-            (node.copy.used, len(node.copy.slabs or ()), node)
+        others = {
+            node: len(node.copy.slabs or ())
             for node in self.nodes
             if node.copy and node.copy.on_host and not node.copy.users and node not in (spare or ())
-        ]
+        }
         lacking = self.host.slabs_of(nbytes) - self.host.free_slabs
-        if sum(count for _, count, _ in old) < lacking:
+        if sum(others.values()) < lacking:
             return None
-        for _, count, victim in sorted(old, key=lambda one: one[0]):
+        for victim in self.eviction.order(others):
             if lacking <= 0:
                 break
             self.leave_host(victim)
-            lacking -= count
+            lacking -= others[victim]
         return self.host.take(nbytes)
 
     def leave_host(self, node: Node) -> None:
@@ -87,10 +89,3 @@ class KeptCopies:
         if self.by_uid.get(node.uid) is node:  # else a file of it has become a node of its own
             del self.by_uid[node.uid]
         self._tree.prune(node)
-
-    def touch(self, node: Node | None) -> None:
-        """Notes a use of a node's copy and of all that it continues: these later, so that they stay longer."""
-        while node is not None:
-            if node.copy is not None:
-                node.copy.used = next(self._clock)
-            node = node.parent

@@ -17,6 +17,7 @@ from typing import Any
 from shadowkv.cache.chains import Chains, Step
 from shadowkv.cache.copying import Copying
 from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.findings import Findings
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
@@ -42,6 +43,7 @@ class LowerTiers:
         host: may be so small that it only holds what is on its way from and to the disk.
         disk: makes the disk tier; None without one.
         counts, speeds: to add to.
+        eviction: says which copies in host memory go first.
 
     Attributes:
         copies: which there are.
@@ -59,9 +61,10 @@ class LowerTiers:
         disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None,
         counts: TierCounts,
         speeds: Speeds,
+        eviction: Eviction,
     ) -> None:
         self._mover, self._counts = Mover(host, cache.device), counts
-        self.copies = KeptCopies(tree, host, counts)
+        self.copies = KeptCopies(tree, host, counts, eviction)
         self._findings = Findings(tree, self.copies, cache.form)
         self.disk = self._findings.disk = None if disk is None else disk(self._findings.report)
         self.copying = Copying(cache, self.copies, self._mover, self.disk, counts)
@@ -78,10 +81,10 @@ class LowerTiers:
         """Has a copy written to the disk that is in host memory alone."""
         self.copying.write(node)
 
-    def touch(self, way: list[Node]) -> None:
-        """Notes a use on the device of what nodes have: their copies stay longer, too."""
+    def hit(self, way: list[Node]) -> None:
+        """Notes that a request need not compute nodes, wherever they were found: their copies stay longer."""
         if way:
-            self.copies.touch(way[-1])
+            self.copies.eviction.touch(way[-1], hits=1)
 
     @property
     def opening(self) -> bool:

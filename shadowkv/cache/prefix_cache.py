@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
 from shadowkv.cache.lookups import Lookups
@@ -40,6 +41,7 @@ class PrefixCache:
     Args:
         host: holds copies of what is computed; None for none below the device.
         disk: makes the disk tier, which is told whom it has to tell what happens; None without one.
+        eviction: says which copies go first in host memory.
 
     Attributes:
         version: counts what was added, so that who found nothing need not look again before.
@@ -51,12 +53,16 @@ class PrefixCache:
         cache: KVCache,
         host: HostTier | None = None,
         disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None = None,
+        eviction: Eviction | None = None,
     ) -> None:
         self._cache, self._tree = cache, PrefixTree()
         self._kept: OrderedDict[Sequence, Prompt] = OrderedDict()
         self._lookups = Lookups()
         self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
-        self.lower = None if host is None else LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds)
+        self.lower: LowerTiers | None = None
+        if host is not None:
+            eviction = eviction or Eviction()
+            self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -172,6 +178,12 @@ class PrefixCache:
 
         Raises OutOfPages, and whatever keeps ``match.steps`` from being restored, with nothing taken.
         """
+        taken = self._take(match, start, capacity)
+        if self.lower is not None:
+            self.lower.hit(self._tree.way_of(taken))
+        return taken
+
+    def _take(self, match: Match, start: int, capacity: int) -> Sequence:
         sequence, cache = match.sequence, self._cache
         if sequence is not None and sequence in self._kept and not match.whole:
             self._kept.move_to_end(sequence)
@@ -185,8 +197,6 @@ class PrefixCache:
             return child
         assert sequence is not None
         self.counts.hit_tokens["device"] += match.tokens
-        if self.lower is not None:
-            self.lower.touch(self._tree.way_of(sequence))
         if not match.whole:
             child = cache.fork(sequence, match.tokens, start, capacity)
             self._tree.fork(child, sequence, match.tokens // PAGE)

@@ -30,6 +30,8 @@ class Node:
         origin: what names of its prompt build on.
         uid: names the very bytes: what continues them was computed on them.
         copy: of its pages, below the device.
+        used: when it was used last, in seconds by the clock of ``Eviction``.
+        hits: requests that need not compute its pages so far.
     """
 
     parent: Node | None
@@ -41,6 +43,8 @@ class Node:
     origin: str = ""
     uid: str = field(default_factory=new_uid)
     copy: Copy | None = None
+    used: float = 0.0
+    hits: int = 0
 
     @property
     def end(self) -> int:

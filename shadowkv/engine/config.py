@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, PREFILLS, KVSpec
 
@@ -38,6 +39,7 @@ class EngineConfig:
     kv_offload_gib: float = 0.0
     kv_disk_dir: str | None = None
     kv_disk_gib: float | None = None
+    eviction: str = "lru"
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
     kv: str | KVSpec = "turbo"
@@ -72,7 +74,12 @@ class EngineConfig:
         ]
         bad += [
             f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
-            for name, known in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("prefill", PREFILL))
+            for name, known in (
+                ("dtype", DTYPES),
+                ("load_format", LOAD_FORMATS),
+                ("prefill", PREFILL),
+                ("eviction", tuple(POLICIES)),
+            )
             if getattr(self, name) not in known
         ]
         if self.quantization not in (None, *QUANTIZATIONS):
@@ -257,6 +264,13 @@ class EngineConfig:
             "(default: none)",
         )
         add(kv, "--kv-disk-gib", type=float, metavar="GIB", help=f"of those files, at the most (default: {DISK_GIB})")
+        add(
+            kv,
+            "--eviction",
+            choices=tuple(POLICIES),
+            help="copies in host memory that make room for others: lru: the least recently used; graph: those that the "
+            "fewest requests and other copies build on (default: %(default)s)",
+        )
         add(
             kv,
             "--fetch-buffer",

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
@@ -34,9 +35,9 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
     nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
         return PrefixCache(cache), partial(origin, 40 * "0")
-    host = HostTier(nbytes, cache.device)
+    host, eviction = HostTier(nbytes, cache.device), Eviction(config.eviction)
     if config.kv_disk_dir is None:
-        return PrefixCache(cache, host), partial(origin, 40 * "0")
+        return PrefixCache(cache, host, eviction=eviction), partial(origin, 40 * "0")
     key, limit = cache_key(loaded, cache), int(config.disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
@@ -44,7 +45,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
         with _named(directory):
             return DiskTier(directory, limit, key, report)
 
-    return PrefixCache(cache, host, disk), key.origin
+    return PrefixCache(cache, host, disk, eviction), key.origin
 
 
 def check_disk_dir(config: EngineConfig) -> None:
@@ -68,7 +69,7 @@ def in_words(config: EngineConfig, layout: Layout) -> str:
         return "no prefixes"
     tiers = ["prefixes on the device"]
     if nbytes := offload_bytes(config, layout):
-        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory")
+        tiers.append(f"{nbytes / GIB:.2f} GiB of host memory ({config.eviction})")
     if config.kv_disk_dir is not None:
         tiers.append(f"{config.disk_gib:.2f} GiB in {config.kv_disk_dir}")
     return ", ".join(tiers)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shadowkv.cache.copies import Copy
+from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.findings import Findings
 from shadowkv.cache.head import Head
 from shadowkv.cache.host import HostTier
@@ -35,7 +36,7 @@ def header(page: int) -> SnapshotHeader:
 
 
 def kept(slabs: int) -> KeptCopies:
-    return KeptCopies(PrefixTree(), HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts())
+    return KeptCopies(PrefixTree(), HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts(), Eviction())
 
 
 def test_a_chain_of_any_length_is_found_from_its_end() -> None:
@@ -110,10 +111,10 @@ def test_nothing_makes_room_in_host_memory_in_vain() -> None:
     nodes = [copies._tree.plant(None, 0, [name], False, names.origin) for name in names]
     for node in nodes:
         copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), copies.room(64), ready=True))
-        copies.touch(node)
+        copies.eviction.touch(node)
     nodes[0].copy.users = 1
     assert copies.room(4 * 64) is None
     assert copies.nodes == set(nodes), "three of them would not have been enough"
-    copies.touch(nodes[1])
+    copies.eviction.touch(nodes[1])
     assert len(copies.room(2 * 64)) == 2
     assert copies.nodes == {nodes[0], nodes[1]}, "least recently used first"

@@ -20,6 +20,7 @@ SET = EngineConfig(
     kv_offload_gib=1.5,
     kv_disk_dir="cache",
     kv_disk_gib=8.0,
+    eviction="graph",
     max_queued_seqs=77,
     default_max_tokens=77,
     kv="quest",

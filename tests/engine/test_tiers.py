@@ -211,9 +211,9 @@ def test_start_up_lines_name_the_tiers(make: Any, tmp_path: Path) -> None:
 
     assert line() == "prefixes on the device"
     assert line(enable_prefix_caching=False) == "no prefixes"
-    assert line(kv_offload_gib=OFFLOAD) == "prefixes on the device, 0.06 GiB of host memory"
+    assert line(kv_offload_gib=OFFLOAD) == "prefixes on the device, 0.06 GiB of host memory (lru)"
     disk = f"2.00 GiB in {tmp_path}"
-    wanted = f"prefixes on the device, 0.06 GiB of host memory, {disk}"
-    assert line(kv_offload_gib=OFFLOAD, kv_disk_dir=str(tmp_path), kv_disk_gib=2.0) == wanted
-    wanted = f"prefixes on the device, 1.00 GiB of host memory, {disk}"
+    wanted = f"prefixes on the device, 0.06 GiB of host memory (graph), {disk}"
+    assert line(kv_offload_gib=OFFLOAD, kv_disk_dir=str(tmp_path), kv_disk_gib=2.0, eviction="graph") == wanted
+    wanted = f"prefixes on the device, 1.00 GiB of host memory (lru), {disk}"
     assert line(kv_disk_dir=str(tmp_path), kv_disk_gib=2.0) == wanted
