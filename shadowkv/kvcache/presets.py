@@ -81,6 +81,10 @@ def _value(field: str, text: str) -> Any:
             raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
         return text
     allowed = get_args(kinds[field]) or (kinds[field],)
+    if bool in allowed:
+        if text not in ("true", "false"):
+            raise ValueError(f"{field}={text!r} is neither true nor false")
+        return text == "true"
     for kind in (int, float):
         if kind in allowed:
             try:

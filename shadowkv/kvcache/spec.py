@@ -59,6 +59,8 @@ class KVSpec:
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
         prefill: ``dense`` or ``sparse``; None is dense where no engine picks.
+        centred: whether coded keys are stored without the mean key of their prompt, taken off before the rotation: for
+            the same error they need about one bit less. Its share of the logits is added when they are attended to.
     """
 
     keys: str = "dense"
@@ -74,6 +76,7 @@ class KVSpec:
     rank: int | None = None
     dense_below: int | None = None
     prefill: str | None = None
+    centred: bool = False
 
     def resolve(self, shape: ModelShape) -> KVSpec:
         """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
@@ -117,6 +120,8 @@ class KVSpec:
             reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
         if not self.low_rank and self.rank is not None:
             reasons.append(f"rank={self.rank} has no meaning with keys={self.keys!r}")
+        if self.centred and (self.low_rank or self.keys == "dense"):
+            reasons.append(f"centred has no meaning with keys={self.keys!r}, which are not coded row by row")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
@@ -142,6 +147,11 @@ class KVSpec:
     def seals(self) -> bool:
         """Whether pages ever leave the exact store; not when everything is dense, on the device and attended."""
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
+
+    @property
+    def attends_with(self) -> str:
+        """The op that attends to sealed tokens: latents are rebuilt by the one that attends to what is selected."""
+        return "attend_coded" if self.index == "none" and not self.low_rank else "attend_selected"
 
     @property
     def sink_chunks(self) -> int:
@@ -215,6 +225,7 @@ class KVSpec:
         if not self.seals:
             return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
         keys = f"{self.keys} keys" + (f" (rank {self.rank} of {shape.kv_dim})" if self.rank is not None else "")
+        keys += " without their mean" if self.centred else ""
         values = f"{self.values} values on the {self.place}"
         words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
         if self.index != "none":

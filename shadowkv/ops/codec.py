@@ -95,17 +95,33 @@ class RowCodec(ABC):
             raise ValueError(f"{self.name} rows need a multiple of {self.row_multiple} dimensions, not {dim}")
 
 
-class UniformRows(RowCodec):
-    """Rotated rows in equal steps, of which kernels that code or decode them take the constants.
+class LaneRows(RowCodec):
+    """Rotated rows as codes in lanes (``shadowkv.kvcache.codecs.rotated``), each a level of a table.
 
     Attributes:
         bits: of a code.
-        step: of the quantiser of a unit Gaussian.
     """
 
     rotated = True
     bits: int
+
+    @abstractmethod
+    def levels(self, dim: int) -> Tensor:
+        """What codes stand for in rows of ``dim`` dimensions, in units of a row's scale: float32 [2 ** bits]."""
+
+
+class UniformRows(LaneRows):
+    """Those in equal steps, of which kernels that code or decode them take the constants.
+
+    Attributes:
+        step: of the quantiser of a unit Gaussian.
+    """
+
     step: float
+
+    def levels(self, dim: int) -> Tensor:
+        count = 2**self.bits
+        return torch.arange(count, dtype=torch.float32) - (count - 1) / 2
 
 
 class LatentCodec(ABC):

@@ -12,13 +12,17 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.attend_selected.sources import CodedRows
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import RowCodec
+from shadowkv.ops.rotate.reference import rotate_by
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
 
+
+KEY_MEAN = "key_mean"
+"""The field of states that centred keys lack."""
 
 PAGES_AT_ONCE = 512
 """Pages of codes on the device at a time that go to the host: written there as they are made, they would cross the bus
@@ -62,22 +66,26 @@ class CodedPart(Part):
             Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype),
         )
 
-    def state_fields(self) -> tuple[Field, ...]:
+    def learned_fields(self) -> tuple[Field, ...]:
+        """What the codec learns, in its order."""
         heads, shapes = self.shape.num_kv_heads, self.codec.state_shapes(self.shape.head_dim)
         return tuple(
             Field(f"{self.axis[:-1]}_{name}", (heads, *shape), torch.float32) for name, shape in shapes.items()
         )
 
+    def state_fields(self) -> tuple[Field, ...]:
+        return self.learned_fields()
+
     def fit_rows(self, store: Store, layers: slice, states: Tensor, rows: Tensor) -> None:
         """Learns from rows [L, n, S, H, d]."""
         found = [self.codec.fit(one) for one in rows.flatten(0, 1)]
-        for field, learned in zip(self.state_fields(), zip(*found, strict=True), strict=True):
+        for field, learned in zip(self.learned_fields(), zip(*found, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
 
     def seal_rows(self, store: Store, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool) -> None:
         """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
         codes, scale = (store.page[field.name][tokens.layers] for field in self.page_fields())
-        state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.state_fields())
+        state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
         coded = rows, self.codec, self._rotation(store), state
         if not across_bus:
             store.ops.quantise_rows(*coded, codes, pages, scale, tokens.pages)
@@ -90,7 +98,7 @@ class CodedPart(Part):
     def coded_rows(self, store: Store, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
         """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
         codes, scale = (store.page[field.name][layer] for field in self.page_fields())
-        state = tuple(store.state[field.name][layer] for field in self.state_fields())
+        state = tuple(store.state[field.name][layer] for field in self.learned_fields())
         dim, rotation = self.shape.head_dim, self._rotation(store)
         return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
 
@@ -101,14 +109,37 @@ class CodedPart(Part):
 class CodedKeys(CodedPart, KeyPart):
     axis = "keys"
 
+    def state_fields(self) -> tuple[Field, ...]:
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
+
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        self.fit_rows(store, layers, states, tokens.rotated)
+        rotated = tokens.rotated
+        if self.spec.centred:
+            store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
+            rotated = self._centred(store, layers, states, rotated, tokens.first)
+        self.fit_rows(store, layers, states, rotated)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        self.seal_rows(store, tokens, tokens.rotated, tokens.pages, False)
+        rotated = tokens.rotated
+        if self.spec.centred:
+            rotated = self._centred(store, tokens.layers, tokens.states, rotated, tokens.first)
+        self.seal_rows(store, tokens, rotated, tokens.pages, False)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
-        return self.coded_rows(store, layer, batch, batch.pages)
+        rows = self.coded_rows(store, layer, batch, batch.pages)
+        if not self.spec.centred:
+            return rows
+        mean = store.state[KEY_MEAN][layer]
+        # Their slots are those of the mean, too.
+        return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
+
+    def _centred(self, store: Store, layers: slice, states: Tensor, rotated: Tensor, first: Tensor) -> Tensor:
+        """Rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
+        mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
+        positions = first[:, None] + torch.arange(rotated.shape[2], device=first.device)
+        tables = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
+        return rotated.float() - rotate_by(mean, *tables, store.rotary)
 
 
 class CodedValues(CodedPart, ValuePart):

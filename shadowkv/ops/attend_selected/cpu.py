@@ -15,7 +15,7 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.case import Case
+from shadowkv.ops.case import NOT_CENTRED, Case, unless
 from shadowkv.ops.codec import CodecId, unknown_codecs
 from shadowkv.ops.extension import load_cpu as available
 
@@ -27,7 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     dtypes = [] if case.dtype in FLOATS else [f"{case.dtype} is neither float32 nor bfloat16"]
-    return dtypes + unknown_codecs(case.key_codec, case.value_codec)
+    return dtypes + unknown_codecs(case.key_codec, case.value_codec) + unless(not case.centred, NOT_CENTRED)
 
 
 def attend_selected(
