@@ -28,12 +28,15 @@ class CodecId(IntEnum):
 
 UNIFORM = (CodecId.ROTATED_4BIT, CodecId.ROTATED_3BIT, CodecId.ROTATED_2BIT)
 """Those of ``UniformRows``."""
+LANES = (*UNIFORM, CodecId.LLOYD_8BIT, CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
+"""Those whose codes lie in lanes (``RowCodec.lane_levels``)."""
 LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
 
 
-def unknown_codecs(keys: int, values: int = CodecId.DENSE) -> list[str]:
-    """Why a backend that knows all of these ids cannot serve the codecs of keys and values: they are none of them."""
-    rows = (CodecId.DENSE, *UNIFORM)
+def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
+    """Why a backend that knows dense rows, those of the ``known`` codecs and latents cannot serve the codecs of keys
+    and values: they are none of them."""
+    rows = (CodecId.DENSE, *known)
     reasons = [] if keys in (*rows, *LATENTS) else [f"codec {keys} of keys is unknown"]
     return reasons if values in rows else [*reasons, f"codec {values} of values is unknown"]
 
@@ -89,37 +92,30 @@ class RowCodec(ABC):
     ) -> Tensor:
         """Rows float32 [..., dim] of what ``encode`` returns; without a rotation they stay rotated."""
 
+    def lane_levels(self, dim: int) -> Tensor | None:
+        """What codes stand for in rotated rows of ``dim`` dimensions, in units of a row's scale, where they lie in lanes
+        (``shadowkv.kvcache.codecs.packing``): float32 [2 ** bits]. None where they lie otherwise."""
+        return None
+
     def check(self, dim: int) -> None:
         """Raises ValueError where rows of ``dim`` dimensions cannot be coded."""
         if dim % self.row_multiple:
             raise ValueError(f"{self.name} rows need a multiple of {self.row_multiple} dimensions, not {dim}")
 
 
-class LaneRows(RowCodec):
-    """Rotated rows as codes in lanes (``shadowkv.kvcache.codecs.rotated``), each a level of a table.
+class UniformRows(RowCodec):
+    """Rotated rows in equal steps, of which kernels that code or decode them take the constants.
 
     Attributes:
         bits: of a code.
+        step: of the quantiser of a unit Gaussian.
     """
 
     rotated = True
     bits: int
-
-    @abstractmethod
-    def levels(self, dim: int) -> Tensor:
-        """What codes stand for in rows of ``dim`` dimensions, in units of a row's scale: float32 [2 ** bits]."""
-
-
-class UniformRows(LaneRows):
-    """Those in equal steps, of which kernels that code or decode them take the constants.
-
-    Attributes:
-        step: of the quantiser of a unit Gaussian.
-    """
-
     step: float
 
-    def levels(self, dim: int) -> Tensor:
+    def lane_levels(self, dim: int) -> Tensor:
         count = 2**self.bits
         return torch.arange(count, dtype=torch.float32) - (count - 1) / 2
 

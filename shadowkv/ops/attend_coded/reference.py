@@ -24,8 +24,8 @@ def attend_coded(
         q: [B, H_q, d].
         keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
         values: where the values are.
-        begin, end: int64 [B], at most the 64 P tokens that the page tables name; nothing is attended to where they are
-            the same.
+        begin, end: int64 [B], multiples of a chunk's tokens, at most the 64 P that the page tables name; nothing is
+            attended to where they are the same.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.

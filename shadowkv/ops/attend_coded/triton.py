@@ -19,7 +19,7 @@ from torch import Tensor
 from shadowkv.ops.attend_coded.reference import PAGE, turned_products
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.case import Case
-from shadowkv.ops.codec import LaneRows, unknown_codecs
+from shadowkv.ops.codec import LANES, unknown_codecs
 
 LEAST = 16
 """Rows that a matrix product takes at the least."""
@@ -33,13 +33,13 @@ LEAST_PAGES = 4
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec, case.value_codec)
+    return unknown_codecs(case.key_codec, case.value_codec, LANES)
 
 
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; dense rows, and codes in lanes (``LaneRows``) that have no state. Products of 16-bit queries are
+    """As the reference; dense rows, and codes in lanes (``RowCodec.lane_levels``) that have no state. Products of 16-bit queries are
     of float16 levels. Pages of a head lie together.
 
     Raises:
@@ -105,11 +105,11 @@ class _Form:
         self.order = torch.arange(self.columns, device=self.table.device)
         if isinstance(source, DenseRows):
             return
-        codec = source.codec
-        if not isinstance(codec, LaneRows) or source.state:
+        codec, table = source.codec, source.codec.lane_levels(dim)
+        if table is None or source.state:
             raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
-        self.bits, self.rotation, self.scale = codec.bits, source.rotation, source.scale
-        self.table = codec.levels(dim).to(exact).to(source.codes.device)
+        self.bits, self.rotation, self.scale = len(table).bit_length() - 1, source.rotation, source.scale
+        self.table = table.to(exact).to(source.codes.device)
         self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
         places = 8 // (1 if self.bits == 3 else self.bits)
         run = dim // 8 // places  # bytes of a lane
@@ -187,7 +187,10 @@ def _attend_coded(
             scores *= tl.load(key_scale + name * key_scale_page + head * 64 + token).to(tl.float32)[None, :]
         if HALF > 0:
             angle = (start + page * 64) * HALF + frequency
-            page_c, page_s = tl.load(cos + angle, mask=turning, other=0.0), tl.load(sin + angle, mask=turning, other=0.0)
+            page_c, page_s = (
+                tl.load(cos + angle, mask=turning, other=0.0),
+                tl.load(sin + angle, mask=turning, other=0.0),
+            )
             scores += tl.dot(a * page_c[None, :] + b * page_s[None, :], near_c, input_precision="tf32x3")
             scores += tl.dot(b * page_c[None, :] - a * page_s[None, :], near_s, input_precision="tf32x3")
             scores += c[:, None]
