@@ -129,7 +129,8 @@ CASES = [
     ("rotated-3bit", "rotated-2bit", 128, 1, None),
     ("rotated-2bit", "rows", 96, 8, None),
     ("rows", "rotated-3bit", 64, 16, None),
-    ("rotated-4bit", "rotated-3bit", 64, 8, TURNS),
+    ("lloyd-4bit", "lloyd-3bit", 64, 8, TURNS),
+    ("lloyd-8bit", "lloyd-2bit", 96, 8, None),
     ("rotated-3bit", "rows", 64, 8, replace(TURNS, rotary_dim=32, interleaved=True)),
     ("rotated-4bit", "rotated-4bit", 64, 8, replace(TURNS, scaling="yarn", factor=4.0, original_max_position=2048)),
 ]

@@ -135,7 +135,7 @@ def test_other_dtypes_are_refused(seed: int, name: str, dtype: torch.dtype) -> N
 
 def test_codecs_that_are_unknown_are_refused_by_their_number(seed: int) -> None:
     case = Case(keys="low-rank-int8", values="4")
-    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:16], case.raw_arguments[16:]
+    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:17], case.raw_arguments[17:]
     op = torch.ops.shadowkv.attend_selected
     for codec in (-1, 19, 1000):
         with pytest.raises(RuntimeError, match=f"attend_selected on CPUs knows no codec {codec} of keys"):
@@ -271,7 +271,7 @@ def test_the_binding_refuses_exact_rows_that_do_not_fit(match: str, name: str, c
 
 def test_the_binding_refuses_forms_of_which_a_part_is_missing() -> None:
     case = Case(keys="low-rank-int8", values="4")
-    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:16], case.raw_arguments[16:]
+    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:17], case.raw_arguments[17:]
     for match, arguments in (
         ("keys is Char, not Byte", (1, keys[1][..., :8].repeat(1, 1, 1, 1, 4), *keys[2:], *values)),
         ("basis is needed", (*keys[:6], None, *keys[7:], *values)),

@@ -30,7 +30,7 @@ a byte at a time (27 ms a layer of 60K tokens on an H200, where dense values of 
 
 
 class CodedPart(Part):
-    """What both axes share: a field of codes of the axis' name, one of scales, and what the codec learns.
+    """What both axes share: a field of codes of the axis' name, one of scales if there are any, and what the codec learns.
 
     Attributes:
         axis: ``keys`` or ``values``; the fixed rotation has its name.
@@ -41,15 +41,14 @@ class CodedPart(Part):
 
     @classmethod
     def named(cls, spec: KVSpec) -> RowCodec:
-        """The codec that ``spec`` names."""
-        return ROW_CODECS[getattr(spec, cls.axis)]
+        """The codec that ``spec`` names, as the axis uses it."""
+        return ROW_CODECS[getattr(spec, cls.axis)].for_axis(cls.axis)
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         codec, dim = cls.named(spec), shape.head_dim
-        if dim % codec.row_multiple:
-            return [f"{cls.axis}={codec.name!r} needs a head dim that is a multiple of {codec.row_multiple}, not {dim}"]
-        return []
+        wanted = codec.wanted(dim)
+        return [f"{cls.axis}={codec.name!r} needs a head dim that is {wanted}, not {dim}"] if wanted else []
 
     @property
     def codec(self) -> RowCodec:
@@ -61,10 +60,9 @@ class CodedPart(Part):
 
     def page_fields(self) -> tuple[Field, ...]:
         heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec
-        return (
-            Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8),
-            Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype),
-        )
+        codes = Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8)
+        scale = Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype)
+        return (codes, scale) if codec.scales(dim) else (codes,)
 
     def learned_fields(self) -> tuple[Field, ...]:
         """What the codec learns, in its order."""
@@ -84,7 +82,7 @@ class CodedPart(Part):
 
     def seal_rows(self, store: Store, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool) -> None:
         """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
-        codes, scale = (store.page[field.name][tokens.layers] for field in self.page_fields())
+        codes, scale = self._stored(store, tokens.layers)
         state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
         coded = rows, self.codec, self._rotation(store), state
         if not across_bus:
@@ -97,13 +95,18 @@ class CodedPart(Part):
 
     def coded_rows(self, store: Store, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
         """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
-        codes, scale = (store.page[field.name][layer] for field in self.page_fields())
+        codes, scale = self._stored(store, layer)
         state = tuple(store.state[field.name][layer] for field in self.learned_fields())
         dim, rotation = self.shape.head_dim, self._rotation(store)
         return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
 
+    def _stored(self, store: Store, layers: slice | int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of all pages; the latter are empty where there are none."""
+        codes, *scale = (store.page[field.name][layers] for field in self.page_fields())
+        return codes, scale[0] if scale else codes[..., :0].flatten(-3, -2)
+
     def _rotation(self, store: Store) -> Tensor | None:
-        return store.rotation(self.axis) if self.codec.rotated else None
+        return store.rotation(self.axis, self.codec.rotation_matrix) if self.codec.rotated else None
 
 
 class CodedKeys(CodedPart, KeyPart):

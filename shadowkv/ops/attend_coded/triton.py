@@ -105,11 +105,11 @@ class _Form:
         self.order = torch.arange(self.columns, device=self.table.device)
         if isinstance(source, DenseRows):
             return
-        codec, table = source.codec, source.codec.lane_levels(dim)
+        codec, table = source.codec, source.codec.lane_levels(dim, source.codes.device)
         if table is None or source.state:
             raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
         self.bits, self.rotation, self.scale = len(table).bit_length() - 1, source.rotation, source.scale
-        self.table = table.to(exact).to(source.codes.device)
+        self.table = table.to(exact)
         self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
         places = 8 // (1 if self.bits == 3 else self.bits)
         run = dim // 8 // places  # bytes of a lane

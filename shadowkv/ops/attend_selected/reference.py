@@ -76,7 +76,9 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
 def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     """[B, H, k * c, d] of the codes [B, H, k, c, w] of the selected chunks."""
     pages = source.pages if source.scale_pages is None else source.scale_pages
-    scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
+    scale = codes[..., :0]
+    if source.scale.shape[-1]:
+        scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
     state = tuple(x[source.slots][:, :, None, None] for x in source.state)
     rows = source.codec.decode(codes, scale, source.rotation, source.dim, state).flatten(2, 3)
     if isinstance(source, CentredKeys):

@@ -60,7 +60,7 @@ class CodedRows:
 
     Attributes:
         codes: uint8 [N, H, C, c, w].
-        scale: of the codec's dtype [N, H, 64, s].
+        scale: of the codec's dtype [N', H, 64, s]; nothing is read where s is 0.
         codec: what they mean.
         dim: head dim, which codes do not tell.
         rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded. None where not.
