@@ -141,8 +141,8 @@ class CodedKeys(CodedPart, KeyPart):
         """Rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
         mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
         positions = first[:, None] + torch.arange(rotated.shape[2], device=first.device)
-        tables = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
-        return rotated.float() - rotate_by(mean, *tables, store.rotary)
+        cos, sin = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
+        return rotated.float() - rotate_by(mean, cos, sin, store.rotary)
 
 
 class CodedValues(CodedPart, ValuePart):

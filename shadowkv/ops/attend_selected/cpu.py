@@ -50,15 +50,12 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
     """As rows; of latents, which are of every head, and of keys without their mean, states and rotation behind."""
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
-    basis, rows = None, ()
-    if isinstance(keys, LatentKeys):
-        basis = keys.basis
-        latents = keys.latents.unsqueeze(1).expand(-1, basis.shape[2], -1, -1, -1)
-        rows = keys.codec.id, latents, keys.pages, *[None] * 4
-    else:
-        rows = _rows(keys)
     turns = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
-    return *rows, basis, keys.mean, keys.slots, keys.first, *turns
+    behind = keys.mean, keys.slots, keys.first, *turns
+    if isinstance(keys, CentredKeys):
+        return *_rows(keys), None, *behind
+    latents = keys.latents.unsqueeze(1).expand(-1, keys.basis.shape[2], -1, -1, -1)
+    return keys.codec.id, latents, keys.pages, *[None] * 4, keys.basis, *behind
 
 
 def _values(values: ValueSource) -> tuple[Any, ...]:
