@@ -1,7 +1,8 @@
 """TQ35 and TQ25 of ``aither-kvcache`` 2.4: two groups of dimensions, each levels and QJL's signs of what they leave.
 
-They are here to be measured: at as many bytes ``lloyd-*`` rows are closer, with keys' products as right (``lloyd.py``).
-In the package the signs' part is sqrt(group) too small; here it is right.
+They are here to be measured: ``lloyd-*`` rows of as many bytes are closer, with products as right (``lloyd.py``). The
+bytes mean what they do in the package, but for what signs count: there sqrt(group) too little, here as much as makes
+products right on average (``qjl.py``).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ DIMS = (64, 128, 256)
 
 
 class HybridRows(RowCodec):
-    """The bytes of a group: codes, their highest bits first, signs likewise, the norm and that of what the levels leave,
-    both float16. The first dimensions of a row are the first group.
+    """The bytes of a group: codes, their highest bits first, signs likewise, its norm, and the norm of what the levels
+    leave of a unit row, both float16. The first dimensions of a row are the first group.
 
     Attributes:
         share: of the dimensions that are in the first group.
@@ -86,9 +87,12 @@ class HybridRows(RowCodec):
 
 @cache
 def _turn(size: int, name: str, device: torch.device) -> Tensor:
-    """One round of signs and Hadamard matrices, of as few powers of two as make up ``size``, the largest first."""
+    """One round of signs and a Hadamard matrix. A group of no power of two has a matrix for each that it is the sum of,
+    the largest first, and all are divided by sqrt(size), as in the package: rows of 96 become shorter by that, and
+    products with TQ25's rows are 11 % too small."""
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
-    return torch.block_diag(*(random_hadamard(block, name, rounds=1) for block in blocks)).to(device)
+    turns = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
+    return torch.block_diag(*turns).to(device)
 
 
 HYBRID_ROWS = (HybridRows(CodecId.TQ35, "tq35", 1 / 2, (3, 2)), HybridRows(CodecId.TQ25, "tq25", 1 / 4, (2, 1)))

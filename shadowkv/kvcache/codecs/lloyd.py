@@ -1,9 +1,9 @@
 """Rotated rows as the levels of the optimal quantiser of a Gaussian: TurboQuant (arXiv:2504.19874) and PolarQuant INT4.
 
 After a rotation the entries of a unit row are close to Gaussian with deviation 1 / sqrt(d), whatever the row. A row is
-its levels times one scale, and which scale is a matter of what the row is for. The nearest levels are shorter than the
-row: with the row's norm for a scale its products come out 1 % too small at 4 bits, 3 % at 3 and 12 % at 2, which
-flattens the logits of keys. So keys have the scale that keeps products right on average, values the one that is closest.
+its levels times one scale, and which scale is a matter of what the row is for. With the row's norm for a scale its
+products come out 1 % too small at 4 bits, 3 % at 3 and 12 % at 2, which flattens the logits of keys. So keys have the
+scale that keeps products right on average, and values the one that is closest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """QJL (arXiv:2406.03482): what is left of a row, as the signs of its products with a rotation and its norm.
 
-The estimate is right on average in every direction, where levels of a quantiser are too short. Its own error is pi/2 - 1
-= 0.571 of what was left, with a rotation; with the Gaussian matrix of the paper 1.58, more than leaving it out.
+The estimate is right on average in every direction, where levels of a quantiser are too short. Its own error is
+pi / 2 - 1 = 0.571 of what was left, with a rotation; with the Gaussian matrix of the paper it is more than all of it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def kappa(dim: int) -> float:
-    """Length of an estimate's entries for a rest of norm 1: rows of a rotation are sqrt(dim) shorter than Gaussian ones,
-    for which it would be sqrt(pi / 2) / dim."""
+    """What signs turned back are to be multiplied by, for a rest of norm 1. With Gaussian rows, which are sqrt(dim)
+    longer than those of a rotation, it would be sqrt(pi / 2) / dim."""
     return math.sqrt(math.pi / 2 / dim)
 
 

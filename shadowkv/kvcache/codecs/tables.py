@@ -7,6 +7,7 @@ level: boundaries are midpoints, one of them 0.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def mirrored(half: Half) -> tuple[float, ...]:
 def codebook(half: Half, device: torch.device) -> tuple[Tensor, Tensor]:
     """All levels float32 [n], ascending, and the boundaries between them [n - 1]."""
     levels = mirrored(half)
-    return constant(levels, device), constant(tuple((a + b) / 2 for a, b in zip(levels, levels[1:])), device)
+    return constant(levels, device), constant(tuple((a + b) / 2 for a, b in pairwise(levels)), device)
 
 
 def nearest(rows: Tensor, boundaries: Tensor) -> Tensor:

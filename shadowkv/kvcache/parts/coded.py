@@ -30,7 +30,7 @@ a byte at a time (27 ms a layer of 60K tokens on an H200, where dense values of 
 
 
 class CodedPart(Part):
-    """What both axes share: a field of codes of the axis' name, one of scales if there are any, and what the codec learns.
+    """What both axes share: a field of codes of the axis' name, one of scales if it has any, and what the codec learns.
 
     Attributes:
         axis: ``keys`` or ``values``; the fixed rotation has its name.
