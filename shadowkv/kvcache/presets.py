@@ -41,6 +41,19 @@ PRESETS: dict[str, KVSpec] = {
 }
 
 
+CACHE_DTYPES = {
+    "bfloat16": "full",
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "turboquant_4bit": "turboquant-4",
+    "turboquant_4bit_nc": "turboquant-4",
+    "turboquant_3bit": "turboquant-3",
+    "turboquant_3bit_nc": "turboquant-3",
+    "turboquant_k8v4": "full:keys=fp8,values=lloyd-4bit",
+    "turboquant_k3v4_nc": "full:keys=lloyd-3bit,values=lloyd-4bit,centred=true",
+}
+"""Policies by the values of vLLM's ``--kv-cache-dtype``."""
+
 POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:chunk=8,values=dense,budget=0.03"
 """What ``preset`` takes, for the help of command lines."""
 
