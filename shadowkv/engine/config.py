@@ -206,7 +206,7 @@ class EngineConfig:
             "--kv-cache-dtype",
             dest="kv",
             type=policy_of_cache_dtype,
-            default=EngineConfig.kv,
+            default=argparse.SUPPRESS,
             metavar="DTYPE",
             help=f"the policy by vLLM's name: auto (the default one), {', '.join(CACHE_DTYPES)}",
         )

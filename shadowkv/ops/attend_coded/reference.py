@@ -30,7 +30,7 @@ def attend_coded(
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
     """
-    batch, _, dim = q.shape
+    dim = q.shape[2]
     heads = (keys.rows if isinstance(keys, DenseRows) else keys.codes).shape[1]
     grouped = q.float().unflatten(1, (heads, -1)) * dim**-0.5
     turn = rotation_of(keys)

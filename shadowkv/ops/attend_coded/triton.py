@@ -39,8 +39,9 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; dense rows, and codes in lanes (``RowCodec.lane_levels``) that have no state. Products of 16-bit queries are
-    of float16 levels. Pages of a head lie together.
+    """As the reference; dense rows, and codes in lanes (``RowCodec.lane_levels``) that have no state.
+
+    Products of 16-bit queries are of float16 levels. Pages of a head lie together.
 
     Raises:
         ValueError: another codec.
