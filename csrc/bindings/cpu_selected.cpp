@@ -90,13 +90,13 @@ struct Chunks {
 
 bool is_latents(int64_t id) { return id >= codec::kLatentDense && id <= codec::kLatentInt4; }
 
-// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1] and a rotation. With slots the chunks are in a
+// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1], a rotation and levels of codes. With slots the chunks are in a
 // buffer, and places are its entries; else pages.
 struct Axis {
   std::string name;  // of one: key or value
   int64_t codec;
   const Tensor &rows, &places;
-  const optional<Tensor>&scale, &scale_pages, &rotation, &slots;
+  const optional<Tensor>&scale, &scale_pages, &rotation, &levels, &slots;
 };
 
 // Keys or values of a batch as they are stored.
@@ -140,7 +140,8 @@ class Stored {
 
  private:
   void set_scale(const Axis& axis, int64_t dim) {
-    const std::string name = axis.name + "_scale", pages = name + "_pages", rotation = axis.name + "_rotation";
+    const std::string name = axis.name + "_scale", pages = name + "_pages", rotation = axis.name + "_rotation",
+                      levels = axis.name + "_levels";
     const Tensor& scale = needed(axis.scale, name.c_str());
     check(scale, name.c_str(), 5, at::kHalf);
     scale_.emplace(scale, name.c_str(), rows_.rows.size(1));
@@ -153,13 +154,17 @@ class Stored {
     check_shape(rotation_, rotation.c_str(), {dim, dim});
     form.scale = static_cast<const shadowkv::Float16*>(scale.const_data_ptr());
     form.rotation = rotation_.const_data_ptr<float>();
+    levels_ = needed(axis.levels, levels.c_str()).contiguous();
+    check(levels_, levels.c_str(), 1, at::kFloat);
+    check_shape(levels_, levels.c_str(), {int64_t{1} << (8 * form.width / dim)});
+    form.levels = levels_.const_data_ptr<float>();
   }
 
   Chunks rows_;
   Table places_;
   optional<Chunks> scale_;
   optional<Table> scale_pages_, slots_;
-  Tensor rotation_;
+  Tensor rotation_, levels_;
 };
 
 class SelectedArguments {
@@ -202,15 +207,22 @@ class SelectedArguments {
   }
 
   // Before the keys, which are latents.
-  void set_basis(const Tensor& basis, const optional<Tensor>& mean, const Tensor& slots, const Tensor& first) {
+  void set_basis(const Tensor& basis) {
     check(basis, "basis", 4, basis.scalar_type());
     form.rank = basis.size(1);
     check_shape(basis, "basis", {basis.size(0), form.rank, heads, form.dim});
     form.basis = floats(basis, "basis"), form.basis_row = basis.stride(1);
-    basis_ = basis, key_slots_.emplace(slots, "key_slots", 1, batch), first_.emplace(first, "key_first", 1, batch);
-    if (!mean) return;
-    check_shape(*mean, "mean", {basis.size(0), heads, form.dim});
-    form.mean = floats(*mean, "mean"), mean_ = *mean;
+    basis_ = basis;
+  }
+
+  void set_mean(const Tensor& mean) {
+    check_shape(mean, "mean", {basis_.defined() ? basis_.size(0) : mean.size(0), heads, form.dim});
+    form.mean = floats(mean, "mean"), mean_ = mean;
+  }
+
+  // Which of bases and means is a row's, and the position of its first token.
+  void set_places(const Tensor& slots, const Tensor& first) {
+    key_slots_.emplace(slots, "key_slots", 1, batch), first_.emplace(first, "key_first", 1, batch);
   }
 
   void set_rotation(const Tensor& cos, const Tensor& sin, bool interleaved) {
@@ -234,7 +246,7 @@ class SelectedArguments {
       shadowkv::SelectedChunk chunk = {};
       chunk.key = keys_->find(row, head, i, selected[i]);
       chunk.value = values_->find(row, head, i, selected[i]);
-      if (basis_.defined()) {
+      if (first_) {
         chunk.position = first_->at(row) + selected[i] * form.chunk;
         checked(chunk.position, cos_.size(0), "position");
         checked(chunk.position + form.chunk - 1, cos_.size(0), "position");
@@ -242,9 +254,9 @@ class SelectedArguments {
       if (log_weight_.defined()) chunk.log_weight = log_weight_.const_data_ptr<float>()[first + i] * LOG2_E;
       task.chunks.push_back(chunk);
     }
-    if (task.chunks.empty() || !basis_.defined()) return;
-    const int64_t slot = checked(key_slots_->at(row), basis_.size(0), "slot");
-    task.basis = slot * basis_.stride(0) + head * basis_.stride(2);
+    if (task.chunks.empty() || !first_) return;
+    const int64_t slot = checked(key_slots_->at(row), (basis_.defined() ? basis_ : mean_).size(0), "slot");
+    if (basis_.defined()) task.basis = slot * basis_.stride(0) + head * basis_.stride(2);
     if (mean_.defined()) task.mean = slot * mean_.stride(0) + head * mean_.stride(1);
   }
 
@@ -274,23 +286,28 @@ void attend(const SelectedArguments& in, const Tensor& q, Tensor& out, Tensor& l
   });
 }
 
-// Codecs are those of codecs.h; latents need a basis and what belongs to it.
+// Codecs are those of codecs.h; latents need a basis and what belongs to it, coded keys without their mean all but a
+// basis.
 std::tuple<Tensor, Tensor> attend_selected(
     const Tensor& q, const Tensor& selected, const optional<Tensor>& log_weight, int64_t key_codec, const Tensor& keys,
     const Tensor& key_pages, const optional<Tensor>& key_scale, const optional<Tensor>& key_scale_pages,
-    const optional<Tensor>& key_rotation, const optional<Tensor>& basis, const optional<Tensor>& mean,
+    const optional<Tensor>& key_rotation, const optional<Tensor>& key_levels, const optional<Tensor>& basis, const optional<Tensor>& mean,
     const optional<Tensor>& key_slots, const optional<Tensor>& key_first, const optional<Tensor>& cos,
     const optional<Tensor>& sin, bool interleaved, int64_t value_codec, const Tensor& values,
     const Tensor& value_places, const optional<Tensor>& value_scale, const optional<Tensor>& value_scale_pages,
-    const optional<Tensor>& value_rotation, const optional<Tensor>& value_slots) {
+    const optional<Tensor>& value_rotation, const optional<Tensor>& value_levels,
+    const optional<Tensor>& value_slots) {
   SelectedArguments in(q, selected, log_weight);
-  if (is_latents(key_codec)) {
-    in.set_basis(needed(basis, "basis"), mean, needed(key_slots, "key_slots"), needed(key_first, "key_first"));
+  if (is_latents(key_codec)) in.set_basis(needed(basis, "basis"));
+  if (mean) in.set_mean(*mean);
+  if (is_latents(key_codec) || mean) {
+    in.set_places(needed(key_slots, "key_slots"), needed(key_first, "key_first"));
     in.set_rotation(needed(cos, "cos"), needed(sin, "sin"), interleaved);
   }
-  in.set_keys({"key", key_codec, keys, key_pages, key_scale, key_scale_pages, key_rotation, {}});
+  in.set_keys({"key", key_codec, keys, key_pages, key_scale, key_scale_pages, key_rotation, key_levels, {}});
   in.set_values(
-      {"value", value_codec, values, value_places, value_scale, value_scale_pages, value_rotation, value_slots});
+      {"value", value_codec, values, value_places, value_scale, value_scale_pages, value_rotation, value_levels,
+       value_slots});
   const Tensor queries = q.contiguous();
   Tensor out = at::empty_like(queries);
   Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
@@ -304,10 +321,10 @@ std::tuple<Tensor, Tensor> attend_selected(
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
       "attend_selected(Tensor q, Tensor selected, Tensor? log_weight, int key_codec, Tensor keys, Tensor key_pages, "
-      "Tensor? key_scale, Tensor? key_scale_pages, Tensor? key_rotation, Tensor? basis, Tensor? mean, "
-      "Tensor? key_slots, Tensor? key_first, Tensor? cos, Tensor? sin, bool interleaved, int value_codec, "
+      "Tensor? key_scale, Tensor? key_scale_pages, Tensor? key_rotation, Tensor? key_levels, Tensor? basis, "
+      "Tensor? mean, Tensor? key_slots, Tensor? key_first, Tensor? cos, Tensor? sin, bool interleaved, int value_codec, "
       "Tensor values, Tensor value_places, Tensor? value_scale, Tensor? value_scale_pages, Tensor? value_rotation, "
-      "Tensor? value_slots) -> (Tensor, Tensor)");
+      "Tensor? value_levels, Tensor? value_slots) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {

@@ -59,7 +59,8 @@ static void read_rows(
     for (int64_t i = 0; i < count; ++i) {
       const StoredChunk& chunk = chunks[i].*which;
       for (int64_t row = 0; row < form.chunk; ++row, to += form.dim)
-        functor.decode(codes + chunk.rows + row * from.width, to_float(from.scale[chunk.scale + row]), form.dim, to);
+        functor.decode(
+            codes + chunk.rows + row * from.width, to_float(from.scale[chunk.scale + row]), from.levels, form.dim, to);
     }
   });
 }
@@ -69,6 +70,39 @@ static void read_keys(const SelectedForm& form, const SelectedChunk* chunks, int
   for (int64_t i = 0; i < count; ++i)
     read_latents(form.keys, chunks[i].key.rows, form.chunk * form.keys.width, s.latents + i * form.chunk * form.rank);
   rebuild(form, chunks, count * form.chunk, s);
+}
+
+// What the product of a query and the mean key, rotated by an angle, is the sum of: by frequency what is multiplied by
+// the angle's cosine and by its sine, and what no rotation changes.
+static void multiply_mean(const SelectedForm& form, const SelectedScratch& s) {
+  const int64_t half = form.turning / 2, step = form.interleaved ? 2 : 1, apart = form.interleaved ? 1 : half;
+  for (int64_t n = 0; n < form.group; ++n) {
+    const float* q = s.q + n * form.dim;
+    float* turned = s.turned + n * form.turning;
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = q[i * step], b = q[i * step + apart], c = s.mean[i * step], e = s.mean[i * step + apart];
+      turned[i] = a * c + b * e;
+      turned[half + i] = b * c - a * e;
+    }
+    s.rest[n] = 0.0f;
+    for (int64_t i = form.turning; i < form.dim; ++i) s.rest[n] += q[i] * s.mean[i];
+  }
+}
+
+// What the mean key adds to the scores of some chunks.
+static void score_mean(const SelectedForm& form, const SelectedChunk* chunks, int64_t rows, const SelectedScratch& s) {
+  const int64_t half = form.turning / 2, bytes = half * sizeof(float);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = chunks[row / form.chunk].position + row % form.chunk;
+    __builtin_memcpy(s.angles + row * form.turning, form.cos + position * half, bytes);
+    __builtin_memcpy(s.angles + row * form.turning + half, form.sin + position * half, bytes);
+  }
+  in_blocks(form.group, [&](auto count, int64_t n) {
+    score_keys<decltype(count)::value, float>(
+        s.turned + n * form.turning, s.angles, form.turning, nullptr, 0, rows, form.turning, s.added + n * TILE);
+  });
+  for (int64_t n = 0; n < form.group; ++n)
+    for (int64_t row = 0; row < rows; ++row) s.added[n * TILE + row] += s.rest[n];
 }
 
 // Keys are rows that were rotated before they were coded: queries are too, instead of rotating each key back.
@@ -109,19 +143,22 @@ static void attend_chunks(
     const SelectedForm& form, const SelectedChunk* chunks, int64_t count, int64_t basis, int64_t mean,
     const SelectedScratch& s) {
   const int64_t dim = form.dim, per_tile = TILE / form.chunk;
+  const bool centred = form.mean.data != nullptr && form.basis.data == nullptr;
+  if (form.mean.data != nullptr) read(form.mean, mean, dim, s.mean);
+  if (centred) multiply_mean(form, s);
   if (form.keys.rotation != nullptr) rotate_queries(form, s);
   if (form.basis.data != nullptr)
     for (int64_t i = 0; i < form.rank; ++i) read(form.basis, basis + i * form.basis_row, dim, s.basis + i * dim);
-  if (form.mean.data != nullptr) read(form.mean, mean, dim, s.mean);
   for (int64_t first = 0; first < count; first += per_tile) {
     const int64_t some = count - first < per_tile ? count - first : per_tile, rows = some * form.chunk;
     read_keys(form, chunks + first, some, s);
     read_rows(form, form.values, &SelectedChunk::value, chunks + first, some, s.values);
     for (int64_t row = 0; row < rows; ++row) s.log_weight[row] = chunks[first + row / form.chunk].log_weight;
+    if (centred) score_mean(form, chunks + first, rows, s);
     in_blocks(form.group, [&](auto block, int64_t n) {
       attend_tile<decltype(block)::value, float>(
-          s.q + n * dim, s.keys, dim, s.values, dim, rows, dim, s.log_weight, false, s.scores + n * TILE, s.scale + n,
-          s.peak + n, s.sum + n, s.out + n * dim);
+          s.q + n * dim, s.keys, dim, s.values, dim, rows, dim, s.log_weight, centred ? s.added + n * TILE : nullptr,
+          false, s.scores + n * TILE, s.scale + n, s.peak + n, s.sum + n, s.out + n * dim);
     });
   }
   if (form.values.rotation != nullptr) rotate_back(form, s);

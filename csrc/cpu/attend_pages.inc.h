@@ -15,8 +15,8 @@ static void attend_pages(
       // Keys and values of a tile come from memory once; further blocks of queries find them in the core's caches.
       in_blocks(in.group, [&](auto count, int64_t n) {
         attend_tile<decltype(count)::value>(
-            q + n * dim, k, in.k_row, v, in.v_row, rows, dim, nullptr, n == 0, scores + n * TILE, scale + n, peak + n,
-            sum + n, out + n * dim);
+            q + n * dim, k, in.k_row, v, in.v_row, rows, dim, nullptr, nullptr, n == 0, scores + n * TILE, scale + n,
+            peak + n, sum + n, out + n * dim);
       });
     }
   }

@@ -18,8 +18,12 @@ int64_t row_width(int64_t codec, int64_t dim) {
     case codec::kLatentDense:
     case codec::kLatentInt8: return dim;
     case codec::kLatentInt4: return dim % 2 ? 0 : dim / 2;
+    case codec::kLloyd8: return dim % 8 ? 0 : dim;
+    case codec::kLloyd4:
     case codec::kRotated4: return dim % 16 ? 0 : dim / 2;
+    case codec::kLloyd3:
     case codec::kRotated3: return dim % 64 ? 0 : dim * 3 / 8;
+    case codec::kLloyd2:
     case codec::kRotated2: return dim % 32 ? 0 : dim / 4;
   }
   return -1;
@@ -33,7 +37,8 @@ SelectedScratch::SelectedScratch(const SelectedForm& form) {
       {&peak, form.group},   {&sum, form.group},         {&scale, form.group},
       {&log_weight, TILE},   {&scores, form.group * TILE},
       {&keys, tile},         {&values, tile},            {&latents, TILE * rank},
-      {&mean, form.dim},     {&basis, rank * form.dim},
+      {&mean, form.dim},     {&basis, rank * form.dim},  {&turned, queries},
+      {&rest, form.group},   {&angles, tile},            {&added, form.group * TILE},
   };
   int64_t total = 0;
   for (const auto& [part, size] : parts) total += size;

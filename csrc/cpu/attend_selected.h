@@ -20,6 +20,7 @@ struct StoredRows {
   int64_t width;
   const Float16* scale;   // chunks [chunk] of coded rows
   const float* rotation;  // [dim, dim], by which those were multiplied before they were coded
+  const float* levels;    // what their codes stand for, where that is a table
 };
 
 // How keys and values are stored. The tokens of a chunk lie together.
@@ -27,11 +28,11 @@ struct SelectedForm {
   int64_t dim, group, chunk;  // chunk: tokens, a divisor of TILE
   StoredRows keys, values;
 
-  // Of latents: key = rotated(latents x basis + mean).
+  // Of latents: key = rotated(latents x basis + mean). Of coded keys without their mean: key = row + rotated(mean).
   int64_t rank;
   Numbers basis;           // [rank, dim] per sequence and head; null where keys are rows
   int64_t basis_row;
-  Numbers mean;            // [dim] per sequence and head; null for zero
+  Numbers mean;            // [dim] per sequence and head; null for zero, float32 of coded keys
   const float *cos, *sin;  // [positions, turning / 2]
   int64_t turning;         // leading dimensions that rotate
   bool interleaved;
@@ -67,6 +68,8 @@ struct SelectedScratch {
   float *q, *out, *unordered;      // [group, dim]
   float *peak, *sum, *scale;       // [group]
   float *scores, *log_weight;      // [group, TILE], [TILE]
+  float *turned, *rest;            // [group, dim], [group]: queries' products with the mean, by frequency and besides
+  float *angles, *added;           // [TILE, dim], [group, TILE]: cosines and sines, and what the mean adds to scores
   float *keys, *values, *latents;  // [TILE, dim], [TILE, dim], [TILE, rank]
   float *basis, *mean;             // [rank, dim], [dim]
 

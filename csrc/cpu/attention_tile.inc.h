@@ -179,15 +179,17 @@ static SHADOWKV_INLINE float weigh(float* scores, int64_t rows, float* peak, flo
 }
 
 // Takes up to TILE keys and values into the sums of N queries. `log_weight` [rows], in units of log 2, is what scores
-// are raised by; null for nothing.
+// are raised by, and `added` [N, TILE] what those of each query are besides; null for nothing.
 template <int N, typename T>
 static void attend_tile(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim,
-    const float* log_weight, bool fetch_values, float* scores, float* scale, float* peak, float* sum, float* out) {
+    const float* log_weight, const float* added, bool fetch_values, float* scores, float* scale, float* peak, float* sum, float* out) {
   score_keys<N>(q, k, k_row, fetch_values ? v : nullptr, v_row, rows, dim, scores);
   for (int n = 0; n < N; ++n) {
     if (log_weight != nullptr)
       for (int64_t row = 0; row < rows; ++row) scores[n * TILE + row] += log_weight[row];
+    if (added != nullptr)
+      for (int64_t row = 0; row < rows; ++row) scores[n * TILE + row] += added[n * TILE + row];
     scale[n] = weigh(scores + n * TILE, rows, peak + n, sum + n);
   }
   add_values<N>(scores, TILE, scale, v, v_row, rows, dim, out);

@@ -14,14 +14,15 @@ static SHADOWKV_INLINE void spread(const uint8_t* from, uint8_t* to) {
   __builtin_memcpy(to, &x, sizeof x);
 }
 
-// Levels of equal steps: shadowkv/kvcache/codecs/rotated.py.
-template <int BITS>
-struct RotatedRows {
-  static constexpr int WIDTH = BITS == 4 ? 4 : 2, PLACES = 8 / WIDTH;
+// Codes in lanes (shadowkv/kvcache/codecs/packing.py): levels of equal steps, or of a table [2^BITS].
+template <int BITS, bool TABLE>
+struct LaneRows {
+  static constexpr int WIDTH = BITS == 3 ? 2 : BITS, PLACES = 8 / WIDTH;
 
   // First come the lowest codes of all bytes, then the next, and so on. Of 3 bits the upper ones are in a plane behind,
   // a nibble for each byte of the lower.
-  static void decode(const uint8_t* __restrict codes, float step, int64_t dim, float* __restrict to) {
+  static void decode(
+      const uint8_t* __restrict codes, float step, const float* __restrict levels, int64_t dim, float* __restrict to) {
     constexpr float MIDDLE = ((1 << BITS) - 1) / 2.0f;
     const int64_t bytes = dim / PLACES;
     for (int64_t first = 0; first < bytes; first += BLOCK) {
@@ -32,17 +33,17 @@ struct RotatedRows {
         for (int i = 0; i < BLOCK; ++i) {
           int code = codes[first + i] >> place * WIDTH & ((1 << WIDTH) - 1);
           if constexpr (BITS == 3) code |= (upper[i] >> place & 1) << 2;
-          to[place * bytes + first + i] = (static_cast<float>(code) - MIDDLE) * step;
+          to[place * bytes + first + i] = (TABLE ? levels[code] : static_cast<float>(code) - MIDDLE) * step;
         }
       }
     }
   }
 
-  // Dimension 16 i + 8 half + g is in the bytes of lane g.
+  // Dimension 8 i + g is the i-th of lane g.
   static SHADOWKV_INLINE int64_t dimension_of(int64_t at, int64_t dim) {
     const int64_t bytes = dim / PLACES, per_lane = bytes / 8;
     const int64_t place = at / bytes, lane = at % bytes / per_lane, byte = at % per_lane;
-    return 16 * (byte * (PLACES / 2) + place / 2) + 8 * (place % 2) + lane;
+    return 8 * (byte * PLACES + place) + lane;
   }
 };
 
@@ -50,9 +51,13 @@ struct RotatedRows {
 template <typename Use>
 static void with_row_codec(int64_t codec, const Use& use) {
   switch (codec) {
-    case codec::kRotated4: return use(RotatedRows<4>());
-    case codec::kRotated3: return use(RotatedRows<3>());
-    case codec::kRotated2: return use(RotatedRows<2>());
+    case codec::kRotated4: return use(LaneRows<4, false>());
+    case codec::kRotated3: return use(LaneRows<3, false>());
+    case codec::kRotated2: return use(LaneRows<2, false>());
+    case codec::kLloyd8: return use(LaneRows<8, true>());
+    case codec::kLloyd4: return use(LaneRows<4, true>());
+    case codec::kLloyd3: return use(LaneRows<3, true>());
+    case codec::kLloyd2: return use(LaneRows<2, true>());
   }
 }
 

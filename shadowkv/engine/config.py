@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shadowkv.cache.eviction import POLICIES
-from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, PREFILLS, KVSpec
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -209,12 +209,21 @@ class EngineConfig:
             help="output reserved for a request that names none (default: %(default)s)",
         )
         kv = parser.add_argument_group("KV cache")
+        one = kv.add_mutually_exclusive_group()
         add(
-            kv,
+            one,
             "--kv",
             type=policy_name,
             metavar="POLICY",
             help=f"{POLICY_HELP}; short prompts stay dense by themselves (default: %(default)s)",
+        )
+        one.add_argument(
+            "--kv-cache-dtype",
+            dest="kv",
+            type=policy_of_cache_dtype,
+            default=argparse.SUPPRESS,
+            metavar="DTYPE",
+            help=f"the policy by vLLM's name: auto (the default one), {', '.join(CACHE_DTYPES)}",
         )
         add(kv, "--kv-rank", type=int, help="dimensions of low-rank keys")
         add(kv, "--kv-budget", type=parse_budget, help="selected tokens a step: a fraction (0.0156) or a count (2048)")
@@ -288,6 +297,14 @@ def policy_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def policy_of_cache_dtype(name: str) -> str:
+    """The policy that vLLM's name of a cache's dtype stands for; raises ArgumentTypeError where it stands for none."""
+    policies = {"auto": str(EngineConfig.kv), **CACHE_DTYPES}
+    if name not in policies:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(policies)}; --kv takes every policy")
+    return policies[name]
 
 
 def parse_dense_below(text: str) -> int | str:

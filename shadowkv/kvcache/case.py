@@ -17,9 +17,9 @@ OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
 OF_LOGITS = ("draw_tokens",)
 OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "ragged_attention", "rebuild_rows", "rotate")
-OF_SEALED_PAGES = ("attend_selected", "block_attention", "find_outliers", "merge_attention", "write_rows")
+OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls, the last two where its prefill is sparse and where it seals; others are named by its
-parts."""
+parts, and ``attends_with`` names one more."""
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
@@ -29,7 +29,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
     if spec.prefill == "sparse":
         ops |= {*OF_BLOCKS}
     if spec.seals:
-        ops |= {*OF_SEALED_PAGES, *layout.parts.ops}
+        ops |= {*OF_SEALED_PAGES, *layout.parts.ops, spec.attends_with}
         pages = spec.sealed_pages(layout.max_model_len)
     fetched = next((field for field in layout.buffer_fields if field.name == "rows"), None)
     if fetched is not None:
@@ -46,6 +46,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
         rank=spec.rank or 0,
         key_codec=layout.parts.keys.codec_id,
         value_codec=layout.parts.values.codec_id,
+        centred=spec.centred,
         mass=spec.mass is not None,
         max_pages=pages,
         # Captured steps select for up to a page more than the longest sequence has.

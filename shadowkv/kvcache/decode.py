@@ -209,9 +209,13 @@ class Decode:
         return out, lse
 
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        selected = self._select(layer, q, batch)
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
+        if self.spec.attends_with == "attend_coded":
+            sink = (batch.first == 0) * (self.spec.sink_chunks * self.spec.chunk)
+            out, lse = self.ops.attend_coded(q, keys, values, sink, batch.num_pages * PAGE)
+            return out, lse
+        selected = self._select(layer, q, batch)
         out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
         return out, lse
 

@@ -87,6 +87,7 @@ class Placing:
         sealed, reserve = after.tokens - before, sequence.sealed_reserve
         values = sequence.host_reserve if self.layout.host_fields else reserve
         pages, value_pages = (numbers.add(names[: sealed // PAGE]) for names in (reserve, values))
+        page_starts = numbers.add(np.arange(before, before + sealed, PAGE))
         segment, reserved = sequence.path[-1] if sequence.path else None, sequence.state_reserve
         learning = None
         if after.fits and segment is not None and segment.state is not None:
@@ -110,6 +111,7 @@ class Placing:
             first=before,
             pages=x[pages],
             value_pages=x[value_pages],
+            page_starts=x[page_starts],
             static=static(x),
             tail=tail(x),
             exact=exact(x),

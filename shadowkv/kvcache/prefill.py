@@ -186,8 +186,9 @@ class Prefill:
             if fitted_with_earlier(places.before, places.before + keys.shape[2]) and self.parts.keys.state_fields():
                 earlier = [self._earlier(layers, one) for one in all_places]
                 seen = torch.cat((_stacked(earlier), keys), dim=2)
+            starts = torch.cat([one.page_starts[:1] for one in all_places])
             for part in self.parts:
-                part.fit(self.store, layers, states, FittedTokens(seen, rotated, values))
+                part.fit(self.store, layers, states, FittedTokens(seen, rotated, values, starts))
             excluded = torch.cat(
                 [
                     self._write_static(layers, one, rotated[:, i, :count], values[:, i, :count])
@@ -198,10 +199,9 @@ class Prefill:
         if len(all_places) > 1:
             states = states.repeat_interleave(count // PAGE)
         tokens = (x[:, :, :count].unflatten(2, (-1, PAGE)).flatten(1, 2) for x in (keys, rotated, values))
-        pages, value_pages = (
-            torch.cat([getattr(one, name) for one in all_places]) for name in ("pages", "value_pages")
-        )
-        self.sealing.write(SealedTokens(layers, states, pages, value_pages, *tokens), excluded)
+        names = ("page_starts", "pages", "value_pages")
+        where = (torch.cat([getattr(one, name) for one in all_places]) for name in names)
+        self.sealing.write(SealedTokens(layers, states, *where, *tokens), excluded)
         for i, one in enumerate(all_places):
             self._write_exact(layers, one.exact, rotated[:, i, count:], values[:, i, count:])
 

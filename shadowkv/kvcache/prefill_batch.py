@@ -68,6 +68,7 @@ class Places:
             dense sequence is compressed; None where there is none.
         first: position of the first token of the segment that it is of.
         pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
+        page_starts: int64 [sealed / 64], positions of the first tokens of these pages.
         static: where the sink and the outliers of a new segment go.
         tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
         exact: where the newest tokens go, or all that are new where none are sealed.
@@ -84,6 +85,7 @@ class Places:
     first: int
     pages: Tensor
     value_pages: Tensor
+    page_starts: Tensor
     static: ExactRows
     tail: ExactRows
     exact: ExactRows

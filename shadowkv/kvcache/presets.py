@@ -31,8 +31,28 @@ PRESETS: dict[str, KVSpec] = {
     "infinigen": KVSpec(index="skewed", chunk=1),
     # The oracle: the tokens with the largest exact scores, what every index above tries to find.
     "exact-top-k": KVSpec(index="exact", chunk=1),
+    # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own;
+    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit"),
+    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit"),
+    # its block format of llama.cpp; levels in 4 bits whose rows keep their norms; and 8-bit floats, their baseline.
+    "tq3_0": KVSpec(keys="tq3_0", values="tq3_0"),
+    "polar-int4": KVSpec(keys="polar-int4", values="polar-int4"),
+    "fp8": KVSpec(keys="fp8", values="fp8"),
 }
 
+
+CACHE_DTYPES = {
+    "bfloat16": "full",
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "turboquant_4bit": "turboquant-4",
+    "turboquant_4bit_nc": "turboquant-4",
+    "turboquant_3bit": "turboquant-3",
+    "turboquant_3bit_nc": "turboquant-3",
+    "turboquant_k8v4": "full:keys=fp8,values=lloyd-4bit",
+    "turboquant_k3v4_nc": "full:keys=lloyd-3bit,values=lloyd-4bit,centred=true",
+}
+"""Policies by the values of vLLM's ``--kv-cache-dtype``."""
 
 POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:chunk=8,values=dense,budget=0.03"
 """What ``preset`` takes, for the help of command lines."""
@@ -81,6 +101,10 @@ def _value(field: str, text: str) -> Any:
             raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
         return text
     allowed = get_args(kinds[field]) or (kinds[field],)
+    if bool in allowed:
+        if text not in ("true", "false"):
+            raise ValueError(f"{field}={text!r} is neither true nor false")
+        return text == "true"
     for kind in (int, float):
         if kind in allowed:
             try:

@@ -81,4 +81,4 @@ class Sealing:
         rotated, values = self.store.k[:, exact].transpose(2, 3), self.store.v[:, exact].transpose(2, 3)
         positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
         keys = self.store.ops.rotate(rotated, positions.expand(len(rotated), -1, -1), self.store.rotary, inverse=True)
-        self.write(SealedTokens(slice(None), states, pages, value_pages, keys, rotated, values))
+        self.write(SealedTokens(slice(None), states, number * PAGE, pages, value_pages, keys, rotated, values))

@@ -37,11 +37,12 @@ class KVSpec:
 
     Attributes:
         keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``,
-            ``low-rank-int4``, or a codec of rows, as for values.
+            ``low-rank-int4``, or a codec of rows after RoPE, as for values.
         index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
             ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes`` or ``skewed``.
-        values: how values are stored: ``dense``, ``rotated-4bit``, ``rotated-3bit`` or ``rotated-2bit``; ``rotated``
-            picks 3 bits, or 4 where the head dim is not a multiple of 64.
+        values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
+            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, ``polar-int4``, ``tq3_0``,
+            ``tq35``, ``tq25`` or ``fp8``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
@@ -59,6 +60,8 @@ class KVSpec:
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
         prefill: ``dense`` or ``sparse``; None is dense where no engine picks.
+        centred: whether coded keys are stored without the mean key of their prompt, taken off before the rotation: for
+            the same error they need about one bit less. Its share of the logits is added when they are attended to.
     """
 
     keys: str = "dense"
@@ -74,6 +77,7 @@ class KVSpec:
     rank: int | None = None
     dense_below: int | None = None
     prefill: str | None = None
+    centred: bool = False
 
     def resolve(self, shape: ModelShape) -> KVSpec:
         """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
@@ -117,6 +121,8 @@ class KVSpec:
             reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
         if not self.low_rank and self.rank is not None:
             reasons.append(f"rank={self.rank} has no meaning with keys={self.keys!r}")
+        if self.centred and (self.low_rank or self.keys == "dense"):
+            reasons.append(f"centred has no meaning with keys={self.keys!r}, which are not coded row by row")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
@@ -142,6 +148,11 @@ class KVSpec:
     def seals(self) -> bool:
         """Whether pages ever leave the exact store; not when everything is dense, on the device and attended."""
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
+
+    @property
+    def attends_with(self) -> str:
+        """The op that attends to sealed tokens: latents are rebuilt by the one that attends to what is selected."""
+        return "attend_coded" if self.index == "none" and not self.low_rank else "attend_selected"
 
     @property
     def sink_chunks(self) -> int:
@@ -215,6 +226,7 @@ class KVSpec:
         if not self.seals:
             return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
         keys = f"{self.keys} keys" + (f" (rank {self.rank} of {shape.kv_dim})" if self.rank is not None else "")
+        keys += " without their mean" if self.centred else ""
         values = f"{self.values} values on the {self.place}"
         words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
         if self.index != "none":

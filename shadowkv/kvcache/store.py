@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,10 +53,10 @@ class Store:
             self.buffer = ChunkBuffer(counters=counters, **{x.name: rows_of(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
 
-    def rotation(self, name: str) -> Tensor:
-        """The fixed random rotation of that name, float32 [d, d], where the cache computes."""
+    def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
+        """The fixed rotation of that name, float32 [d, d], where the cache computes: ``matrix`` makes it once."""
         if name not in self._rotations:
-            self._rotations[name] = random_rotation(self.layout.shape.head_dim, name).to(self.compute)
+            self._rotations[name] = matrix(self.layout.shape.head_dim, name).to(self.compute)
         return self._rotations[name]
 
     def sealed_names(self, blocks: list[int]) -> list[int]:

@@ -12,6 +12,10 @@ def unless(good: bool, reason: str) -> list[str]:
     return [] if good else [reason]
 
 
+NOT_CENTRED = "coded keys are stored without their mean"
+"""Why a backend that knows no ``CentredKeys`` cannot serve them."""
+
+
 @dataclass(frozen=True)
 class Case:
     """Plain numbers that a backend's ``supports`` reads.
@@ -25,6 +29,7 @@ class Case:
         chunk: tokens of a chunk; divides 64.
         rank: numbers of a latent, 0 where keys are none.
         key_codec, value_codec: ids of the formats of sealed keys and values, 0 for dense rows.
+        centred: whether coded keys are stored without their mean (``sources.CentredKeys``).
         mass: whether selection ends at a share of the softmax.
         max_pages: sealed pages of the longest context.
         max_selected: chunks per kv head that a step may select of it.
@@ -44,6 +49,7 @@ class Case:
     rank: int = 0
     key_codec: int = 0
     value_codec: int = 0
+    centred: bool = False
     mass: bool = False
     max_pages: int = 0
     max_selected: int = 0

@@ -1,7 +1,8 @@
 """What a format of stored rows is: the protocol of codecs, and the ids by which kernels know them.
 
 A format is defined once, by its codec (``shadowkv.kvcache.codecs``): references call it, kernels are told its id and
-refuse one that they do not know. Ids of ``csrc/codecs.h`` are the same; those from 1000 on are for tests.
+refuse one that they do not know. Ids of ``csrc/codecs.h``, which has those that kernels know, are the same; those from
+1000 on are for tests.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shadowkv.ops.rotations import random_rotation
+
 
 class CodecId(IntEnum):
-    """Formats that kernels know: of rows, and from 16 on of latents."""
+    """Formats: of rows, and from 16 on of latents."""
 
     DENSE = 0
     ROTATED_4BIT = 1
     ROTATED_3BIT = 2
     ROTATED_2BIT = 3
+    LLOYD_8BIT = 4
+    LLOYD_4BIT = 5
+    LLOYD_3BIT = 6
+    LLOYD_2BIT = 7
+    POLAR_INT4 = 8
+    TQ3_0 = 9
+    TQ35 = 10
+    TQ25 = 11
+    FP8 = 12
     LATENT_DENSE = 16
     LATENT_INT8 = 17
     LATENT_INT4 = 18
@@ -28,18 +40,21 @@ class CodecId(IntEnum):
 
 UNIFORM = (CodecId.ROTATED_4BIT, CodecId.ROTATED_3BIT, CodecId.ROTATED_2BIT)
 """Those of ``UniformRows``."""
+LANES = (*UNIFORM, CodecId.LLOYD_8BIT, CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
+"""Those whose codes lie in lanes (``RowCodec.lane_levels``)."""
 LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
 
 
-def unknown_codecs(keys: int, values: int = CodecId.DENSE) -> list[str]:
-    """Why a backend that knows all of these ids cannot serve the codecs of keys and values: they are none of them."""
-    rows = (CodecId.DENSE, *UNIFORM)
+def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
+    """Why a backend that knows dense rows, those of the ``known`` codecs and latents cannot serve the codecs of keys
+    and values: they are none of them."""
+    rows = (CodecId.DENSE, *known)
     reasons = [] if keys in (*rows, *LATENTS) else [f"codec {keys} of keys is unknown"]
     return reasons if values in rows else [*reasons, f"codec {values} of values is unknown"]
 
 
 class RowCodec(ABC):
-    """Rows of one head, values or rotated keys, as bytes and scales.
+    """Rows of one head, values or keys after RoPE, as bytes and scales.
 
     Attributes:
         id, name: unique among codecs; the name is that of the policy's axes ``keys`` and ``values``.
@@ -51,16 +66,29 @@ class RowCodec(ABC):
 
     id: int
     name: str
-    scale_dtype: ClassVar[torch.dtype] = torch.float16
+    scale_dtype: torch.dtype = torch.float16
     row_multiple: int = 1
     rotated: ClassVar[bool] = False
+
+    def for_axis(self, axis: str) -> RowCodec:
+        """The codec as rows of ``axis`` use it, ``keys`` or ``values``. It may encode otherwise, for what the rows are
+        used for, into the same format: what it decodes is the same on either axis."""
+        return self
+
+    def wanted(self, dim: int) -> str | None:
+        """What ``dim`` would have to be for its rows to be coded, in words; None where they can be."""
+        return f"a multiple of {self.row_multiple}" if dim % self.row_multiple else None
+
+    def rotation_matrix(self, dim: int, name: str) -> Tensor:
+        """The matrix of a ``rotated`` codec, float32 [dim, dim], that ``name`` stands for."""
+        return random_rotation(dim, name)
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
         """Bytes of the codes of a row of ``dim`` dimensions."""
 
     def scales(self, dim: int) -> int:
-        """Scales of a row: one, or one for each block of its dimensions."""
+        """Scales of a row: one, one for each block of its dimensions, or none."""
         return 1
 
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
@@ -76,11 +104,11 @@ class RowCodec(ABC):
         """Codes uint8 [..., row_bytes] and scales [..., scales] of rows [..., d].
 
         Args:
-            rotation: float32 [d, d], by which rows are multiplied first; None for none.
+            rotation: float32 [d, d], ``rotation_matrix``, by which rows are multiplied first; None for none.
             state: each [..., *shape], its leading axes those of the rows or 1.
 
         Raises:
-            ValueError: d is not a multiple of ``row_multiple``.
+            ValueError: rows of d dimensions cannot be coded.
         """
 
     @abstractmethod
@@ -89,10 +117,15 @@ class RowCodec(ABC):
     ) -> Tensor:
         """Rows float32 [..., dim] of what ``encode`` returns; without a rotation they stay rotated."""
 
+    def lane_levels(self, dim: int, device: torch.device) -> Tensor | None:
+        """What codes stand for in rotated rows of ``dim`` dimensions, in units of a row's scale: float32 [2 ** bits]; None
+        where they do not lie in lanes (``shadowkv.kvcache.codecs.packing``)."""
+        return None
+
     def check(self, dim: int) -> None:
         """Raises ValueError where rows of ``dim`` dimensions cannot be coded."""
-        if dim % self.row_multiple:
-            raise ValueError(f"{self.name} rows need a multiple of {self.row_multiple} dimensions, not {dim}")
+        if wanted := self.wanted(dim):
+            raise ValueError(f"{self.name} rows need {wanted} dimensions, not {dim}")
 
 
 class UniformRows(RowCodec):
@@ -106,6 +139,10 @@ class UniformRows(RowCodec):
     rotated = True
     bits: int
     step: float
+
+    def lane_levels(self, dim: int, device: torch.device) -> Tensor:
+        count = 2**self.bits
+        return torch.arange(count, dtype=torch.float32, device=device) - (count - 1) / 2
 
 
 class LatentCodec(ABC):

@@ -15,6 +15,7 @@ NAMES = (
     "add_rms_norm",
     "append_tokens",
     "attend_blocks",
+    "attend_coded",
     "attend_selected",
     "block_attention",
     "causal_attention",

@@ -7,6 +7,7 @@ import pytest
 
 from shadowkv.engine.config import EngineConfig, parse_budget
 from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 
 SET = EngineConfig(
@@ -96,6 +97,15 @@ def test_batch_is_another_name_of_max_num_seqs():
     assert parse("--batch", "5") == parse("--max-num-seqs", "5") == EngineConfig(max_num_seqs=5)
 
 
+def test_policies_have_vllms_names_of_a_caches_dtype():
+    assert parse("--kv-cache-dtype", "auto") == EngineConfig()
+    for name in ("fp8", "fp8_e4m3", "turboquant_4bit", "turboquant_k3v4_nc"):
+        assert parse("--kv-cache-dtype", name).spec().resolve(ModelShape(2, 8, 4, 64)).seals, name
+    assert parse("--kv-cache-dtype", "bfloat16") == EngineConfig(kv="full")
+    with pytest.raises(argparse.ArgumentError, match="not allowed with argument --kv"):
+        parse("--kv", "full", "--kv-cache-dtype", "fp8")
+
+
 @pytest.mark.parametrize(
     ("text", "budget"), [("0.0156", 0.0156), ("2048", 2048), ("1.0", 1.0), ("1", 1), ("1.", 1.0), (".5", 0.5)]
 )
@@ -112,9 +122,10 @@ def test_words_are_no_budget():
         parse("--kv-budget", "some")
 
 
-@pytest.mark.parametrize("flag", ["--kv", "--load-format", "--dtype", "--quantization"])
+@pytest.mark.parametrize("flag", ["--kv", "--kv-cache-dtype", "--load-format", "--dtype", "--quantization"])
 def test_a_choice_that_is_not_known_is_refused_with_the_known_ones(flag):
-    known = {"--kv": "shadowkv", "--load-format": "dummy", "--dtype": "float16", "--quantization": "fp8"}[flag]
+    policies = {"--kv": "shadowkv", "--kv-cache-dtype": "turboquant_4bit"}
+    known = {**policies, "--load-format": "dummy", "--dtype": "float16", "--quantization": "fp8"}[flag]
     with pytest.raises(argparse.ArgumentError, match=known):
         parse(flag, "nope")
 

@@ -21,6 +21,7 @@ SPECS = {
     "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
     "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
     "quest": preset("quest", budget=32),
+    "coded": preset("full:keys=rotated-4bit,values=rotated-4bit,centred=true"),
 }
 TURNS = {"grows": (900, 150, 60), "new states": (300, 700, 900), "short": (130, 100, 90), "one page": (64, 1, 130)}
 """Tokens of three turns, each of which goes on behind a part of what the one before has cached."""

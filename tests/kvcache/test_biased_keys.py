@@ -11,7 +11,7 @@ S, STEPS = 700, 100
 
 def mean_error(kv: str, bias: float) -> float:
     """Mean relative error of generated tokens' attention outputs against exact attention."""
-    cache = make_cache(preset(kv, rank=32))
+    cache = make_cache(preset(kv, rank=32 if kv.startswith("turbo") else None))
     stream = Stream(11, cache.allocate(S, S + STEPS))
     shape = SHAPE.num_layers, 1, SHAPE.num_kv_heads, SHAPE.head_dim
     stream.k += bias * torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -29,9 +29,16 @@ def mean_error(kv: str, bias: float) -> float:
         "turbo:budget=1.0,values=dense",  # 8-bit latents
         "turbo:budget=256,values=dense",  # and the sketch
         "turbo-host:budget=256",
+        "full:keys=rotated-4bit,values=rotated-4bit,centred=true",
+        "quest:keys=rotated-4bit,budget=1.0,centred=true",
     ],
 )
 def test_a_bias_of_the_keys_adds_little_to_the_error(kv: str) -> None:
     plain = mean_error(kv, 0)
     assert mean_error(kv, 3) < 1.2 * plain
     assert mean_error(kv, 10) < 1.2 * plain
+
+
+def test_the_mean_of_keys_costs_coded_ones_what_leaving_it_out_saves() -> None:
+    kv = "full:keys=rotated-4bit"
+    assert mean_error(kv, 3) > 2 * mean_error(f"{kv},centred=true", 3)

@@ -1,8 +1,10 @@
 """What is said of a cache's ops before it is built: which are called, and with what."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import driver
 import pytest
 import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
@@ -20,8 +22,11 @@ MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,drawn=0.0", "shad
 
 @pytest.mark.parametrize("kv", [*PRESETS, *MORE])
 def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make_cache(preset(kv, budget=None if kv == "full" else 64))
-    assert cache.ops.called == case_of(cache.layout, ROPE, torch.device(DEVICE)).ops
+    rope = RopeConfig(64)
+    monkeypatch.setattr(driver, "SHAPE", replace(SHAPE, head_dim=64))  # which all codecs take
+    monkeypatch.setattr(driver, "ROPE", rope)
+    cache = make_cache(preset(kv, budget=None if preset(kv).index == "none" else 64))
+    assert cache.ops.called == case_of(cache.layout, rope, torch.device(DEVICE)).ops
     called = set()
 
     def noting(name: str, op: Callable[..., Any]) -> Callable[..., Any]:

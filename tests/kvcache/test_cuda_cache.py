@@ -25,7 +25,7 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     # Half of the tokens are selected, so that a near tie that falls the other way changes little.
-    spec = preset(kv) if kv == "full" else preset(kv, budget=0.5)
+    spec = preset(kv, budget=None if preset(kv).index == "none" else 0.5)
     cache = KVCache(
         spec, SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
         dtype=torch.bfloat16, device=DEVICE, backends=backends,

@@ -135,7 +135,7 @@ def test_other_dtypes_are_refused(seed: int, name: str, dtype: torch.dtype) -> N
 
 def test_codecs_that_are_unknown_are_refused_by_their_number(seed: int) -> None:
     case = Case(keys="low-rank-int8", values="4")
-    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:16], case.raw_arguments[16:]
+    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:17], case.raw_arguments[17:]
     op = torch.ops.shadowkv.attend_selected
     for codec in (-1, 19, 1000):
         with pytest.raises(RuntimeError, match=f"attend_selected on CPUs knows no codec {codec} of keys"):
@@ -271,14 +271,15 @@ def test_the_binding_refuses_exact_rows_that_do_not_fit(match: str, name: str, c
 
 def test_the_binding_refuses_forms_of_which_a_part_is_missing() -> None:
     case = Case(keys="low-rank-int8", values="4")
-    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:16], case.raw_arguments[16:]
+    before, keys, values = case.raw_arguments[:3], case.raw_arguments[3:17], case.raw_arguments[17:]
     for match, arguments in (
         ("keys is Char, not Byte", (1, keys[1][..., :8].repeat(1, 1, 1, 1, 4), *keys[2:], *values)),
-        ("basis is needed", (*keys[:6], None, *keys[7:], *values)),
-        ("key_slots is needed", (*keys[:8], None, *keys[9:], *values)),
-        ("key_first is needed", (*keys[:9], None, *keys[10:], *values)),
-        ("sin is needed", (*keys[:11], None, False, *values)),
+        ("basis is needed", (*keys[:7], None, *keys[8:], *values)),
+        ("key_slots is needed", (*keys[:9], None, *keys[10:], *values)),
+        ("key_first is needed", (*keys[:10], None, *keys[11:], *values)),
+        ("sin is needed", (*keys[:12], None, False, *values)),
         ("value_scale_pages is needed", (*keys, *values[:4], None, *values[5:])),
+        ("value_levels is needed", (*keys, *values[:6], None, *values[7:])),
     ):
         with pytest.raises(RuntimeError, match=match):
             torch.ops.shadowkv.attend_selected(*before, *arguments)

@@ -26,8 +26,8 @@ from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.rotate.tables import RopeConfig
 from shadowkv.plan.memory import sequence_bytes
 
-SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
-ROPE = RopeConfig(head_dim=16)
+SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
+ROPE = RopeConfig(head_dim=64)
 LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
 SPECS = {
     **{name: preset(name) for name in PRESETS},
@@ -77,7 +77,7 @@ def row_bytes(cache: KVCache) -> int:
 MODEL = SimpleNamespace(shape=SHAPE, hidden_size=64, intermediate_size=128, vocab_size=1000)
 
 
-@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(4_000_000, 400_000), (3_000_000, 10**9)])
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(16_000_000, 1_600_000), (12_000_000, 10**9)])
 @pytest.mark.parametrize("context", [200, 1500])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_largest_batch_fits_and_one_more_does_not(
@@ -195,7 +195,7 @@ def test_dense_sequences_read_all_of_themselves(name: str) -> None:
     spec = SPECS[name].resolve(SHAPE)
     context = min(300, spec.dense_limit)
     reads = step_reads(make_layout(spec), build_parts(spec, SHAPE, torch.float32), context, 0.6)
-    assert reads == StepReads(exact=context * 2 * 32 * 4)
+    assert reads == StepReads(exact=context * 2 * SHAPE.kv_dim * 4)
 
 
 def test_selection_never_reads_more_than_there_is() -> None:
@@ -204,7 +204,7 @@ def test_selection_never_reads_more_than_there_is() -> None:
     reads = step_reads(layout, parts, 1000, 0.0)
     sealed = 64 * spec.sealed_pages(1000)
     assert reads.keys == sealed * spec.rank * 4
-    assert reads.values == (sealed - spec.static_tokens) * 32 * 4
+    assert reads.values == (sealed - spec.static_tokens) * SHAPE.kv_dim * 4
     assert reads.host_values == 0
 
 

@@ -5,8 +5,12 @@ Row codecs are names of the axes ``keys`` (coded after RoPE) and ``values`` of a
 
 from __future__ import annotations
 
+from shadowkv.kvcache.codecs.fp8 import Fp8Rows
+from shadowkv.kvcache.codecs.hybrid import HYBRID_ROWS
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, POLAR_INT4
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.kvcache.codecs.tq3_0 import TQ3Rows
 from shadowkv.ops.codec import LatentCodec, RowCodec
 
 ROW_CODECS: dict[str, RowCodec] = {}
@@ -29,6 +33,9 @@ def register(codec: RowCodec | LatentCodec) -> None:
         LATENT_CODECS[codec.name] = codec
 
 
-OURS: list[RowCodec | LatentCodec] = [*ROTATED_ROWS.values(), DenseLatents(), Int8Latents(), Int4Latents()]
+OURS: list[RowCodec | LatentCodec] = [
+    *ROTATED_ROWS.values(), *LLOYD_ROWS.values(), POLAR_INT4, TQ3Rows(), *HYBRID_ROWS, Fp8Rows(),
+    DenseLatents(), Int8Latents(), Int4Latents(),
+]  # fmt: skip
 for codec in OURS:
     register(codec)

@@ -34,6 +34,7 @@ class SealedTokens:
     Attributes:
         layers: which ones.
         states: int64 [n], or [1] when all pages are stored with one.
+        first: int64 [n], positions of the pages' first tokens.
         pages: int64 [n], granules of the device pages.
         value_pages: int64 [n], granules of the pages that hold ``values`` (the same where they stay on the device).
         keys: [L, n, 64, H, d] before the rotation.
@@ -43,6 +44,7 @@ class SealedTokens:
 
     layers: slice
     states: Tensor
+    first: Tensor
     pages: Tensor
     value_pages: Tensor
     keys: Tensor
@@ -56,8 +58,7 @@ class SealedTokens:
             yield SealedTokens(
                 self.layers,
                 self.states if len(self.states) == 1 else self.states[rows],
-                self.pages[rows],
-                self.value_pages[rows],
+                *(x[rows] for x in (self.first, self.pages, self.value_pages)),
                 *(x[:, rows] for x in (self.keys, self.rotated, self.values)),
             )
 
@@ -71,11 +72,13 @@ class FittedTokens:
             sequence, those before as they are rebuilt.
         rotated: [L, n, S, H, d] after the rotation.
         values: [L, n, S, H, d].
+        first: int64 [n], positions of the first tokens of ``rotated``.
     """
 
     keys: Tensor
     rotated: Tensor
     values: Tensor
+    first: Tensor
 
 
 @dataclass(frozen=True)

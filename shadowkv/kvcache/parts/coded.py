@@ -12,13 +12,17 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.attend_selected.sources import CodedRows
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import RowCodec
+from shadowkv.ops.rotate.reference import rotate_by
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
 
+
+KEY_MEAN = "key_mean"
+"""The field of states that centred keys lack."""
 
 PAGES_AT_ONCE = 512
 """Pages of codes on the device at a time that go to the host: written there as they are made, they would cross the bus
@@ -26,7 +30,7 @@ a byte at a time (27 ms a layer of 60K tokens on an H200, where dense values of 
 
 
 class CodedPart(Part):
-    """What both axes share: a field of codes of the axis' name, one of scales, and what the codec learns.
+    """What both axes share: a field of codes of the axis' name, one of scales if it has any, and what the codec learns.
 
     Attributes:
         axis: ``keys`` or ``values``; the fixed rotation has its name.
@@ -37,15 +41,14 @@ class CodedPart(Part):
 
     @classmethod
     def named(cls, spec: KVSpec) -> RowCodec:
-        """The codec that ``spec`` names."""
-        return ROW_CODECS[getattr(spec, cls.axis)]
+        """The codec that ``spec`` names, as the axis uses it."""
+        return ROW_CODECS[getattr(spec, cls.axis)].for_axis(cls.axis)
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         codec, dim = cls.named(spec), shape.head_dim
-        if dim % codec.row_multiple:
-            return [f"{cls.axis}={codec.name!r} needs a head dim that is a multiple of {codec.row_multiple}, not {dim}"]
-        return []
+        wanted = codec.wanted(dim)
+        return [f"{cls.axis}={codec.name!r} needs a head dim that is {wanted}, not {dim}"] if wanted else []
 
     @property
     def codec(self) -> RowCodec:
@@ -57,27 +60,30 @@ class CodedPart(Part):
 
     def page_fields(self) -> tuple[Field, ...]:
         heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec
-        return (
-            Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8),
-            Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype),
-        )
+        codes = Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8)
+        scale = Field(f"{self.axis[:-1]}_scale", (heads, PAGE, codec.scales(dim)), codec.scale_dtype)
+        return (codes, scale) if codec.scales(dim) else (codes,)
 
-    def state_fields(self) -> tuple[Field, ...]:
+    def learned_fields(self) -> tuple[Field, ...]:
+        """What the codec learns, in its order."""
         heads, shapes = self.shape.num_kv_heads, self.codec.state_shapes(self.shape.head_dim)
         return tuple(
             Field(f"{self.axis[:-1]}_{name}", (heads, *shape), torch.float32) for name, shape in shapes.items()
         )
 
+    def state_fields(self) -> tuple[Field, ...]:
+        return self.learned_fields()
+
     def fit_rows(self, store: Store, layers: slice, states: Tensor, rows: Tensor) -> None:
         """Learns from rows [L, n, S, H, d]."""
         found = [self.codec.fit(one) for one in rows.flatten(0, 1)]
-        for field, learned in zip(self.state_fields(), zip(*found, strict=True), strict=True):
+        for field, learned in zip(self.learned_fields(), zip(*found, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
 
     def seal_rows(self, store: Store, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool) -> None:
         """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
-        codes, scale = (store.page[field.name][tokens.layers] for field in self.page_fields())
-        state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.state_fields())
+        codes, scale = self._stored(store, tokens.layers)
+        state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
         coded = rows, self.codec, self._rotation(store), state
         if not across_bus:
             store.ops.quantise_rows(*coded, codes, pages, scale, tokens.pages)
@@ -89,26 +95,54 @@ class CodedPart(Part):
 
     def coded_rows(self, store: Store, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
         """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
-        codes, scale = (store.page[field.name][layer] for field in self.page_fields())
-        state = tuple(store.state[field.name][layer] for field in self.state_fields())
+        codes, scale = self._stored(store, layer)
+        state = tuple(store.state[field.name][layer] for field in self.learned_fields())
         dim, rotation = self.shape.head_dim, self._rotation(store)
         return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
 
+    def _stored(self, store: Store, layers: slice | int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of all pages; the latter are empty where there are none."""
+        codes, *scale = (store.page[field.name][layers] for field in self.page_fields())
+        return codes, scale[0] if scale else codes[..., :0].flatten(-3, -2)
+
     def _rotation(self, store: Store) -> Tensor | None:
-        return store.rotation(self.axis) if self.codec.rotated else None
+        return store.rotation(self.axis, self.codec.rotation_matrix) if self.codec.rotated else None
 
 
 class CodedKeys(CodedPart, KeyPart):
     axis = "keys"
 
+    def state_fields(self) -> tuple[Field, ...]:
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
+
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        self.fit_rows(store, layers, states, tokens.rotated)
+        rotated = tokens.rotated
+        if self.spec.centred:
+            store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
+            rotated = self._centred(store, layers, states, rotated, tokens.first)
+        self.fit_rows(store, layers, states, rotated)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        self.seal_rows(store, tokens, tokens.rotated, tokens.pages, False)
+        rotated = tokens.rotated
+        if self.spec.centred:
+            rotated = self._centred(store, tokens.layers, tokens.states, rotated, tokens.first)
+        self.seal_rows(store, tokens, rotated, tokens.pages, False)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
-        return self.coded_rows(store, layer, batch, batch.pages)
+        rows = self.coded_rows(store, layer, batch, batch.pages)
+        if not self.spec.centred:
+            return rows
+        mean = store.state[KEY_MEAN][layer]
+        # Their slots are those of the mean, too.
+        return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
+
+    def _centred(self, store: Store, layers: slice, states: Tensor, rotated: Tensor, first: Tensor) -> Tensor:
+        """Rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
+        mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
+        positions = first[:, None] + torch.arange(rotated.shape[2], device=first.device)
+        cos, sin = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
+        return rotated.float() - rotate_by(mean, cos, sin, store.rotary)
 
 
 class CodedValues(CodedPart, ValuePart):

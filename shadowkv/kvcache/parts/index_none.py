@@ -1,4 +1,4 @@
-"""No index: every chunk is attended."""
+"""No index: every token is attended."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
-from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+from shadowkv.kvcache.parts.base import IndexPart, SealedTokens, Selection
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
     from shadowkv.kvcache.store import Store
 
 
-class AttendAll(ScoredIndex):
+class AttendAll(IndexPart):
+    reads_excluded = False
+
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         return
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        shape = (len(q), self.shape.num_kv_heads, 1, batch.pages.shape[1] * self.chunks)
-        zeros = torch.zeros(shape, device=q.device)
-        return mask_logits(zeros, store.page["excluded"][layer], batch.pages, batch.num_chunks)
+    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+        """All chunks but those of the sink."""
+        sink = (batch.first == 0) * self.spec.sink_chunks
+        chunks = torch.arange(batch.pages.shape[1] * self.chunks, device=q.device) + sink[:, None]
+        chunks = chunks.masked_fill(chunks >= batch.num_chunks[:, None], -1)
+        return Selection(chunks.unsqueeze(1).expand(-1, self.shape.num_kv_heads, -1).contiguous())

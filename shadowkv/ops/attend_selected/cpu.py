@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CentredKeys,
     CodedRows,
     DenseRows,
     KeySource,
@@ -16,7 +17,7 @@ from shadowkv.ops.attend_selected.sources import (
     ValueSource,
 )
 from shadowkv.ops.case import Case
-from shadowkv.ops.codec import CodecId, unknown_codecs
+from shadowkv.ops.codec import LANES, CodecId, unknown_codecs
 from shadowkv.ops.extension import load_cpu as available
 
 __all__ = ["attend_selected", "available", "supports"]
@@ -27,7 +28,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     dtypes = [] if case.dtype in FLOATS else [f"{case.dtype} is neither float32 nor bfloat16"]
-    return dtypes + unknown_codecs(case.key_codec, case.value_codec)
+    return dtypes + unknown_codecs(case.key_codec, case.value_codec, LANES)
 
 
 def attend_selected(
@@ -46,13 +47,15 @@ def attend_selected(
 
 
 def _keys(keys: KeySource) -> tuple[Any, ...]:
-    """As rows; of latents, which are of every head, their states and rotation behind."""
-    if not isinstance(keys, LatentKeys):
+    """As rows; of latents, which are of every head, and of keys without their mean, states and rotation behind."""
+    if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
+    turns = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
+    behind = keys.mean, keys.slots, keys.first, *turns
+    if isinstance(keys, CentredKeys):
+        return *_rows(keys), None, *behind
     latents = keys.latents.unsqueeze(1).expand(-1, keys.basis.shape[2], -1, -1, -1)
-    state, rotary = (keys.basis, keys.mean, keys.slots, keys.first), keys.rotary
-    turns = rotary.cos, rotary.sin, rotary.config.interleaved
-    return keys.codec.id, latents, keys.pages, None, None, None, *state, *turns
+    return keys.codec.id, latents, keys.pages, *[None] * 4, keys.basis, *behind
 
 
 def _values(values: ValueSource) -> tuple[Any, ...]:
@@ -64,9 +67,10 @@ def _values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
-    """Codec, rows or codes, their pages; scale, its pages and rotation of codes."""
+    """Codec, rows or codes, their pages; scale, its pages, rotation and levels of codes."""
     if isinstance(source, DenseRows):
-        return CodecId.DENSE, source.rows, source.pages, None, None, None
+        return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])
     scale_pages = source.pages if source.scale_pages is None else source.scale_pages
-    return source.codec.id, source.codes, source.pages, scale, scale_pages, source.rotation
+    levels = source.codec.lane_levels(source.dim, source.codes.device)
+    return source.codec.id, source.codes, source.pages, scale, scale_pages, source.rotation, levels

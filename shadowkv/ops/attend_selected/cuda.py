@@ -20,7 +20,7 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import NOT_CENTRED, Case, unless
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.rotate.tables import RotaryTables
@@ -43,6 +43,7 @@ available = partial(load_cuda, "attend_selected", "attend_selected")
 def supports(case: Case) -> list[str]:
     """Why there is no kernel for ``case``, or none that runs."""
     reasons = [] if case.dtype == torch.bfloat16 else [f"{case.dtype} is not bfloat16"]
+    reasons += unless(not case.centred, NOT_CENTRED)
     if not 1 <= case.group <= MAX_GROUP:
         reasons.append(f"{case.group} query heads a kv head are more than {MAX_GROUP}")
     if case.chunk not in CHUNKS:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CentredKeys,
     CodedRows,
     DenseRows,
     KeySource,
@@ -75,9 +76,15 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
 def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     """[B, H, k * c, d] of the codes [B, H, k, c, w] of the selected chunks."""
     pages = source.pages if source.scale_pages is None else source.scale_pages
-    scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
+    scale = codes[..., :0]
+    if source.scale.shape[-1]:
+        scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
     state = tuple(x[source.slots][:, :, None, None] for x in source.state)
-    return source.codec.decode(codes, scale, source.rotation, source.dim, state).flatten(2, 3)
+    rows = source.codec.decode(codes, scale, source.rotation, source.dim, state).flatten(2, 3)
+    if isinstance(source, CentredKeys):
+        mean = source.mean[source.slots].unsqueeze(2).to(rows.dtype)
+        rows = rows + _turned(mean, source, selected, codes.shape[3])
+    return rows
 
 
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
@@ -86,8 +93,13 @@ def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
     rows = picked.to(keys.basis.dtype) @ keys.basis[keys.slots].transpose(1, 2)
     if keys.mean is not None:
         rows = rows + keys.mean[keys.slots].unsqueeze(2).to(rows.dtype)
-    within = torch.arange(keys.latents.shape[2], device=selected.device)
-    positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * keys.latents.shape[2] + within).flatten(2)
+    return _turned(rows, keys, selected, keys.latents.shape[2])
+
+
+def _turned(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, chunk: int) -> Tensor:
+    """Rows [B, H, k * c or 1, d] rotated to the positions of the selected chunks' tokens."""
+    within = torch.arange(chunk, device=selected.device)
+    positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * chunk + within).flatten(2)
     return rotate_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 
 

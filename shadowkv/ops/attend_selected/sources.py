@@ -7,7 +7,7 @@ row p % 64 = chunk * c + offset of the page that the row's table names at p // 6
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class CodedRows:
 
     Attributes:
         codes: uint8 [N, H, C, c, w].
-        scale: of the codec's dtype [N, H, 64, s].
+        scale: of the codec's dtype [N', H, 64, s]; nothing is read where s is 0.
         codec: what they mean.
         dim: head dim, which codes do not tell.
         rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded. None where not.
@@ -79,6 +79,22 @@ class CodedRows:
     scale_pages: Tensor | None = None
     state: tuple[Tensor, ...] = ()
     slots: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CentredKeys(CodedRows):
+    """Coded keys without their mean: key = RoPE(mean) + what the codes say. They have ``slots``, whether or not their
+    codec has a state.
+
+    Attributes:
+        mean: float32 [states, H, d], before the rotation.
+        first: int64 [B], position of the row's first token, a multiple of 64.
+        rotary: the rotation; its tables are on the queries' device.
+    """
+
+    mean: Tensor = field(kw_only=True)
+    first: Tensor = field(kw_only=True)
+    rotary: RotaryTables = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def quantise_rows(
         state: the codec's of each page, [L, n or 1, H, ...] each.
         codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64.
         code_pages: int64 [n], which of the N take the codes.
-        scale: of the codec's dtype [L, N', H, 64, s].
+        scale: of the codec's dtype [L, N', H, 64, s]; nothing is written where s is 0.
         scale_pages: int64 [n], which of the N' take the scales.
 
     Raises:
@@ -34,4 +34,5 @@ def quantise_rows(
     """
     coded, scales = codec.encode(rows, rotation, tuple(x.unsqueeze(2) for x in state))
     codes[:, code_pages] = coded.transpose(2, 3).unflatten(3, codes.shape[3:5])
-    scale[:, scale_pages] = scales.transpose(2, 3)
+    if scale.shape[-1]:
+        scale[:, scale_pages] = scales.transpose(2, 3)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
-from shadowkv.ops.case import Case
+from shadowkv.ops.case import NOT_CENTRED, Case, unless
 from shadowkv.ops.codec import LATENTS, UNIFORM, CodecId, UniformRows, unknown_codecs
 
 BLOCKS = 32
@@ -20,7 +20,7 @@ LEAST = 16
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec, case.value_codec)
+    return unknown_codecs(case.key_codec, case.value_codec) + unless(not case.centred, NOT_CENTRED)
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:

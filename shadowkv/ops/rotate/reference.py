@@ -18,7 +18,7 @@ def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = F
 
 
 def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """``rotate`` with cos and sin [..., dim / 2] already looked up and broadcastable to ``x`` [..., d]."""
+    """``rotate`` with cos and sin [..., dim / 2] already looked up and broadcast with ``x`` [..., d]."""
     config = rotary.config
     if inverse:
         cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2
@@ -29,4 +29,5 @@ def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse
         first, second = turning.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1) if rest.shape[-1] else turned.to(x.dtype)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest.expand(*turned.shape[:-1], -1)), dim=-1) if rest.shape[-1] else turned

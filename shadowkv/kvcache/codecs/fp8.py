@@ -1,0 +1,40 @@
+"""Rows in 8-bit floats with one scale for each kv head, as serving engines keep keys and values: a baseline."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.codec import CodecId, RowCodec
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
+
+class Fp8Rows(RowCodec):
+    """A head's scale is learned from its prompt, whose largest entry is the largest float: what is larger later is
+    clipped."""
+
+    id, name = CodecId.FP8, "fp8"
+
+    def row_bytes(self, dim: int) -> int:
+        return dim
+
+    def scales(self, dim: int) -> int:
+        return 0
+
+    def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
+        return {"fp8_scale": (1,)}
+
+    def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
+        largest = rows.abs().amax((0, 2), keepdim=True)[0].float()
+        return (largest.masked_fill(largest == 0, LARGEST) / LARGEST,)
+
+    def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+        codes = (rows.float() / state[0]).clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
+        return codes, torch.empty(*rows.shape[:-1], 0, dtype=self.scale_dtype, device=rows.device)
+
+    def decode(
+        self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        return codes.view(FP8).float() * state[0]

@@ -1,0 +1,110 @@
+"""Codes of fewer than 8 bits in bytes, in several orders. Two packings convert: one unpacks what the other packs."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+def pack_bits(codes: Tensor, width: int) -> Tensor:
+    """Bytes uint8 [..., n width / 8] of codes below 2^width, [..., n] uint8: the first in a byte's lowest bits.
+
+    ``width`` divides 8, a byte's codes divide n.
+    """
+    places = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+    return (codes.unflatten(-1, (-1, 8 // width)) << places).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, width: int) -> Tensor:
+    """What ``pack_bits`` packed."""
+    places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> places) & (2**width - 1)).flatten(-2)
+
+
+class Packing(ABC):
+    """An order of codes.
+
+    Attributes:
+        bits: of a code.
+        row_multiple: what the codes of a row must be a multiple of.
+    """
+
+    bits: int
+    row_multiple: int
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row of ``dim`` codes."""
+        return dim * self.bits // 8
+
+    @abstractmethod
+    def pack(self, codes: Tensor) -> Tensor:
+        """Bytes uint8 [..., row_bytes] of codes uint8 [..., d]."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, dim: int) -> Tensor:
+        """Codes uint8 [..., dim] of bytes."""
+
+
+class Lanes(Packing):
+    """As the CUDA kernel of attention reads rows, its threads in groups of 8.
+
+    Dimension 16 i + 8 half + g belongs to lane g = 0 .. 7, and each lane's bytes lie together. A byte holds, from
+    its low bits up, the codes of one i at 4 bits (half 0, half 1) and of two consecutive i at 2 bits. 3 bits are the
+    plane of the lower two bits and behind it, for all lanes, the plane of the upper ones: four consecutive i in a byte.
+
+    Args:
+        planes: bits of a code that lie together, the lowest first.
+    """
+
+    def __init__(self, *planes: int) -> None:
+        self.planes, self.bits, self.row_multiple = planes, sum(planes), 64 // min(planes)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        lanes = codes.unflatten(-1, (-1, 8)).transpose(-1, -2)  # [..., g, 2 i + half]
+        planes, shift = [], 0
+        for width in self.planes:
+            planes.append(pack_bits((lanes >> shift) & (2**width - 1), width).flatten(-2))
+            shift += width
+        return torch.cat(planes, dim=-1)
+
+    def unpack(self, packed: Tensor, dim: int) -> Tensor:
+        lanes = packed.new_zeros(*packed.shape[:-1], 8, dim // 8)
+        shift = 0
+        for width, plane in zip(self.planes, packed.split([dim * width // 8 for width in self.planes], dim=-1)):
+            lanes |= unpack_bits(plane.unflatten(-1, (8, -1)), width) << shift
+            shift += width
+        return lanes.transpose(-1, -2).flatten(-2)
+
+
+class Halves(Packing):
+    """4 bits: dimension c of the first half in the low bits of byte c, that of the second half in the high ones."""
+
+    bits, row_multiple = 4, 2
+
+    def pack(self, codes: Tensor) -> Tensor:
+        low, high = codes.chunk(2, dim=-1)
+        return low | high << 4
+
+    def unpack(self, packed: Tensor, dim: int) -> Tensor:
+        return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+class BigEndian(Packing):
+    """One row of bits, each code's highest first, of which every byte takes 8, its highest first: TurboQuant's order
+    (``aither-kvcache`` 2.4), also over bytes at 3 bits."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.row_multiple = bits, 8 // math.gcd(8, bits)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        places = torch.arange(self.bits - 1, -1, -1, dtype=torch.uint8, device=codes.device)
+        bits = ((codes.unsqueeze(-1) >> places) & 1).flatten(-2)
+        return pack_bits(bits.unflatten(-1, (-1, 8)).flip(-1).flatten(-2), 1)
+
+    def unpack(self, packed: Tensor, dim: int) -> Tensor:
+        bits = unpack_bits(packed, 1).unflatten(-1, (-1, 8)).flip(-1).flatten(-2).unflatten(-1, (dim, self.bits))
+        places = torch.arange(self.bits - 1, -1, -1, dtype=torch.uint8, device=packed.device)
+        return (bits << places).sum(-1, dtype=torch.uint8)

@@ -1,0 +1,69 @@
+"""``tq3_0``, a block format of a fork of llama.cpp: 32 dimensions in 14 bytes, the same bytes as there.
+
+A block is turned by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes are
+the lower two bits of all codes (8 bytes), the upper ones (4), both from a byte's low bits up, and the scale in float16.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.codecs.packing import pack_bits, unpack_bits
+from shadowkv.kvcache.codecs.tables import constant, mirrored, nearest
+from shadowkv.ops.codec import CodecId, RowCodec
+from shadowkv.ops.rotations import walsh_hadamard
+
+BLOCK, BYTES = 32, 14
+SIGNS = tuple(1.0 if sign == "+" else -1.0 for sign in "+-++--+-++-+-+--+--++-+--+++--+-")
+LEVELS = mirrored((0.2428, 0.7434, 1.3336, 2.1573))
+BOUNDARIES = (-1.7455, -1.0385, -0.4931, 0.0, 0.4931, 1.0385, 1.7455)
+"""The outermost are midpoints only in four digits."""
+SHRINK = 0.17677669529663688
+"""1 / sqrt(32), by which a product with the Hadamard matrix keeps norms."""
+
+
+class TQ3Rows(RowCodec):
+    """A block's largest entry is the outermost level, the others' indices are found with the scale as it was before it
+    was rounded. A NaN makes its whole block zero.
+
+    ``encode`` and ``decode`` turn rows by butterflies in the order of the format, so that bytes agree; the matrix, the
+    same for all, is for who turns queries or outputs instead.
+    """
+
+    id, name, row_multiple, rotated = CodecId.TQ3_0, "tq3_0", BLOCK, True
+
+    def rotation_matrix(self, dim: int, name: str) -> Tensor:
+        block = walsh_hadamard(torch.diag(torch.tensor(SIGNS))) * SHRINK
+        return torch.block_diag(*[block] * (dim // BLOCK))
+
+    def row_bytes(self, dim: int) -> int:
+        return dim // BLOCK * BYTES
+
+    def scales(self, dim: int) -> int:
+        return 0
+
+    def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+        self.check(rows.shape[-1])
+        blocks = rows.float().unflatten(-1, (-1, BLOCK))
+        if rotation is not None:
+            blocks = walsh_hadamard(blocks * constant(SIGNS, rows.device)) * SHRINK
+        largest = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1, keepdim=True)
+        scale = largest / torch.full_like(largest, LEVELS[-1])  # a GPU multiplies by the inverse of a plain number
+        inverse = torch.where(scale > 0, scale.reciprocal(), 0)
+        codes = nearest(blocks * inverse, constant(BOUNDARIES, rows.device))
+        parts = pack_bits(codes & 3, 2), pack_bits(codes >> 2, 1), scale.half().view(torch.uint8)
+        return torch.cat(parts, dim=-1).flatten(-2), scale.new_empty(*rows.shape[:-1], 0).half()
+
+    def decode(
+        self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        self.check(dim)
+        low, high, gamma = codes.unflatten(-1, (-1, BYTES)).split((8, 4, 2), dim=-1)
+        index = unpack_bits(low, 2) | unpack_bits(high, 1) << 2
+        blocks = gamma.contiguous().view(torch.float16).float() * constant(LEVELS, codes.device)[index.int()]
+        if rotation is not None:
+            blocks = walsh_hadamard(blocks) * (SHRINK * constant(SIGNS, codes.device))
+        return blocks.flatten(-2)

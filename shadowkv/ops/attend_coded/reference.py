@@ -1,0 +1,104 @@
+"""Attention over coded rows in PyTorch, which are never rotated back: queries are rotated instead, and the output once
+(TurboQuant, arXiv:2504.19874; the mean key's term is our own)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.rotate.tables import RotaryTables
+
+PAGE = 64
+
+PAGES_AT_ONCE = 64
+"""Pages of a row that are decoded at a time."""
+
+
+def attend_coded(
+    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of one rotated query per row and head over the row's tokens from ``begin`` up to ``end``.
+
+    Args:
+        q: [B, H_q, d].
+        keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
+        values: where the values are.
+        begin, end: int64 [B], multiples of a chunk's tokens, at most the 64 P that the page tables name; nothing is
+            attended to where they are the same.
+
+    Returns:
+        out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
+    """
+    dim = q.shape[2]
+    heads = (keys.rows if isinstance(keys, DenseRows) else keys.codes).shape[1]
+    grouped = q.float().unflatten(1, (heads, -1)) * dim**-0.5
+    turn = rotation_of(keys)
+    asked = grouped if turn is None else grouped @ turn
+    out = torch.zeros_like(grouped)
+    lse = grouped.new_full(grouped.shape[:3], float("-inf"))
+    for start in range(0, keys.pages.shape[1], PAGES_AT_ONCE):
+        pages = slice(start, start + PAGES_AT_ONCE)
+        rows, tokens = _rows(keys, pages), _rows(values, pages)
+        place = torch.arange(start * PAGE, start * PAGE + rows.shape[2], device=q.device)
+        there = ((place >= begin[:, None]) & (place < end[:, None]))[:, None, None]
+        scores = asked @ rows.transpose(-1, -2)
+        if isinstance(keys, CentredKeys):
+            scores += mean_scores(grouped, keys, place)
+        scores = scores.masked_fill(~there, float("-inf"))
+        total = torch.logaddexp(lse, scores.logsumexp(-1))
+        base = total.masked_fill(total == float("-inf"), 0).unsqueeze(-1)
+        weights = (scores - base).exp()
+        out = out * (lse.unsqueeze(-1) - base).exp() + weights @ tokens.masked_fill(~there.mT, 0)
+        lse = total
+    turn = rotation_of(values)
+    if turn is not None:
+        out = out @ turn.T
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
+    """What the mean keys add to the products of queries and centred keys: q x RoPE(mean), [B, H, G, n].
+
+    A sum over frequencies of two products that know no token and the cosine and sine of its angle, which know no head.
+
+    Args:
+        q: [B, H, G, d], rotated to their positions.
+        place: int64 [n], tokens of the rows.
+    """
+    along, across, rest = turned_products(q, keys.mean[keys.slots].unsqueeze(2).to(q.dtype), keys.rotary)
+    positions = keys.first[:, None] + place
+    cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
+    return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
+
+
+def turned_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
+    """What the product of ``q`` and ``rows``, rotated by an angle t, is the sum of: by frequency what is multiplied by
+    cos t and by sin t, [..., dim / 2] each, and what no rotation changes, [..., 1]."""
+    config = rotary.config
+    halves = []
+    for x in (q, rows):
+        turning = x[..., : config.dim]
+        halves.append((turning[..., 0::2], turning[..., 1::2]) if config.interleaved else turning.chunk(2, dim=-1))
+    (a, b), (c, e) = halves
+    rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
+    return a * c + b * e, b * c - a * e, rest
+
+
+def rotation_of(source: DenseRows | CodedRows) -> Tensor | None:
+    """What rows stay multiplied by, float32 [d, d]; None where they are decoded as they were: what a codec has learned
+    may be of rows before their rotation."""
+    return source.rotation if isinstance(source, CodedRows) and not source.state else None
+
+
+def _rows(source: DenseRows | CodedRows, pages: slice) -> Tensor:
+    """Rows [B, H, n, d] of some pages, coded ones as they were rotated; float32."""
+    names = source.pages[:, pages]
+    if isinstance(source, DenseRows):
+        return source.rows[names].float().transpose(1, 2).flatten(2, 4)
+    codes = source.codes[names].transpose(1, 2).flatten(2, 4)
+    scale_pages = names if source.scale_pages is None else source.scale_pages[:, pages]
+    scale = source.scale[scale_pages].transpose(1, 2).flatten(2, 3)
+    state = tuple(x[source.slots][:, :, None] for x in source.state)
+    kept = rotation_of(source)
+    return source.codec.decode(codes, scale, source.rotation if kept is None else None, source.dim, state)

@@ -1,0 +1,251 @@
+"""Attention over coded rows in Triton: a page of one kv head at a time, all of its query heads together, pages of a
+sequence in several parts.
+
+Codes are levels of a table, looked up where the page is; their order is that of the bytes, which queries, rotated once,
+are brought into, and the output is brought out of. What the mean key adds to the logits needs no angle of each token:
+cosines and sines of a page's first token turn the queries' side, those of the 64 places behind it are the same for all
+pages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.attend_coded.reference import PAGE, turned_products
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import LANES, unknown_codecs
+
+LEAST = 16
+"""Rows that a matrix product takes at the least."""
+
+WAVES = 4
+"""Thread blocks for each multiprocessor, so that ragged lengths even out."""
+
+LEAST_PAGES = 4
+"""Pages that are worth a thread block."""
+
+
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    return unknown_codecs(case.key_codec, case.value_codec, LANES)
+
+
+def attend_coded(
+    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As the reference; dense rows, and codes in lanes (``RowCodec.lane_levels``) that have no state.
+
+    Products of 16-bit queries are of float16 levels. Pages of a head lie together.
+
+    Raises:
+        ValueError: another codec.
+    """
+    batch, query_heads, dim = q.shape
+    key_codes, value_codes = _codes(keys), _codes(values)
+    heads = key_codes.shape[1]
+    group, count = query_heads // heads, keys.pages.shape[1]
+    if not count or not batch:
+        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
+    grouped = q.float().unflatten(1, (heads, group)) * (dim**-0.5 * math.log2(math.e))
+    key_form, value_form = _Form(keys, dim, exact), _Form(values, dim, exact)
+    asked = key_form.ordered(grouped)
+    mean, half = _mean(grouped, keys)
+    parts = _parts(batch * heads, count, q.device)
+    out = torch.empty(batch, heads, parts, group, value_form.columns, dtype=torch.float32, device=q.device)
+    lse = out.new_empty(batch, heads, parts, group)
+    _attend_coded[(batch * heads, parts)](
+        asked, key_codes, key_form.scale, keys.pages, key_form.scale_pages, key_form.table,
+        value_codes, value_form.scale, values.pages, value_form.scale_pages, value_form.table,
+        begin, end, *mean, out, lse,
+        key_codes.stride(0), key_form.scale.stride(0), value_codes.stride(0), value_form.scale.stride(0),
+        count, triton.cdiv(count, parts),
+        HEADS=heads, GROUP=group, GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim,
+        KEY_BITS=key_form.bits, KEY_COLUMNS=key_form.columns,
+        VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
+        HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), num_warps=4,
+    )  # fmt: skip
+    total = lse.logsumexp(2)
+    weights = (lse - total.masked_fill(total == -math.inf, 0).unsqueeze(2)).exp()
+    merged = value_form.restored((out * weights.unsqueeze(-1)).sum(2))
+    return merged.flatten(1, 2).to(q.dtype), total.flatten(1, 2)
+
+
+def _parts(units: int, pages: int, device: torch.device) -> int:
+    """Thread blocks that share the pages of each of ``units`` sequences x kv heads."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    return max(1, min(pages // LEAST_PAGES, WAVES * processors // units))
+
+
+def _codes(source: DenseRows | CodedRows) -> Tensor:
+    return source.rows if isinstance(source, DenseRows) else source.codes
+
+
+class _Form:
+    """How rows are stored, as the kernel needs to know it.
+
+    Attributes:
+        bits: of a code, 0 of dense rows.
+        columns: of a decoded row, a power of two.
+        table: what codes stand for, in units of the scale.
+        scale, scale_pages: anything of dense rows.
+    """
+
+    def __init__(self, source: DenseRows | CodedRows, dim: int, exact: torch.dtype) -> None:
+        self.rotation: Tensor | None = None
+        self.dim, self.exact, self.bits = dim, exact, 0
+        self.columns = max(LEAST, triton.next_power_of_2(dim))
+        self.scale = self.table = _codes(source)
+        self.scale_pages = source.pages
+        self.order = torch.arange(self.columns, device=self.table.device)
+        if isinstance(source, DenseRows):
+            return
+        codec, table = source.codec, source.codec.lane_levels(dim, source.codes.device)
+        if table is None or source.state:
+            raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
+        self.bits, self.rotation, self.scale = len(table).bit_length() - 1, source.rotation, source.scale
+        self.table = table.to(exact)
+        self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
+        places = 8 // (1 if self.bits == 3 else self.bits)
+        run = dim // 8 // places  # bytes of a lane
+        block = triton.next_power_of_2(8 * run)
+        self.columns = block * places
+        byte = torch.arange(block, device=self.table.device)[:, None]
+        at = 8 * (byte % run * places + torch.arange(places, device=byte.device)) + byte // run
+        self.order = at.masked_fill(byte >= 8 * run, dim).flatten()
+
+    def ordered(self, q: Tensor) -> Tensor:
+        """Queries [..., d] as they are multiplied with rows, [..., columns]."""
+        turned = q if self.rotation is None else q @ self.rotation
+        padded = torch.nn.functional.pad(turned, (0, self.columns))
+        return padded[..., self.order].to(self.exact)
+
+    def restored(self, out: Tensor) -> Tensor:
+        """What is summed of rows [..., columns] as it was before they were stored, [..., d]."""
+        back = out.new_zeros(*out.shape[:-1], max(self.dim, self.columns) + 1)
+        back[..., self.order] = out
+        rows = back[..., : self.dim]
+        return rows if self.rotation is None else rows @ self.rotation.T
+
+
+def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
+    """Of centred keys by frequency what cosines and sines are multiplied by, [B, H, G, half] each, what is added
+    besides, the rotation's tables and the rows' first positions; and half."""
+    if not isinstance(keys, CentredKeys):
+        return (q, q, q, q, q, q, q, keys.pages), 0
+    rotary = keys.rotary
+    along, across, rest = turned_products(q, keys.mean[keys.slots].unsqueeze(2), rotary)
+    near = tuple(table[:PAGE] / rotary.config.magnitude for table in (rotary.cos, rotary.sin))
+    tables = rotary.cos, rotary.sin, *near
+    return (along.contiguous(), across.contiguous(), rest.contiguous(), *tables, keys.first), along.shape[-1]
+
+
+@triton.jit
+def _attend_coded(
+    asked, key_codes, key_scale, key_pages, key_scale_pages, key_table,
+    value_codes, value_scale, value_pages, value_scale_pages, value_table,
+    begin, end, along, across, rest, cos, sin, near_cos, near_sin, first, out, lse,
+    key_page, key_scale_page, value_page, value_scale_page, pages, pages_each,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_COLUMNS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part of the pages of one kv head of a row."""
+    unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = unit // HEADS, unit % HEADS
+    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, 64)
+    alive = (member < GROUP)[:, None]
+    column = tl.arange(0, KEY_COLUMNS)
+    q = tl.load(asked + (unit * GROUP + member[:, None]) * KEY_COLUMNS + column[None, :], mask=alive, other=0.0)
+    frequency = tl.arange(0, HALF_BLOCK)
+    turning = frequency < HALF
+    if HALF > 0:
+        at = (unit * GROUP + member[:, None]) * HALF + frequency[None, :]
+        there = alive & turning[None, :]
+        a, b = tl.load(along + at, mask=there, other=0.0), tl.load(across + at, mask=there, other=0.0)
+        c = tl.load(rest + unit * GROUP + member, mask=member < GROUP, other=0.0)
+        place = token[None, :] * HALF + frequency[:, None]
+        near_c = tl.load(near_cos + place, mask=turning[:, None], other=0.0)
+        near_s = tl.load(near_sin + place, mask=turning[:, None], other=0.0)
+        start = tl.load(first + row)
+    low, high = tl.load(begin + row), tl.load(end + row)
+    peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, VALUE_COLUMNS], tl.float32)
+    last = tl.minimum((part + 1) * pages_each, tl.minimum(pages, tl.cdiv(high, 64).to(tl.int32)))
+    for page in range(tl.maximum(part * pages_each, (low // 64).to(tl.int32)), last):
+        name = tl.load(key_pages + row * pages + page)
+        keys = _decoded(key_codes + name * key_page, key_table, head, token, KEY_BITS, DIM, KEY_COLUMNS)
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+        if KEY_BITS > 0:
+            name = tl.load(key_scale_pages + row * pages + page)
+            scores *= tl.load(key_scale + name * key_scale_page + head * 64 + token).to(tl.float32)[None, :]
+        if HALF > 0:
+            angle = (start + page * 64) * HALF + frequency
+            page_c, page_s = (
+                tl.load(cos + angle, mask=turning, other=0.0),
+                tl.load(sin + angle, mask=turning, other=0.0),
+            )
+            scores += tl.dot(a * page_c[None, :] + b * page_s[None, :], near_c, input_precision="tf32x3")
+            scores += tl.dot(b * page_c[None, :] - a * page_s[None, :], near_s, input_precision="tf32x3")
+            scores += c[:, None]
+        place_in_row = page * 64 + token
+        lives = (place_in_row >= low) & (place_in_row < high)
+        scores = tl.where(lives[None, :], scores, float("-inf"))
+        most = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(most == float("-inf"), 0.0, most)
+        weights = tl.exp2(scores - base[:, None])
+        faded = tl.exp2(peak - base)
+        total = total * faded + tl.sum(weights, 1)
+        peak = most
+        name = tl.load(value_pages + row * pages + page)
+        values = _decoded(value_codes + name * value_page, value_table, head, token, VALUE_BITS, DIM, VALUE_COLUMNS)
+        values = tl.where(lives[:, None], values, 0.0)
+        if VALUE_BITS > 0:
+            name = tl.load(value_scale_pages + row * pages + page)
+            scale = tl.load(value_scale + name * value_scale_page + head * 64 + token).to(tl.float32)
+            weights *= tl.where(lives, scale, 0.0)[None, :]
+        weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
+        acc = acc * faded[:, None] + weighed
+    found = total > 0
+    acc = acc / tl.where(found, total, 1.0)[:, None]
+    sums = tl.where(found, (peak + tl.log2(tl.where(found, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    target = (unit * tl.num_programs(1) + part) * GROUP + member
+    columns = tl.arange(0, VALUE_COLUMNS)
+    tl.store(out + target[:, None] * VALUE_COLUMNS + columns[None, :], acc, mask=alive)
+    tl.store(lse + target, sums, mask=member < GROUP)
+
+
+@triton.jit
+def _decoded(page, table, head, token, BITS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows [64, COLUMNS] of a page of one head: dense ones, or what codes stand for, in the order of their bytes."""
+    if BITS == 0:
+        column = tl.arange(0, COLUMNS)[None, :]
+        row = page + head * (64 * DIM) + token[:, None] * DIM
+        return tl.load(row + column, mask=column < DIM, other=0.0)
+    else:
+        # Codes that share a byte of the narrowest plane.
+        PLACES: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+        BYTES: tl.constexpr = COLUMNS // PLACES
+        USED: tl.constexpr = DIM // PLACES
+        RUN: tl.constexpr = USED // 8
+        row = page + head * (DIM * BITS * 8) + token[:, None] * (DIM * BITS // 8)
+        byte = tl.arange(0, BYTES)[None, :]
+        place = tl.arange(0, PLACES)[None, None, :]
+        there = byte < USED
+        if BITS == 3:  # two bytes of the plane of the lower two bits are over one of the upper ones
+            at = row + byte // RUN * (2 * RUN) + 2 * (byte % RUN)
+            first = tl.load(at, mask=there, other=0).to(tl.int32)[:, :, None]
+            second = tl.load(at + 1, mask=there, other=0).to(tl.int32)[:, :, None]
+            upper = tl.load(row + DIM // 4 + byte, mask=there, other=0).to(tl.int32)[:, :, None]
+            codes = ((tl.where(place < 4, first, second) >> (place % 4 * 2)) & 3) | (((upper >> place) & 1) << 2)
+        else:
+            packed = tl.load(row + byte, mask=there, other=0).to(tl.int32)[:, :, None]
+            codes = (packed >> (place * BITS)) & ((1 << BITS) - 1)
+        return tl.load(table + tl.reshape(codes, (64, COLUMNS)))

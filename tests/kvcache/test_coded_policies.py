@@ -1,0 +1,207 @@
+"""Policies that keep rows in the formats of codecs: what is attended is what was decoded, and what pages take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import driver
+import pytest
+import torch
+from coded_rows import gaussian_rows, losses
+from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill, sealed_batch
+from torch import Tensor
+
+from shadowkv.kvcache.codecs import OURS
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
+from shadowkv.ops.attend_selected.sources import CodedRows
+from shadowkv.ops.case import Case
+from shadowkv.ops.codec import RowCodec
+from shadowkv.ops.registry import Ops
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+CODECS = {codec.name: codec for codec in OURS if isinstance(codec, RowCodec)}
+NEW = [name for name in CODECS if not name.startswith("rotated")]
+LLAMA_70B = ModelShape(num_layers=80, num_query_heads=64, num_kv_heads=8, head_dim=128)
+
+
+@pytest.fixture(autouse=True)
+def wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "SHAPE", replace(SHAPE, head_dim=64))
+    monkeypatch.setattr(driver, "ROPE", RopeConfig(64))
+
+
+def coded(axis: str, codec: RowCodec, rows: Tensor, pages: Tensor) -> CodedRows:
+    """Rows [N, H, 64, d], one page after another, as ``axis`` keeps them."""
+    dim = rows.shape[-1]
+    rotation = codec.rotation_matrix(dim, axis) if codec.rotated else None
+    state = tuple(torch.stack([x]) for x in codec.fit(rows.transpose(1, 2).flatten(0, 1)))
+    of_pages = tuple(x.unsqueeze(2) for x in state)  # [1, H, 1, ...]
+    codes, scale = codec.for_axis(axis).encode(rows, rotation, of_pages)
+    slots = torch.zeros(len(pages), dtype=torch.int64)
+    return CodedRows(codes.unflatten(2, (8, 8)), scale, codec, dim, rotation, pages, None, state, slots)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", CODECS)
+def test_attention_on_codes_is_that_on_decoded_rows(name: str, dim: int) -> None:
+    """Turned queries and outputs turned back too, where rows are coded after a rotation."""
+    torch.manual_seed(0)
+    codec, pages = CODECS[name], torch.tensor([[0, 1, 2], [3, 1, 0]])
+    k, v, q = torch.randn(4, 2, 64, dim), torch.randn(4, 2, 64, dim), torch.randn(2, 6, dim)
+    selected = torch.tensor([0, 3, 7, 8, 20, -1]).expand(2, 2, -1).clone()
+    selected[1, 1, 2:] = -1
+    keys, values = coded("keys", codec, k, pages), coded("values", codec, v, pages)
+    out, lse = attend_selected(q, keys, values, selected)
+
+    def attended(still_turned: bool) -> tuple[Tensor, Tensor]:
+        sources = [replace(x, rotation=None if still_turned else x.rotation) for x in (keys, values)]
+        (rows, weighed), asked = (gather_selected(x, selected) for x in sources), q
+        if still_turned and keys.rotation is not None:
+            asked = q @ keys.rotation
+        scores = asked.unflatten(1, (2, 3)) @ rows.transpose(-1, -2) / dim**0.5
+        scores = scores.masked_fill((selected < 0).repeat_interleave(8, -1).unsqueeze(2), -torch.inf)
+        found = (scores.softmax(-1) @ weighed).flatten(1, 2)
+        if still_turned and values.rotation is not None:
+            found = found @ values.rotation.T
+        return found, scores.logsumexp(-1).flatten(1, 2)
+
+    for still_turned in (False, True):
+        wanted, of_scores = attended(still_turned)
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, of_scores, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [*((name, "device") for name in NEW), ("lloyd-3bit", "host"), ("tq3_0", "host"), ("fp8", "host")]
+)
+def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
+    cache = make_cache(KVSpec(keys=name, values=name, place=place))
+    stream = Stream(0, cache.allocate(300, 400))
+    prefill(cache, [(stream, 300)])
+    while stream.length % 64 != 36:  # a page was sealed on the way, and none will be in the next step
+        decode(cache, [stream])
+    batch, n = sealed_batch(cache, [stream]), stream.length
+    decode(cache, [stream])
+    sealed = int(batch.num_chunks[0]) * 8
+    assert sealed == 320
+    every = torch.arange(sealed // 8, device=DEVICE).expand(1, 2, -1)
+    tables, positions = RotaryTables(driver.ROPE, n + 1, DEVICE), torch.arange(n + 1, device=DEVICE)
+    for layer in range(SHAPE.num_layers):
+        q, k = (cache.ops.rotate(x[layer, : n + 1], positions, tables) for x in (stream.q, stream.k))
+        v = stream.v[layer, : n + 1].clone()
+        for axis, rows in (("keys", k), ("values", v)):
+            decoded = gather_selected(getattr(cache.parts, axis).source(cache.store, layer, batch), every)[0]
+            error = (decoded.transpose(0, 1) - rows[:sealed]).norm() / rows[:sealed].norm()
+            assert 0 < error**2 < 0.2, "these are other rows"
+            rows[8:sealed] = decoded[:, 8:].transpose(0, 1)  # the sink stays exact
+        scores = torch.einsum("hgd,nhd->hgn", q[n].unflatten(0, (2, 3)), k) / 64**0.5
+        wanted = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten(0, 1)
+        torch.testing.assert_close(stream.outputs[-1][0, layer], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["turboquant-4", "tq3_0", "fp8"])
+def test_a_sequence_goes_on_in_another_cache_as_in_its_own(kv: str) -> None:
+    cache, other = make_cache(preset(kv)), make_cache(preset(kv))
+    stream = Stream(0, cache.allocate(300, 600))
+    prefill(cache, [(stream, 300)])
+    twin = stream.again()
+    twin.sequence, twin.length = other.load(cache.export(stream.sequence), 600), 300
+    for _ in range(70):
+        decode(cache, [stream])
+        decode(other, [twin])
+    assert torch.equal(stream.output()[300:], twin.output())
+
+
+def test_more_bits_are_closer_to_plain_attention() -> None:
+    error = {}
+    for name in ("lloyd-8bit", "fp8", "lloyd-4bit", "lloyd-3bit", "lloyd-2bit"):
+        cache = make_cache(KVSpec(keys=name, values=name))
+        stream = Stream(0, cache.allocate(500, 520))
+        stream.q = stream.q / 4  # softer, as attention to many tokens is
+        prefill(cache, [(stream, 500)])
+        for _ in range(5):
+            decode(cache, [stream])
+        wanted = plain_attention(stream)[500:]
+        error[name] = ((stream.output()[500:] - wanted).norm() / wanted.norm()).item()
+    assert list(error.values()) == sorted(error.values()), error
+    assert error["lloyd-8bit"] < 0.02 and error["lloyd-4bit"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "distortion"),
+    [("rotated-4bit", 0.0111), ("rotated-3bit", 0.0363), ("rotated-2bit", 0.117), ("fp8", 0.0007)],
+)
+def test_what_other_formats_lose(name: str, distortion: float) -> None:
+    codec, rows = CODECS[name], gaussian_rows(3000, 128)
+    found, _ = losses(codec, rows, codec.fit(rows[:, None]))
+    assert found == pytest.approx(distortion, rel=0.02)
+
+
+def page_bytes(spec: KVSpec, shape: ModelShape) -> dict[str, int]:
+    spec = spec.resolve(shape)
+    parts = build_parts(spec, shape, torch.bfloat16)
+    return {field.name: field.nbytes for part in parts for field in part.page_fields()}
+
+
+@pytest.mark.parametrize(
+    ("name", "of_128", "of_64", "scale"),
+    [
+        ("lloyd-8bit", 128, 64, 2), ("lloyd-4bit", 64, 32, 2), ("lloyd-3bit", 48, 24, 2), ("lloyd-2bit", 32, 16, 2),
+        ("polar-int4", 64, 32, 4), ("tq3_0", 56, 28, 0), ("tq35", 64, 36, 0), ("tq25", 44, 26, 0), ("fp8", 128, 64, 0),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_page(name: str, of_128: int, of_64: int, scale: int) -> None:
+    for dim, row in ((128, of_128), (64, of_64)):
+        shape = ModelShape(2, 16, 8, dim)
+        scales = {f"{axis}_scale": 64 * 8 * scale for axis in ("key", "value") if scale}
+        wanted = {"keys": 64 * 8 * row, "values": 64 * 8 * row, **scales}
+        assert page_bytes(KVSpec(keys=name, values=name), shape) == wanted
+
+
+def test_bytes_that_the_formats_promise() -> None:
+    per_token = sum(page_bytes(preset("tq3_0"), LLAMA_70B).values()) / 64
+    assert 8192 * 80 * per_token == 560 * 2**20
+    qwen = ModelShape(num_layers=40, num_query_heads=40, num_kv_heads=8, head_dim=128)
+    assert sum(page_bytes(preset("polar-int4"), qwen).values()) / 64 == 1088
+
+
+def test_the_scale_of_a_head_is_learned_from_its_prompt() -> None:
+    cache = make_cache(preset("fp8"))
+    stream = Stream(0, cache.allocate(300, 400))
+    stream.v[:, :, 1] *= 100
+    stream.v[:, 310] = 1e6
+    prefill(cache, [(stream, 300)])
+    largest = stream.v[:, :300].abs().amax((1, 3))
+    state = stream.sequence.path[0].state
+    torch.testing.assert_close(cache.store.state["value_fp8_scale"][:, state, :, 0], largest / 448)
+    while stream.length < 400:
+        decode(cache, [stream])
+    assert stream.output().isfinite().all()
+
+
+def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
+    for spec, reason in (
+        (preset("tq3_0"), "keys='tq3_0' needs a head dim that is a multiple of 32, not 80"),
+        (KVSpec(values="lloyd-3bit"), "values='lloyd-3bit' needs a head dim that is a multiple of 64, not 80"),
+        (KVSpec(keys="tq25"), "keys='tq25' needs a head dim that is one of 64, 128, 256, not 80"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            spec.resolve(ModelShape(2, 8, 2, 80))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", NEW)
+def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str, device: str) -> None:
+    shape, spec = ModelShape(2, 32, 8, 128), KVSpec(keys=name, values=name)
+    parts = build_parts(spec.resolve(shape), shape, torch.bfloat16)
+    ops = frozenset(("attend_selected", "quantise_rows", "rebuild_rows"))
+    case = Case(
+        ops, torch.bfloat16, 128, 32, 8, 128, key_codec=parts.keys.codec_id, value_codec=parts.values.codec_id,
+        capability=(9, 0) if device == "cuda" else None, block_memory=232448,
+    )  # fmt: skip
+    chosen = Ops(device, case)
+    assert {chosen.backends[op] for op in ops} == {"reference"}

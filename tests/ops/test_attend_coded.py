@@ -1,0 +1,163 @@
+"""Attention over all tokens in their coded form against attention over what the codes stand for."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.ops.attend_coded import cpu, reference
+from shadowkv.ops.attend_selected.reference import gather_selected
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.rotate.reference import rotate
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.rotations import random_rotation
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS: list[ModuleType] = [] if INTERPRETED else [reference]
+if not ON_GPU and not INTERPRETED and cpu.available():
+    BACKENDS.append(cpu)
+PAGES = 5
+"""Pages of a row."""
+
+kernel: ModuleType | None = None
+
+if ON_GPU or INTERPRETED:
+    from shadowkv.ops.attend_coded import triton
+
+    kernel = triton
+    BACKENDS.append(kernel)
+else:
+
+    def test_everything_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are longer than the reference decodes at a time, and shared by thread blocks of the kernel."""
+    monkeypatch.setattr(reference, "PAGES_AT_ONCE", 2)
+    if kernel is not None:
+        monkeypatch.setattr(kernel, "LEAST_PAGES", 2)
+
+
+ENDS = [0, 1, 63, 64, 65, 64 * PAGES]
+
+
+class Stored:
+    """Rows of all lengths of ``ENDS``, what no row reads poisoned.
+
+    Attributes:
+        rows: [B, H, n, d], what they were before they were coded.
+        source: where they are.
+    """
+
+    def __init__(self, name: str, heads: int, dim: int, chunk: int, rope: RopeConfig | None = None) -> None:
+        batch, self.end = len(ENDS), torch.tensor(ENDS, device=DEVICE)
+        self.rows = torch.randn(batch, heads, 64 * PAGES, dim, device=DEVICE)
+        pages = torch.randperm(2 * batch * PAGES, device=DEVICE)[: batch * PAGES].view(batch, PAGES)
+        shape = (2 * batch * PAGES, heads, 64)
+        unread = torch.arange(64 * PAGES, device=DEVICE) >= self.end[:, None]
+        slots, mean, first = torch.randperm(2 * batch, device=DEVICE)[:batch], None, None
+        stored = self.rows
+        if rope is not None:
+            rotary = RotaryTables(rope, 64 * (PAGES + 9), DEVICE)
+            mean = torch.full((2 * batch, heads, dim), torch.nan, device=DEVICE)
+            mean[slots] = 3 * torch.randn(batch, heads, dim, device=DEVICE)
+            first = 64 * torch.arange(batch, device=DEVICE)
+            positions = first[:, None] + torch.arange(64 * PAGES, device=DEVICE)
+            turned = rotate(mean[slots][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
+            self.rows = self.rows + turned.transpose(1, 2)
+        if name == "rows":
+            poisoned = self.rows.masked_fill(unread[:, None, :, None], torch.nan)
+            self.source: DenseRows | CodedRows = DenseRows(self._paged(poisoned, pages, shape, chunk), pages)
+            return
+        codec = ROW_CODECS[name]
+        rotation = random_rotation(dim, "keys").to(DEVICE)
+        codes, scale = codec.encode(stored, rotation)
+        scale = scale.masked_fill(unread[:, None, :, None], torch.nan)
+        coded = self._paged(codes, pages, shape, chunk), self._paged(scale, pages, shape, chunk).flatten(2, 3)
+        self.source = CodedRows(*coded, codec, dim, rotation, pages)
+        if rope is not None:
+            assert mean is not None and first is not None
+            fields = {**vars(self.source), "slots": slots}
+            self.source = CentredKeys(**fields, mean=mean, first=first, rotary=rotary)
+
+    def _paged(self, rows: Tensor, pages: Tensor, shape: tuple[int, ...], chunk: int) -> Tensor:
+        """[N, H, C, c, x] of [B, H, n, x], the other pages NaN or 255."""
+        nothing = torch.nan if rows.is_floating_point() else 255
+        store = torch.full((*shape, rows.shape[-1]), nothing, dtype=rows.dtype, device=DEVICE)
+        store[pages] = rows.unflatten(2, (PAGES, 64)).transpose(1, 2)
+        return store.unflatten(2, (-1, chunk))
+
+    def decoded(self) -> Tensor:
+        """What is attended to, [B, H, n, d]."""
+        chunk = (self.source.rows if isinstance(self.source, DenseRows) else self.source.codes).shape[3]
+        heads = self.rows.shape[1]
+        every = torch.arange(64 * PAGES // chunk, device=DEVICE).expand(len(ENDS), heads, -1)
+        return gather_selected(self.source, every).float()
+
+
+def plain(q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax attention in float64, a row and a head at a time."""
+    outs, sums = torch.zeros_like(q, dtype=torch.float64), q.new_full(q.shape[:2], -math.inf, dtype=torch.float64)
+    group = q.shape[1] // keys.shape[1]
+    for row, head in torch.cartesian_prod(torch.arange(len(q)), torch.arange(q.shape[1])).tolist():
+        span = slice(int(begin[row]), int(end[row]))
+        k, v = (x[row, head // group, span].double() for x in (keys, values))
+        if len(k):
+            scores = k @ q[row, head].double() / q.shape[2] ** 0.5
+            outs[row, head], sums[row, head] = scores.softmax(0) @ v, scores.logsumexp(0)
+    return outs, sums
+
+
+TURNS = RopeConfig(64, theta=500000.0)
+CASES = [
+    ("rotated-4bit", "rotated-4bit", 64, 8, None),
+    ("rotated-3bit", "rotated-2bit", 128, 1, None),
+    ("rotated-2bit", "rows", 96, 8, None),
+    ("rows", "rotated-3bit", 64, 16, None),
+    ("lloyd-4bit", "lloyd-3bit", 64, 8, TURNS),
+    ("lloyd-8bit", "lloyd-2bit", 96, 8, None),
+    ("rotated-3bit", "rows", 64, 8, replace(TURNS, rotary_dim=32, interleaved=True)),
+    ("rotated-4bit", "rotated-4bit", 64, 8, replace(TURNS, scaling="yarn", factor=4.0, original_max_position=2048)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(("keys", "values", "dim", "chunk", "rope"), CASES, ids=str)
+def test_attention_is_that_of_the_decoded_rows(
+    backend: ModuleType, keys: str, values: str, dim: int, chunk: int, rope: RopeConfig | None, seed: int
+) -> None:
+    heads, group = 2, 3
+    stored, weighed = Stored(keys, heads, dim, chunk, rope), Stored(values, heads, dim, chunk)
+    q = torch.randn(len(ENDS), heads * group, dim, device=DEVICE)
+    begin, end = torch.tensor([0, 0, 8, 0, 64, 16], device=DEVICE) // chunk * chunk, stored.end // chunk * chunk
+    out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, end)
+    expected, expected_lse = plain(q, stored.decoded(), weighed.decoded(), begin, end)
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
+def test_sixteen_bit_queries_are_no_further_off_than_twice_the_reference(backend: ModuleType, seed: int) -> None:
+    stored, weighed = Stored("rotated-4bit", 2, 64, 1, TURNS), Stored("rotated-4bit", 2, 64, 1)
+    q = torch.randn(len(ENDS), 6, 64, device=DEVICE).bfloat16()
+    begin = torch.zeros(len(ENDS), dtype=torch.int64, device=DEVICE)
+    found, exact, low = (
+        op.attend_coded(x, stored.source, weighed.source, begin, stored.end)[0].double()
+        for op, x in ((backend, q), (reference, q.float()), (reference, q))
+    )
+    assert found.dtype == torch.float64 and (found - exact).norm() <= 2 * (low - exact).norm()
