@@ -28,7 +28,11 @@ def start_server(values: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
     options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     assert process.stdout is not None
-    ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+    try:
+        ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+    except BaseException:
+        process.kill()
+        raise
     if ready is None:
         process.wait()
         raise SystemExit("the server did not start")
