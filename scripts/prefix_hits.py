@@ -99,7 +99,6 @@ def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None 
 def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedModel | None) -> Engine:
     """An engine, once it knows what is on the disk."""
     longest = args.document + OTHER + args.steps + PAGE
-    names = ("model", "adapter", "rope_theta", "load_format", "device", "dtype")
     config = EngineConfig(
         kv=kv,
         max_num_seqs=2,
@@ -107,7 +106,7 @@ def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedMode
         max_model_len=longest,
         kv_disk_dir=directory,
         prefill="dense",
-        **{name: getattr(args, name) for name in names},
+        **model_of(args),
     )
     engine = Engine(config, loaded)
     while engine.scheduler.prefix_cache.opening:
@@ -129,20 +128,22 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Fou
                 full.append(fresh[-1])
             answer = full[number].tokens
             ask(engine, case.leader[: args.document] if alone else case.leader, 1)
+            if alone:  # the first goes on with the leader itself, exact tail and all
+                ask(engine, case.prompt, args.steps, answer)
             hits.append(ask(engine, case.prompt, args.steps, answer))
             forget_device(engine)
             host.append(ask(engine, case.prompt, args.steps, answer))
             forget_device(engine)
             print(f"{kv}: {number + 1} of {len(cases)} prompts", file=sys.stderr, flush=True)
         counts = engine.scheduler.prefix_cache.counts.hit_tokens
-        expect(counts["host"], sum(one.cached for one in host), "from host memory")
+        expect(counts["host"], sum(one.cached for one in hits), "from host memory")
         settle(engine)
         engine.close()
         again = opened(args, kv, directory, None)
         for number, case in enumerate(cases):
             disk.append(ask(again, case.prompt, args.steps, full[number].tokens))
             forget_device(again)
-        expect(again.scheduler.prefix_cache.counts.hit_tokens["disk"], sum(one.cached for one in disk), "from the disk")
+        expect(again.scheduler.prefix_cache.counts.hit_tokens["disk"], sum(one.cached for one in hits), "from the disk")
         found = about(again) | {"kv": kv, "leader": "document" if alone else "document and other text"}
         again.close()
     found |= {"prompts": len(cases), "document": args.document, "steps": args.steps, "cached_tokens": hits[0].cached}
@@ -180,15 +181,34 @@ def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
         yield Case(piece.tokens[: args.document + QUESTION], document + other)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which model, where."""
     parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
-    parser.add_argument("--adapter")
-    parser.add_argument("--rope-theta", type=float)
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
+    parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     parser.add_argument("--device", default="auto", help="(default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What these say, as fields of an engine's config."""
+    return {name: getattr(args, name) for name in ("model", "adapter", "rope_theta", "load_format", "device", "dtype")}
+
+
+def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    """Replaces a CSV file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, *ABOUT], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: show(value) for name, value in row.items()} for row in rows)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
     text = "policies after `full`, which is always measured (default: %(default)s)"
     parser.add_argument("--kv", nargs="+", default=["turbo:dense_below=0", "shadowkv:dense_below=0"], help=text)
     parser.add_argument("--text", nargs="+", type=Path, help="files (default: RULER's essays)")
@@ -199,6 +219,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.document % PAGE:
         parser.error(f"--document {args.document} is not a multiple of {PAGE}")
+    if QUESTION + args.steps <= PAGE:  # it could be gone on with where it is asked again, which is another hit
+        parser.error(f"--steps {args.steps} must be more than {PAGE - QUESTION}")
     return args
 
 
@@ -210,13 +232,9 @@ def main(argv: list[str] | None = None) -> int:
         cases = list(cut(args, engine))
         engine.close()
     full, rows = list[Found](), list[dict[str, Any]]()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     for kv in ("full", *args.kv):
         rows += measure(args, kv, cases, full)
-        with args.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*COLUMNS, *FIGURES, *ABOUT], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({name: show(value) for name, value in row.items()} for row in rows)
+        write_rows(args.out, (*COLUMNS, *FIGURES), rows)
         for row in rows[-5:]:
             print(" ".join(f"{name}={show(row[name])}" for name in (*COLUMNS, *FIGURES)), flush=True)
     return 1 if any(row["pair"].startswith("hit >") and row["largest_logit_difference"] for row in rows) else 0
