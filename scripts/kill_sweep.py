@@ -3,7 +3,8 @@
 Clients ask questions about documents that are compressed, opened by a long question each, whose prompt computes the
 document. What every question is answered, with as much of it cached, says a server that nobody kills, and with nothing
 cached where the policy's answers must not depend on that (``full``). Then a server with a directory is killed
-(SIGKILL) at a random moment, and the next one started on the same directory, so many times:
+(SIGKILL) at a random moment, every other time while a file is being written, and the next one started on the same
+directory, so many times:
 
 - answers must be those, log-probabilities within ``--tolerance``;
 - no token may be computed again that an intact file held when the server started;
@@ -44,7 +45,7 @@ from shadowkv.kvcache.spec import PAGE
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12
 """An opening question is longer than what stays exact behind a document, which is then sealed as its prompt is."""
-LEAST_SECONDS = 0.2
+LEAST_SECONDS, LOOK_SECONDS = 0.2, 0.002
 
 Question = tuple[int, int]
 """A document's number, and that of a question about it; 0 opens it."""
@@ -147,7 +148,7 @@ class Sweep:
         self._serve(None, self.learn)
         held = Held.of(directory)
         for kill in range(self.args.kills):
-            self._serve(directory, lambda client, held=held: self.load(client, held))
+            self._serve(directory, lambda client, held=held: self.load(client, directory, held))
             self.counts["kills"] += 1
             held = self._left(directory, held)
             done = ("answered", "same", "near-ties", "wrong", "computed again", "half-written files")
@@ -188,17 +189,26 @@ class Sweep:
     # -- what servers are asked ------------------------------------------------------------------------------------
 
     async def learn(self, client: SoakClient) -> None:
-        """Answers of a server that has nothing cached, then a document, then the question itself."""
+        """Answers with nothing cached; and, where they depend on that, with a document, then with the question too."""
         for question, messages in self.messages.items():
             self.prompts[question] = (await client.post("/tokenize", {"messages": messages}))["tokens"]
-            for _ in range(2):
-                turn = await client.turn(messages)
-                self.known.setdefault((question, self._cached(turn.cached)), turn.answer)
+        if self.kv == "full":
+            await asyncio.gather(*(self._learn(client, question, cache_prompt=False) for question in self.messages))
+            return
+        for number in range(self.args.documents):
+            await self._learn(client, (number, 0))
+            for first in (1, 0):
+                asked = [(number, question) for question in range(first, self.args.questions)]
+                await asyncio.gather(*(self._learn(client, question) for question in asked))
+
+    async def _learn(self, client: SoakClient, question: Question, **options: Any) -> None:
+        turn = await client.turn(self.messages[question], **options)
+        self.known.setdefault((question, self._cached(turn.cached)), turn.answer)
 
     def _cached(self, tokens: int) -> int:
         return 0 if self.kv == "full" else tokens
 
-    async def load(self, client: SoakClient, held: Held) -> None:
+    async def load(self, client: SoakClient, directory: Path, held: Held) -> None:
         """Clients ask until the server is killed."""
         opened = [asyncio.Lock() for _ in range(self.args.documents)]
         done = set[int]()
@@ -206,10 +216,19 @@ class Sweep:
             asyncio.create_task(self._client(client, held, opened, done, random.Random(self.random.random())))
             for _ in range(self.args.clients)
         ]
-        await asyncio.sleep(self.random.uniform(LEAST_SECONDS, self.args.seconds))
+        await self._moment(directory)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         await asyncio.gather(*clients)
+
+    async def _moment(self, directory: Path) -> None:
+        """Waits for the moment of a kill: any, or every other time one at which a file is half written, if it comes."""
+        if self.counts["kills"] % 2 == 0:
+            await asyncio.sleep(self.random.uniform(LEAST_SECONDS, self.args.seconds))
+            return
+        deadline = time.monotonic() + self.args.seconds
+        while time.monotonic() < deadline and not any(directory.glob(f"{TEMPORARY}*")):
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _client(
         self, client: SoakClient, held: Held, opened: list[asyncio.Lock], done: set[int], draw: random.Random
@@ -292,9 +311,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="requests that run at once (default: %(default)s)")
     parser.add_argument("--cached", type=int, default=2, help="sequences kept on the device (default: %(default)s)")
-    parser.add_argument("--documents", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=5, help="about each (default: %(default)s)")
-    parser.add_argument("--words", type=int, nargs=2, default=(350, 1000), help="of a document (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=12, help="(default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=3, help="about each (default: %(default)s)")
+    parser.add_argument("--words", type=int, nargs=2, default=(300, 800), help="of a document (default: %(default)s)")
     parser.add_argument("--max-model-len", type=int, default=2560, help="(default: %(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
