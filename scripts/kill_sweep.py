@@ -222,12 +222,16 @@ class Sweep:
         await asyncio.gather(*clients)
 
     async def _moment(self, directory: Path) -> None:
-        """Waits for the moment of a kill: any, or every other time one at which a file is half written, if it comes."""
+        """Waits for the moment of a kill: any, or every other time one at which something has been answered and a file
+        is half written, if that comes."""
         if self.counts["kills"] % 2 == 0:
             await asyncio.sleep(self.random.uniform(LEAST_SECONDS, self.args.seconds))
             return
-        deadline = time.monotonic() + self.args.seconds
-        while time.monotonic() < deadline and not any(directory.glob(f"{TEMPORARY}*")):
+        answered, deadline = self.counts["answered"], time.monotonic() + self.args.seconds
+        left = set(directory.glob(f"{TEMPORARY}*"))  # by earlier kills
+        while time.monotonic() < deadline:
+            if self.counts["answered"] > answered and not left.issuperset(directory.glob(f"{TEMPORARY}*")):
+                return
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _client(
