@@ -262,7 +262,7 @@ class Sweep:
             if self.process.poll() is not None or isinstance(error, httpx.HTTPError):
                 self.counts["cut off"] += 1
             else:
-                self.faults.append(f"{type(error).__name__}: {error}"[:300])
+                self.fault(f"{type(error).__name__}: {error}")
             return False
         self.judge(question, turn.cached, turn.answer, held.tokens(self.prompts[question]))
         return True
@@ -273,7 +273,7 @@ class Sweep:
         self.counts.update({"answered": 1, "prompt tokens": tokens, "cached": cached, "held by files": held})
         if cached < held:
             self.counts["computed again"] += held - cached
-            self.faults.append(f"{question}: {cached} of {tokens} tokens cached, files hold {held}")
+            self.fault(f"{question}: {cached} of {tokens} tokens cached, files hold {held}")
         expected = self.known.get((question, self._cached(cached)))
         if expected is None:
             self.counts["cached otherwise"] += 1
@@ -284,7 +284,13 @@ class Sweep:
         self.counts[verdict] += 1
         if verdict == "wrong":
             texts = "".join(answer.tokens), "".join(expected.tokens)
-            self.faults.append("{} wrong by {:.4f}: {!r} for {!r}".format(question, difference, *texts)[:300])
+            where = f"{question} with {cached} tokens cached"
+            self.fault("{} wrong by {:.4f}: {!r} for {!r}".format(where, difference, *texts))
+
+    def fault(self, text: str) -> None:
+        """Notes what must not be."""
+        self.faults.append(text[:300])
+        print(f"{self.kv}: {self.faults[-1]}", file=sys.stderr, flush=True)
 
     def summary(self) -> dict[str, Any]:
         """All figures, and whether all was well."""
@@ -328,6 +334,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Runs it; returns 1 unless all was well."""
     args = parse(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
     results: list[dict[str, Any]] = []
     for kv in args.kv:
         sweep = Sweep(args, kv)
