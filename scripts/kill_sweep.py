@@ -1,17 +1,18 @@
 """Servers that are killed under load, again and again, and started on what they left on the disk: does it serve?
 
-Clients ask questions about documents that are compressed, opened by a long question each, whose prompt computes the
-document. What every question is answered, with as much of it cached, says a server that nobody kills, and with nothing
-cached where the policy's answers must not depend on that (``full``). Compressed, they depend on the company in a batch,
-too, in their last digits at the least: ``--batch 1`` has requests one at a time, others wait. Then a server with a directory is killed
-(SIGKILL) at a random moment, every other time while a file is being written, and the next one started on the same
-directory, so many times:
+Clients ask questions about documents, opened by a long question each, whose prompt computes the document. A server that
+nobody kills says what every question is answered, with as much of it cached; with nothing cached where answers must not
+depend on that (``full``). Compressed, they depend on the company in a batch, too: requests run one at a time, unless
+``--batch`` says otherwise, and others wait.
+
+Then a server with a directory is killed (SIGKILL) at a random moment, every other time while a file is being written,
+and the next one started on the same directory, so many times:
 
 - answers must be those, log-probabilities within ``--tolerance``;
 - no token may be computed again that an intact file held when the server started;
 - no file may be bad, and none may be gone; half-written ones are counted.
 
-    python scripts/kill_sweep.py --kv full turbo --out results/kills.json
+    python scripts/kill_sweep.py --kv full turbo:dense_below=0 --out results/kills.json
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+from held_files import Held
 from soak_answer import Answer, compare
 from soak_client import Lost, SoakClient
 from soak_server import start_server, stop_server
 
-from shadowkv.cache.files import TEMPORARY, SnapshotFile
-from shadowkv.cache.inventory import Inventory
-from shadowkv.cache.pages import PageNames
+from shadowkv.cache.files import TEMPORARY
 from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.files import write_json
 from shadowkv.eval.provenance import provenance
@@ -50,50 +50,6 @@ LEAST_SECONDS, LOOK_SECONDS = 0.2, 0.002
 
 Question = tuple[int, int]
 """A document's number, and that of a question about it; 0 opens it."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """What is in a directory.
-
-    Attributes:
-        origin: what names of pages build on; empty where there is no file.
-        pages: names of the pages that usable files hold.
-        files: names of all files.
-        bad: of those that are not what was written.
-        half_written: temporary ones, and their bytes.
-    """
-
-    origin: str
-    pages: frozenset[str]
-    files: frozenset[str]
-    bad: frozenset[str]
-    half_written: tuple[int, int]
-
-    @classmethod
-    def of(cls, directory: Path) -> Held:
-        """Reads every byte."""
-        inventory = Inventory.of(directory)
-        rows = inventory.rows()
-        bad = inventory.verify([row["name"] for row in rows], lambda count: None).keys() | inventory.bad.keys()
-        pages, origin = set[str](), ""
-        for row in rows:
-            chain = inventory.index.chain(row["name"])
-            if not chain or bad & {entry.name for entry in chain}:
-                continue
-            tokens, origin = list[int](), row["origin"]
-            for entry in chain:
-                with SnapshotFile(directory, entry.name) as file:
-                    tokens[entry.head.start :] = file.token_ids().tolist()
-            pages |= set(PageNames(origin).extend_to(tokens))
-        temporary = [path.stat().st_size for path in directory.glob(f"{TEMPORARY}*")]
-        files = frozenset(row["name"] for row in rows) | frozenset(inventory.bad)
-        return cls(origin, frozenset(pages), files, frozenset(bad), (len(temporary), sum(temporary)))
-
-    def tokens(self, prompt: list[int]) -> int:
-        """How many of a prompt's tokens files hold, but for the last, which is always computed."""
-        names = PageNames(self.origin).extend_to(prompt[:-1]) if self.origin else []
-        return PAGE * next((number for number, name in enumerate(names) if name not in self.pages), len(names))
 
 
 @dataclass
@@ -324,7 +280,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=25, help="of load, at the most (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="requests that run at once (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="requests that run at once (default: %(default)s)")
     parser.add_argument("--cached", type=int, default=2, help="sequences kept on the device (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--questions", type=int, default=3, help="about each (default: %(default)s)")

@@ -6,7 +6,8 @@ import json
 
 import kill_sweep
 import pytest
-from kill_sweep import Held, Sweep
+from held_files import Held
+from kill_sweep import Sweep
 from soak_answer import Answer
 from tiny_model import tiny_model
 
