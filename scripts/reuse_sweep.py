@@ -45,6 +45,8 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace")
+COMPARED = ("shared", "one-by-one", "trace")
+"""Cases that there are without reuse, too."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     rows, well = Rows(args.out, REUSE), True
     for cell in combinations(args):
         for case in args.cases:
-            for reuse in args.reuse if case in ("shared", "trace") else ["on"]:
+            for reuse in args.reuse if case in COMPARED else ["on"]:
                 for tokens in args.restored if case in ("restore", "disk") else [args.document]:
                     cell |= {"case": case, "reuse": reuse, "tokens": tokens}
                     cell["replayed_density"] = replayed_density(args.replay[0], tokens)

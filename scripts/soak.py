@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from soak_answer import Answer
+from soak_answer import Answer, compare
 from soak_client import Lost, Turn
 from soak_health import HealthProbe
 from soak_hostile import HostileClients
@@ -164,19 +164,8 @@ class Soak(HostileClients):
         """Counts an answer as the same as expected, as a near-tie, or as wrong."""
         if answer.finish_reason is None or len(answer.tokens) != len(answer.logprobs):
             raise Lost("the answer is not whole")
-        difference, verdict = 0.0, "same" if len(answer.tokens) == len(expected.tokens) else "wrong"
-        for token, other, top, one, two in zip(
-            answer.tokens, expected.tokens, expected.top, answer.logprobs, expected.logprobs, strict=False
-        ):
-            if token != other:
-                # Both may be off by the tolerance: so far apart may two tokens be that change places.
-                close = two - top.get(token, float("-inf")) < 2 * self.args.tolerance
-                verdict = "near-ties" if close else "wrong"
-                break
-            difference = max(difference, abs(one - two))
+        verdict, difference = compare(expected, answer, self.args.tolerance)
         self.largest_difference = max(self.largest_difference, difference)
-        if difference > self.args.tolerance:
-            verdict = "wrong"
         self.counts[verdict] += 1
         if verdict == "wrong":
             texts = "".join(answer.tokens), "".join(expected.tokens)

@@ -29,3 +29,22 @@ class Answer:
         steps = choice["logprobs"]["content"]
         top = [{other["token"]: other["logprob"] for other in step["top_logprobs"]} for step in steps]
         return cls([step["token"] for step in steps], [step["logprob"] for step in steps], top, choice["finish_reason"])
+
+
+def compare(expected: Answer, answer: Answer, tolerance: float) -> tuple[str, float]:
+    """Whether an answer is the "same" as expected, one of two "near-ties", or "wrong"; and by how much
+    log-probabilities differ before the first other token.
+
+    The same are within ``tolerance``; where two tokens were that close, rounding may have chosen the other one.
+    """
+    difference, verdict = 0.0, "same" if len(answer.tokens) == len(expected.tokens) else "wrong"
+    for token, other, top, one, two in zip(
+        answer.tokens, expected.tokens, expected.top, answer.logprobs, expected.logprobs, strict=False
+    ):
+        if token != other:
+            # Both may be off by the tolerance: so far apart may two tokens be that change places.
+            close = two - top.get(token, float("-inf")) < 2 * tolerance
+            verdict = "near-ties" if close else "wrong"
+            break
+        difference = max(difference, abs(one - two))
+    return "wrong" if difference > tolerance else verdict, difference

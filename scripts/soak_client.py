@@ -71,9 +71,9 @@ class SoakClient:
         answer.add(reply["choices"][0])
         return cached_tokens(reply), answer
 
-    async def turn(self, messages: list[dict[str, str]]) -> Turn:
+    async def turn(self, messages: list[dict[str, str]], **more: Any) -> Turn:
         """A chat's next turn."""
-        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 5}
+        options = {"max_tokens": TURN_TOKENS, "temperature": 0, "logprobs": True, "top_logprobs": 5, **more}
         reply = await self.post("/v1/chat/completions", {"messages": messages, **options})
         return Turn(messages, cached_tokens(reply), Answer.of_chat(reply["choices"][0]))
 

@@ -20,27 +20,44 @@ TIMEOUTS = {"client_header_timeout": 2, "client_body_timeout": 2, "send_timeout"
 STOP_SECONDS = 60
 
 
+def start_server(values: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
+    """A server with these flags that is ready, and its URL; raises SystemExit where it does not start."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    command = [sys.executable, "-m", "shadowkv.serve", "--port=0", *flags]
+    # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
+    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    assert process.stdout is not None
+    try:
+        ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+    except BaseException:
+        process.kill()
+        raise
+    if ready is None:
+        process.wait()
+        raise SystemExit("the server did not start")
+    return process, ready.split()[1].removesuffix("/v1")
+
+
+def stop_server(process: subprocess.Popen[str]) -> None:
+    """Tells a server to end; raises SystemExit where it does not end as it is told to."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.returncode != 128 + signal.SIGTERM:
+        raise SystemExit(f"the server ended with {process.returncode}")
+
+
 @contextmanager
 def own_server(kv: str, max_body_mib: float) -> Iterator[str]:
     """URL of a server with the tiny model, that policy and bodies up to that length; it must end as it is told to."""
     with tiny_model() as folder:
-        values = {**SERVER, "kv": kv, **TIMEOUTS, "max_body_mib": max_body_mib}
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-        command = [sys.executable, "-m", "shadowkv.serve", "--port=0", f"--model={folder}", *flags]
-        # Tiny tensors gain nothing from a second thread. In a session of its own: Ctrl-C is for us.
-        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        process, url = start_server({"model": folder, **SERVER, "kv": kv, **TIMEOUTS, "max_body_mib": max_body_mib})
+        with process:
             try:
-                assert process.stdout is not None
-                ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
-                if ready is None:
-                    raise SystemExit("the server did not start")
-                yield ready.split()[1].removesuffix("/v1")
+                yield url
             finally:
-                process.terminate()
-                try:
-                    process.wait(STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        if process.returncode != 128 + signal.SIGTERM:
-            raise SystemExit(f"the server ended with {process.returncode}")
+                stop_server(process)

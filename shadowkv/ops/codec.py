@@ -118,7 +118,7 @@ class RowCodec(ABC):
         """Rows float32 [..., dim] of what ``encode`` returns; without a rotation they stay rotated."""
 
     def lane_levels(self, dim: int, device: torch.device) -> Tensor | None:
-        """What codes stand for in rotated rows of ``dim`` dimensions, in units of a row's scale: float32 [2 ** bits]; None
+        """What codes stand for in rotated rows of ``dim`` dimensions, in units of the scale, float32 [2 ** bits]; None
         where they do not lie in lanes (``shadowkv.kvcache.codecs.packing``)."""
         return None
 

@@ -184,13 +184,14 @@ def test_reuse_is_measured_in_every_tier(model, tmp_path, in_this_process):
     flags = ["--model", str(model), *TINY, "--kv", "full", *sizes, *trace, "--kv-offload-gib", "0.05"]
     assert reuse_sweep.main([*flags, "--reuse", "on", "off", "--disk", str(tmp_path / "disk"), "--out", str(out)]) == 0
     rows = {(row["case"], row["reuse"]): row for row in read(out)}
-    cases = [("shared", "on"), ("shared", "off"), ("one-by-one", "on"), ("restore", "on"), ("disk", "on")]
-    assert list(rows) == [*cases, ("trace", "on"), ("trace", "off")]
+    compared = [(case, reuse) for case in ("shared", "one-by-one", "trace") for reuse in ("on", "off")]
+    assert list(rows) == [*compared[:4], ("restore", "on"), ("disk", "on"), *compared[4:]]
     # Of three prompts of 356 tokens two find 256; of one of 256 tokens 192 can be found.
     for name, tier, rate in (
         (("shared", "on"), "device", 2 * 256 / (3 * 356)),
         (("shared", "off"), "device", 0),
         (("one-by-one", "on"), "host", 256 / 356),
+        (("one-by-one", "off"), "host", 0),
         (("restore", "on"), "host", 0.75),
         (("disk", "on"), "disk", 0.75),
     ):
