@@ -60,7 +60,7 @@ class Chains:
         return bool(self.arriving or self._fetching)
 
     @property
-    def futures(self) -> list[Future[None]]:
+    def futures(self) -> list[Future[float]]:
         """What is being read."""
         return [node.copy.fetching for node in self._fetching if node.copy and node.copy.fetching]
 
@@ -169,11 +169,12 @@ class Chains:
             if copy.fetching is not None and copy.fetching.done():
                 self._fetched(node, copy, copy.fetching)
 
-    def _fetched(self, node: Node, copy: Copy, done: Future[None]) -> None:
-        copy.fetching, seconds = None, time.monotonic() - self._fetching.pop(node)
+    def _fetched(self, node: Node, copy: Copy, done: Future[float]) -> None:
+        copy.fetching = None
+        del self._fetching[node]
         if done.cancelled() or done.exception() is not None:
             copy.entry = None  # the disk tier has said why
         else:
             copy.ready = copy.fetched = True
-            self._speeds.disk(copy.header.nbytes, seconds)
+            self._speeds.disk(copy.header.nbytes, done.result())
         self._copies.leave(node)

@@ -37,7 +37,7 @@ class Copy:
     users: int = 0
     fetched: bool = False
     evicted: bool = False
-    fetching: Future[None] | None = None
+    fetching: Future[float] | None = None
     writing: Future[bool] | None = None
 
     @property

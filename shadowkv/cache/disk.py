@@ -119,8 +119,8 @@ class DiskTier:
 
         return self._token_reader.submit(self._using, entry, ids)
 
-    def read(self, entry: Entry, buffers: Sequence[Buffer], token_ids: TokenIds) -> Future[None]:
-        """Fills ``buffers`` with the bytes of all layers of an entry.
+    def read(self, entry: Entry, buffers: Sequence[Buffer], token_ids: TokenIds) -> Future[float]:
+        """Fills ``buffers`` with the bytes of all layers of an entry; returns the seconds since it was asked for.
 
         ``token_ids`` are those that it must be of, from ``start`` to ``length``. What the buffers hold is true only if
         the future raises nothing; they are the caller's again when it is done. It raises SnapshotGone if the file is
@@ -133,7 +133,7 @@ class DiskTier:
             file.expect(token_ids)
             file.read_into(buffers, self._readers)
 
-        def restore() -> None:
+        def restore() -> float:
             try:
                 self._using(entry, fill)
             except BaseException:
@@ -142,6 +142,7 @@ class DiskTier:
             seconds = time.monotonic() - asked
             self._counts.add(hits=1, restored_bytes=entry.head.nbytes, restore_seconds=seconds)
             self._touch(entry)
+            return seconds
 
         return self._restorer.submit(restore)
 

@@ -110,7 +110,7 @@ class PrefixCache:
             if (way := lower.chain(node, end)) is None:
                 continue
             steps, sequence = way
-            computing = self.speeds.prefill.seconds * (end * PAGE - reached)
+            computing = self.speeds.computing_seconds(end * PAGE - reached)
             if lower.seconds(steps) > computing:
                 continue
             try:

@@ -5,6 +5,9 @@ from __future__ import annotations
 NEW = 0.3
 """Weight of the last measurement."""
 
+LONG = 1024
+"""New tokens of prompts from which on speed is told by them: fewer take as long as launching what they need."""
+
 
 class Rate:
     """Seconds a unit, of late; a guess until something has been measured."""
@@ -21,19 +24,27 @@ class Rate:
 
 
 class Speeds:
-    """Of computing prompts, and of the ways from host memory and from disk.
-
-    Attributes:
-        prefill: of a prompt's token.
-    """
+    """Of computing prompts, and of the ways from host memory and from disk."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Guesses again."""
-        self.prefill = Rate(1e-3)
+        self._prefill = Rate(1e-3)
         self._host, self._disk = Rate(1 / 20e9), Rate(1 / 1e9)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Prompts that were computed together. Short ones count until there is a long one: their tokens seem to take
+        longer than they do, but a guess may be further off."""
+        if tokens >= LONG:
+            self._prefill.add(tokens, seconds)
+        elif tokens and not self._prefill.measured:
+            self._prefill.seconds = seconds / tokens
+
+    def computing_seconds(self, tokens: int) -> float:
+        """Of computing tokens of a prompt."""
+        return tokens * self._prefill.seconds
 
     def host(self, nbytes: int, seconds: float) -> None:
         """Bytes that came from host memory."""

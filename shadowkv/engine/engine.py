@@ -52,9 +52,6 @@ PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
 """What prefill gets at the least, in decode steps, where these take so long that little is left of the gap: full
 batches soon pay for the wait."""
 
-MEASURED_TOKENS = 1024
-"""New tokens of a prefill from which on its speed is told by them: fewer take as long as launching what they need."""
-
 IDLE_PREFILL_SECONDS = 0.1
 """The same while nothing decodes: aborts and Ctrl-C are seen between steps."""
 
@@ -261,9 +258,7 @@ class Engine:
         done = prefill.rows
         self.scheduler.computed(done)
         new = sum(len(one.request.prompt_token_ids) - one.request.cached_tokens for one in done)
-        if new >= MEASURED_TOKENS:
-            seconds = time.monotonic() - (done[0].request.times.scheduled or 0.0)
-            self.scheduler.prefix_cache.speeds.prefill.add(new, seconds)
+        self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
         rows = [row for row, one in enumerate(done) if one.request.request_id not in self._aborted]
         for one in done:
             if one.request.request_id in self._aborted:

@@ -124,7 +124,7 @@ def test_a_disk_that_hangs_is_not_waited_for(make: Any, tmp_path: Path, monkeypa
     while engine.scheduler.prefix_cache.opening:
         pass
     disk.go_on.clear()
-    engine.scheduler.prefix_cache.speeds.prefill.seconds = 1e-3
+    monkeypatch.setattr("shadowkv.cache.speeds.Speeds.computing_seconds", lambda _, tokens: tokens * 1e-3)
     began = time.monotonic()
     engine.add_request("x", QUESTION, GREEDY)
     outputs = drain(engine)
