@@ -31,9 +31,10 @@ PRESETS: dict[str, KVSpec] = {
     "infinigen": KVSpec(index="skewed", chunk=1),
     # The oracle: the tokens with the largest exact scores, what every index above tries to find.
     "exact-top-k": KVSpec(index="exact", chunk=1),
-    # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own;
-    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit"),
-    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit"),
+    # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own
+    # and keys without their mean;
+    "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", centred=True),
+    "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", centred=True),
     # its block format of llama.cpp; levels in 4 bits whose rows keep their norms; and 8-bit floats, their baseline.
     "tq3_0": KVSpec(keys="tq3_0", values="tq3_0"),
     "polar-int4": KVSpec(keys="polar-int4", values="polar-int4"),
