@@ -221,9 +221,8 @@ class DiskTier:
                 f"what is saved as {name!r} is of another model or policy (key {save.key[:10]}, this server's is "
                 f"{self.key.digest[:10]})"
             )
-        for snapshot in save.snapshots:
-            if self._index.get(snapshot) is None:
-                self._scanner.look(snapshot)
+        for snapshot in save.snapshots:  # known ones, too: another server may have written it anew, or a read failed
+            self._scanner.look(snapshot)
         chain = self._index.chain(save.snapshots[-1])
         if not chain:
             raise UnknownName(f"what was saved as {name!r} is not all there any more; save it anew")

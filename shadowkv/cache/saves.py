@@ -185,7 +185,7 @@ class Saves:
             return NotDone(f"what is saved as {one.name!r} cannot be read; the server's log says why")
         stops = [*(node.first for node in nodes[1:]), save.tokens // PAGE]
         steps = [Step(node, stop) for node, stop in zip(nodes, stops, strict=True)]
-        if self._chains.fetch(steps, MOST_FETCH_SECONDS):
+        if self._chains.fetch(steps, MOST_FETCH_SECONDS) == 0.0:
             return Saved(save.tokens, sum(entry.file_bytes for entry in chain))
         if any(node.copy is not None and node.copy.fetching is not None for node in nodes):
             return None  # for as long as whoever has asked is patient

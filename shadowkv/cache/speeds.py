@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shadowkv.kvcache.spec import PAGE
+
 NEW = 0.3
 """Weight of the last measurement."""
 
@@ -36,10 +38,11 @@ class Speeds:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Prompts that were computed together. Short ones count until there is a long one: their tokens seem to take
-        longer than they do, but a guess may be further off."""
+        longer than they do, but a guess may be further off. Less than a page is what is left of a prompt that was
+        cached, and tells nothing."""
         if tokens >= LONG:
             self._prefill.add(tokens, seconds)
-        elif tokens and not self._prefill.measured:
+        elif tokens >= PAGE and not self._prefill.measured:
             self._prefill.seconds = seconds / tokens
 
     def computing_seconds(self, tokens: int) -> float:

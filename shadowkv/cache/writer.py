@@ -103,6 +103,9 @@ class Writer:
         # On this thread nothing is evicted meanwhile; another server may have just before it saw the name.
         self._check_there(save)
         self._names.write(name, save)
+        for snapshot in save.snapshots:  # one that is evicting, and has not seen the name, sees that they are used
+            with suppress(OSError):
+                self._files.touch(self._directory / file_name(snapshot), time.time())
         self._check_there(save)
         with suppress(OSError):  # it is there; how much names keep is known a little later then
             self._names.refresh()

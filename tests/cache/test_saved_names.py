@@ -98,6 +98,28 @@ def test_what_another_server_has_named_is_not_evicted(tmp_path):
         assert mine.lookup(first.name) is not None
 
 
+def test_what_another_server_names_while_this_one_evicts_stays(tmp_path):
+    class Watched(FileSystem):
+        """Another server gives a file a name while this one, which has not seen it, removes the file before that."""
+
+        evicted = ""
+
+        def remove(self, path):
+            if path.name == self.evicted:
+                keep(others, "theirs", named)
+            super().remove(path)
+
+    disk = Watched()
+    with opened(tmp_path, 3 * SIZE, files=disk, watch_seconds=60) as mine, opened(tmp_path) as others:
+        oldest, named, newest = (put(mine, prompt(seed, 128)) for seed in range(3))
+        while not others.lookup(named.name):
+            time.sleep(0.01)
+        disk.evicted = oldest.file_name
+        large = put(mine, prompt(3, 128), layers=6)
+        assert mine.lookup(large.name) and mine.lookup(oldest.name) is mine.lookup(newest.name) is None
+        assert (tmp_path / named.file_name).exists()
+
+
 def test_a_name_for_what_has_just_been_removed_is_refused(tmp_path):
     with opened(tmp_path) as tier:
         head = put(tier, IDS[:128])

@@ -18,6 +18,13 @@ def test_short_prompts_correct_the_guess_until_there_is_a_long_one() -> None:
     assert speeds.computing_seconds(1000) == pytest.approx(0.1)
 
 
+def test_what_is_left_of_a_cached_prompt_tells_nothing() -> None:
+    speeds = Speeds()
+    speeds.computed(900, 0.07)
+    speeds.computed(1, 0.004)
+    assert speeds.computing_seconds(900) == pytest.approx(0.07)
+
+
 def test_the_last_measurements_count_most() -> None:
     speeds = Speeds()
     for seconds in (1.0, 1.0, 2.0):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from cached_server import MODEL, serving
 from fake_engine import FakeEngine
 from http_server import http_server
 
@@ -88,3 +91,17 @@ def run(engine: FakeEngine, tmp_path: Path) -> Callable[..., int]:
 
     go.files = files
     return go
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights are drawn."""
+    directory = tmp_path_factory.mktemp("tiny")
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return directory
+
+
+@pytest.fixture
+def serve(tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Serves the tiny model, with files in ``cache`` unless told otherwise."""
+    return partial(serving, tiny_model, tmp_path / "cache")

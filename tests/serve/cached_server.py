@@ -1,0 +1,94 @@
+"""A server of a real engine with a tiny model, whose prefix cache has all tiers, and a client that asks it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from http_server import http_server
+
+from shadowkv.engine.async_engine import AsyncEngine
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.api import build_app
+from shadowkv.serve.settings import ServerSettings
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 1,
+}
+OFFLOAD = 0.03125
+
+
+def tokens(seed: int, length: int = 300) -> list[int]:
+    return random.Random(seed).choices(range(2, 256), k=length)
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, url: str, engine: AsyncEngine) -> None:
+        self.engine, self.http = engine, httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def done(self, path: str, **body: Any) -> dict[str, Any]:
+        answer = self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def cached(self, prompt: list[int] | str, **body: Any) -> int:
+        """Cached tokens of a prompt."""
+        answer = self.done("/v1/completions", prompt=prompt, max_tokens=1, **body)
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        (line,) = [one for one in lines if one.startswith(f"shadowkv:prefix_cache_{name}{{") and 'tier="disk"' in one]
+        return float(line.split()[-1])
+
+    def forget_above_the_disk(self) -> None:
+        """Evicts all that is kept on the device and in host memory."""
+        done = threading.Event()
+
+        def forget() -> None:
+            cache = self.engine.engine.scheduler.prefix_cache
+            while cache.busy:
+                cache.advance(idle=True)
+            while cache.evict():
+                pass
+            for node in [node for node in cache.lower.copies.nodes if node.copy.slabs is not None]:
+                cache.lower.copies.leave_host(node)
+            done.set()
+
+        self.engine._commands.put(forget)
+        assert done.wait(20)
+
+
+@contextmanager
+def serving(model: Path, directory: Path, settings: ServerSettings | None = None, **options: Any) -> Iterator[Client]:
+    """Serves a model, with files in ``directory`` unless told otherwise."""
+    given = {"kv": "full", "kv_offload_gib": OFFLOAD, "kv_disk_dir": str(directory), "max_num_seqs": 4}
+    config = EngineConfig(model=str(model), load_format="dummy", device="cpu", **{**given, **options})
+    engine = AsyncEngine(config)
+    engine.start()
+    try:
+        with http_server(build_app(engine, "tiny", settings)) as url:
+            client = Client(url, engine)
+            with client.http:
+                yield client
+    finally:
+        engine.shutdown(20)
