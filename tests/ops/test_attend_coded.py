@@ -161,3 +161,16 @@ def test_sixteen_bit_queries_are_no_further_off_than_twice_the_reference(backend
         for op, x in ((backend, q), (reference, q.float()), (reference, q))
     )
     assert found.dtype == torch.float64 and (found - exact).norm() <= 2 * (low - exact).norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
+def test_positions_may_end_where_rows_do(backend: ModuleType, seed: int) -> None:
+    """A short row far behind has as wide a page table as the longest."""
+    stored, weighed = Stored("rotated-4bit", 2, 64, 1, TURNS), Stored("rotated-4bit", 2, 64, 1)
+    q, begin = torch.randn(len(ENDS), 6, 64, device=DEVICE), torch.zeros_like(stored.end)
+    assert isinstance(stored.source, CentredKeys)
+    keys = replace(stored.source, first=stored.source.first.flip(0))
+    wanted = backend.attend_coded(q, keys, weighed.source, begin, stored.end)
+    ending = replace(keys, rotary=RotaryTables(TURNS, int((keys.first + stored.end).max()), DEVICE))
+    found = backend.attend_coded(q, ending, weighed.source, begin, stored.end)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
