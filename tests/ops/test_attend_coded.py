@@ -174,3 +174,19 @@ def test_positions_may_end_where_rows_do(backend: ModuleType, seed: int) -> None
     ending = replace(keys, rotary=RotaryTables(TURNS, int((keys.first + stored.end).max()), DEVICE))
     found = backend.attend_coded(q, ending, weighed.source, begin, stored.end)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
+def test_small_values_of_little_weight_count_beside_a_large_one(backend: ModuleType, seed: int) -> None:
+    """One token has e^11 times the weight of each of the others, and the value 0."""
+    keys = torch.zeros(1, 1, 64, 1, 64, device=DEVICE).bfloat16()
+    keys[:, :, 7], q = 1, torch.full((1, 1, 64), 11 / 8, device=DEVICE).bfloat16()
+    rows, rotation = 0.02 * torch.randn(1, 1, 64, 64, device=DEVICE), random_rotation(64, "values").to(DEVICE)
+    rows[:, :, 7] = 0
+    codec, pages = ROW_CODECS["rotated-4bit"], torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    codes, scale = codec.encode(rows, rotation)
+    source = CodedRows(codes.unflatten(2, (64, 1)), scale, codec, 64, rotation, pages)
+    begin, end = torch.tensor([[0], [64]], device=DEVICE)
+    out, _ = backend.attend_coded(q, DenseRows(keys, pages), source, begin, end)
+    expected = codec.decode(codes, scale, rotation, 64)[0].sum(1) / (math.exp(11) + 63)
+    assert (out[0].float() - expected).norm() < 0.01 * expected.norm()

@@ -217,8 +217,14 @@ def _attend_coded(
         if VALUE_BITS > 0:
             name = tl.load(value_scale_pages + row * pages + page)
             scale = tl.load(value_scale + name * value_scale_page + head * 64 + token).to(tl.float32)
-            weights *= tl.where(lives, scale, 0.0)[None, :]
-        weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
+            scale = tl.where(lives, scale, 0.0)
+            # In units of the largest, so that small weights of small rows do not vanish in float16.
+            largest = tl.max(scale, 0)
+            largest = tl.where(largest > 0, largest, 1.0)
+            weights *= (scale / largest)[None, :]
+            weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee") * largest
+        else:
+            weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
         acc = acc * faded[:, None] + weighed
     found = total > 0
     acc = acc / tl.where(found, total, 1.0)[:, None]
