@@ -90,8 +90,8 @@ struct Chunks {
 
 bool is_latents(int64_t id) { return id >= codec::kLatentDense && id <= codec::kLatentInt4; }
 
-// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1], a rotation and levels of codes. With slots the chunks are in a
-// buffer, and places are its entries; else pages.
+// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1], a rotation and levels of codes. With slots the
+// chunks are in a buffer, and places are its entries; else pages.
 struct Axis {
   std::string name;  // of one: key or value
   int64_t codec;
@@ -291,12 +291,12 @@ void attend(const SelectedArguments& in, const Tensor& q, Tensor& out, Tensor& l
 std::tuple<Tensor, Tensor> attend_selected(
     const Tensor& q, const Tensor& selected, const optional<Tensor>& log_weight, int64_t key_codec, const Tensor& keys,
     const Tensor& key_pages, const optional<Tensor>& key_scale, const optional<Tensor>& key_scale_pages,
-    const optional<Tensor>& key_rotation, const optional<Tensor>& key_levels, const optional<Tensor>& basis, const optional<Tensor>& mean,
-    const optional<Tensor>& key_slots, const optional<Tensor>& key_first, const optional<Tensor>& cos,
-    const optional<Tensor>& sin, bool interleaved, int64_t value_codec, const Tensor& values,
-    const Tensor& value_places, const optional<Tensor>& value_scale, const optional<Tensor>& value_scale_pages,
-    const optional<Tensor>& value_rotation, const optional<Tensor>& value_levels,
-    const optional<Tensor>& value_slots) {
+    const optional<Tensor>& key_rotation, const optional<Tensor>& key_levels, const optional<Tensor>& basis,
+    const optional<Tensor>& mean, const optional<Tensor>& key_slots, const optional<Tensor>& key_first,
+    const optional<Tensor>& cos, const optional<Tensor>& sin, bool interleaved, int64_t value_codec,
+    const Tensor& values, const Tensor& value_places, const optional<Tensor>& value_scale,
+    const optional<Tensor>& value_scale_pages, const optional<Tensor>& value_rotation,
+    const optional<Tensor>& value_levels, const optional<Tensor>& value_slots) {
   SelectedArguments in(q, selected, log_weight);
   if (is_latents(key_codec)) in.set_basis(needed(basis, "basis"));
   if (mean) in.set_mean(*mean);

@@ -183,7 +183,8 @@ static SHADOWKV_INLINE float weigh(float* scores, int64_t rows, float* peak, flo
 template <int N, typename T>
 static void attend_tile(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim,
-    const float* log_weight, const float* added, bool fetch_values, float* scores, float* scale, float* peak, float* sum, float* out) {
+    const float* log_weight, const float* added, bool fetch_values, float* scores, float* scale, float* peak,
+    float* sum, float* out) {
   score_keys<N>(q, k, k_row, fetch_values ? v : nullptr, v_row, rows, dim, scores);
   for (int n = 0; n < N; ++n) {
     if (log_weight != nullptr)

@@ -300,8 +300,8 @@ class KVCache:
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called with layer, rotated queries [R, H_q, d], the batch and what the index selects in a decode step; what
-        it returns is attended to. To be set before the first step: captured graphs go on with what they were made
-        with."""
+        it returns is attended to; not where nothing is selected (``KVSpec.attends_with``). To be set before the
+        first step: captured graphs go on with what they were made with."""
         return self.decode.hook
 
     @selection_hook.setter

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import OURS
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts.coded import CodedKeys
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows
 from shadowkv.ops.case import Case
@@ -115,6 +117,21 @@ def test_a_sequence_goes_on_in_another_cache_as_in_its_own(kv: str) -> None:
         decode(cache, [stream])
         decode(other, [twin])
     assert torch.equal(stream.output()[300:], twin.output())
+
+
+def test_no_copy_of_a_prompt_is_made_where_nothing_is_learned_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, centred = [], CodedKeys._centred
+
+    def watched(part: CodedKeys, store: Store, layers: slice, states: Tensor, rotated: Tensor, first: Tensor) -> Tensor:
+        seen.append(rotated.shape[2])
+        return centred(part, store, layers, states, rotated, first)
+
+    monkeypatch.setattr(CodedKeys, "_centred", watched)
+    for name, longest in (("lloyd-4bit", 64), ("fp8", 300)):
+        seen.clear()
+        cache = make_cache(KVSpec(keys=name, centred=True))
+        prefill(cache, [(Stream(0, cache.allocate(300, 400)), 300)])
+        assert max(seen) == longest
 
 
 def test_more_bits_are_closer_to_plain_attention() -> None:

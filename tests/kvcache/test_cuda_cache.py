@@ -41,7 +41,10 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
     return [stream.output().float() for stream in streams]
 
 
-@pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:drawn=0.0", "turbo:chunk=4,drawn=0.25"])
+CHANGED = ["turbo:drawn=0.0", "turbo:chunk=4,drawn=0.25", "turboquant-4:centred=true", "turboquant-3:place=host"]
+
+
+@pytest.mark.parametrize("kv", [*sorted(PRESETS), *CHANGED])
 def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Any basis of a subspace is as good as any other, but rounds its latents differently: both take the same.
     got = run(kv, {"low_rank_basis": "reference"}, monkeypatch)

@@ -161,3 +161,32 @@ def test_sixteen_bit_queries_are_no_further_off_than_twice_the_reference(backend
         for op, x in ((backend, q), (reference, q.float()), (reference, q))
     )
     assert found.dtype == torch.float64 and (found - exact).norm() <= 2 * (low - exact).norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
+def test_positions_may_end_where_rows_do(backend: ModuleType, seed: int) -> None:
+    """A short row far behind has as wide a page table as the longest."""
+    stored, weighed = Stored("rotated-4bit", 2, 64, 1, TURNS), Stored("rotated-4bit", 2, 64, 1)
+    q, begin = torch.randn(len(ENDS), 6, 64, device=DEVICE), torch.zeros_like(stored.end)
+    assert isinstance(stored.source, CentredKeys)
+    keys = replace(stored.source, first=stored.source.first.flip(0))
+    wanted = backend.attend_coded(q, keys, weighed.source, begin, stored.end)
+    ending = replace(keys, rotary=RotaryTables(TURNS, int((keys.first + stored.end).max()), DEVICE))
+    found = backend.attend_coded(q, ending, weighed.source, begin, stored.end)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
+def test_small_values_of_little_weight_count_beside_a_large_one(backend: ModuleType, seed: int) -> None:
+    """One token has e^11 times the weight of each of the others, and the value 0."""
+    keys = torch.zeros(1, 1, 64, 1, 64, device=DEVICE).bfloat16()
+    keys[:, :, 7], q = 1, torch.full((1, 1, 64), 11 / 8, device=DEVICE).bfloat16()
+    rows, rotation = 0.02 * torch.randn(1, 1, 64, 64, device=DEVICE), random_rotation(64, "values").to(DEVICE)
+    rows[:, :, 7] = 0
+    codec, pages = ROW_CODECS["rotated-4bit"], torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    codes, scale = codec.encode(rows, rotation)
+    source = CodedRows(codes.unflatten(2, (64, 1)), scale, codec, 64, rotation, pages)
+    begin, end = torch.tensor([[0], [64]], device=DEVICE)
+    out, _ = backend.attend_coded(q, DenseRows(keys, pages), source, begin, end)
+    expected = codec.decode(codes, scale, rotation, 64)[0].sum(1) / (math.exp(11) + 63)
+    assert (out[0].float() - expected).norm() < 0.01 * expected.norm()

@@ -66,6 +66,17 @@ def nothing_to_append(ops: Ops) -> None:
     unchanged(ops.append_tokens, k, v)(none, none, whole(0), rope(), k, v, whole(0), whole(0))
 
 
+def nothing_to_attend_to(ops: Ops) -> None:
+    rows = DenseRows(floats(N, H, 8, 8, D), whole(B, 1))
+    nothing = ((B, H * G, D), 0.0), ((B, H * G), -math.inf)
+    returns(ops.attend_coded(floats(B, H * G, D), rows, rows, whole(B), whole(B)), *nothing)
+    none = DenseRows(rows.rows, whole(B, 0))
+    returns(ops.attend_coded(floats(B, H * G, D), none, none, whole(B), whole(B)), *nothing)
+    nobody = DenseRows(rows.rows, whole(0, 1))
+    shapes = ((0, H * G, D), None), ((0, H * G), None)
+    returns(ops.attend_coded(floats(0, H * G, D), nobody, nobody, whole(0), whole(0)), *shapes)
+
+
 def nothing_selected(ops: Ops) -> None:
     source = DenseRows(floats(N, H, 8, 8, D), whole(B, N))
     for rows in (B, 0):
@@ -177,6 +188,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ops.add_rms_norm(floats(0, D), floats(0, D), floats(D), 1e-5), ((0, D), None), ((0, D), None)
     ),
     "append_tokens": nothing_to_append,
+    "attend_coded": nothing_to_attend_to,
     "attend_selected": nothing_selected,
     "chunk_mean_scores": no_landmarks,
     "draw_tokens": lambda ops: returns(

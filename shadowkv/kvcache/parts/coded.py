@@ -120,7 +120,8 @@ class CodedKeys(CodedPart, KeyPart):
         rotated = tokens.rotated
         if self.spec.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
-            rotated = self._centred(store, layers, states, rotated, tokens.first)
+            if self.learned_fields():  # else nothing would be read of a float32 copy of all tokens
+                rotated = self._centred(store, layers, states, rotated, tokens.first)
         self.fit_rows(store, layers, states, rotated)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:

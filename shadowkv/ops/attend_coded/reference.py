@@ -24,8 +24,8 @@ def attend_coded(
         q: [B, H_q, d].
         keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
         values: where the values are.
-        begin, end: int64 [B], multiples of a chunk's tokens, at most the 64 P that the page tables name; nothing is
-            attended to where they are the same.
+        begin, end: int64 [B], multiples of a chunk's tokens, ends at most the 64 P that the page tables name; nothing
+            is attended to where a row's end is not behind its begin.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
@@ -67,7 +67,8 @@ def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
         place: int64 [n], tokens of the rows.
     """
     along, across, rest = turned_products(q, keys.mean[keys.slots].unsqueeze(2).to(q.dtype), keys.rotary)
-    positions = keys.first[:, None] + place
+    # Behind a row's end there may be no more positions.
+    positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
     return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
 

@@ -10,6 +10,7 @@ pages.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -112,13 +113,8 @@ class _Form:
         self.bits, self.rotation, self.scale = len(table).bit_length() - 1, source.rotation, source.scale
         self.table = table.to(exact)
         self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
-        places = 8 // (1 if self.bits == 3 else self.bits)
-        run = dim // 8 // places  # bytes of a lane
-        block = triton.next_power_of_2(8 * run)
-        self.columns = block * places
-        byte = torch.arange(block, device=self.table.device)[:, None]
-        at = 8 * (byte % run * places + torch.arange(places, device=byte.device)) + byte // run
-        self.order = at.masked_fill(byte >= 8 * run, dim).flatten()
+        self.order = _lane_order(dim, self.bits, self.table.device)
+        self.columns = len(self.order)
 
     def ordered(self, q: Tensor) -> Tensor:
         """Queries [..., d] as they are multiplied with rows, [..., columns]."""
@@ -132,6 +128,17 @@ class _Form:
         back[..., self.order] = out
         rows = back[..., : self.dim]
         return rows if self.rotation is None else rows @ self.rotation.T
+
+
+@cache
+def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
+    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for columns that are none. It is kept: in
+    captured steps it would be computed anew in every layer."""
+    places = 8 // (1 if bits == 3 else bits)
+    run = dim // 8 // places  # bytes of a lane
+    byte = torch.arange(triton.next_power_of_2(8 * run), device=device)[:, None]
+    at = 8 * (byte % run * places + torch.arange(places, device=device)) + byte // run
+    return at.masked_fill(byte >= 8 * run, dim).flatten()
 
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
@@ -210,8 +217,14 @@ def _attend_coded(
         if VALUE_BITS > 0:
             name = tl.load(value_scale_pages + row * pages + page)
             scale = tl.load(value_scale + name * value_scale_page + head * 64 + token).to(tl.float32)
-            weights *= tl.where(lives, scale, 0.0)[None, :]
-        weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
+            scale = tl.where(lives, scale, 0.0)
+            # In units of the largest, so that small weights of small rows do not vanish in float16.
+            largest = tl.max(scale, 0)
+            largest = tl.where(largest > 0, largest, 1.0)
+            weights *= (scale / largest)[None, :]
+            weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee") * largest
+        else:
+            weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
         acc = acc * faded[:, None] + weighed
     found = total > 0
     acc = acc / tl.where(found, total, 1.0)[:, None]
