@@ -1,8 +1,7 @@
 """Values as entries of a codebook of vectors, 4 dimensions in a byte: vector quantisation as in Shard.
 
 After a Hadamard matrix and a division by the largest entry of each dimension all groups of 4 dimensions look alike, so
-one codebook of 256 entries serves a layer's heads. It is learned from the prompt by k-means. At the same 2 bits a
-dimension it loses a sixth less than levels of single dimensions do.
+one codebook of 256 entries serves a layer's heads. It is learned from the prompt by k-means.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ITERATIONS = 30
 
 FITTED = 131072
 """Groups that a codebook is fitted on, at the most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
-tokens. With so many it loses 1 % more on rows to come than with all that there could be."""
+tokens. k-means on so many takes some seconds of a CPU core."""
 
 AT_ONCE = 2**19
 """Products of groups and entries at a time: 2 MiB, which stay in the cache of a CPU core."""
