@@ -39,7 +39,7 @@ class KVSpec:
         keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``,
             ``low-rank-int4``, or a codec of rows after RoPE, as for values.
         index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
-            ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes`` or ``skewed``.
+            ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes``, ``skewed`` or ``trig``.
         values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
             ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, ``polar-int4``, ``tq3_0``,
             ``tq35``, ``tq25``, ``fp8`` or, of values alone, ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head
