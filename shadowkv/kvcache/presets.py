@@ -29,6 +29,8 @@ PRESETS: dict[str, KVSpec] = {
     "snapkv": KVSpec(index="votes", chunk=1),
     # InfiniGen: arXiv:2406.19707; 0.3 of the skewed columns finds tokens. The paper: at most budget=0.2.
     "infinigen": KVSpec(index="skewed", chunk=1),
+    # TriAttention: arXiv:2604.04921; what the prompt's mean query would look for.
+    "triattention": KVSpec(index="trig", chunk=1),
     # The oracle: the tokens with the largest exact scores, what every index above tries to find.
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own

@@ -33,6 +33,7 @@ class CodecId(IntEnum):
     TQ35 = 10
     TQ25 = 11
     FP8 = 12
+    VQ_4X256 = 13
     LATENT_DENSE = 16
     LATENT_INT8 = 17
     LATENT_INT4 = 18
@@ -62,6 +63,7 @@ class RowCodec(ABC):
         row_multiple: what the dimensions of a row must be a multiple of.
         rotated: whether rows are multiplied by an orthogonal matrix before they are coded. Instead of rotating them
             back, a kernel may multiply queries by it (keys), or the output by its transpose (values).
+        axes: what it stores: keys, values or either.
     """
 
     id: int
@@ -69,6 +71,7 @@ class RowCodec(ABC):
     scale_dtype: torch.dtype = torch.float16
     row_multiple: int = 1
     rotated: ClassVar[bool] = False
+    axes: ClassVar[tuple[str, ...]] = ("keys", "values")
 
     def for_axis(self, axis: str) -> RowCodec:
         """The codec as rows of ``axis`` use it, ``keys`` or ``values``. It may encode otherwise, for what the rows are

@@ -28,6 +28,7 @@ from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 CODECS = {codec.name: codec for codec in OURS if isinstance(codec, RowCodec)}
 NEW = [name for name in CODECS if not name.startswith("rotated")]
+OF_VALUES = [name for name in NEW if "keys" not in CODECS[name].axes]
 LLAMA_70B = ModelShape(num_layers=80, num_query_heads=64, num_kv_heads=8, head_dim=128)
 
 
@@ -79,10 +80,11 @@ def test_attention_on_codes_is_that_on_decoded_rows(name: str, dim: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [*((name, "device") for name in NEW), ("lloyd-3bit", "host"), ("tq3_0", "host"), ("fp8", "host")]
+    ("name", "place"),
+    [*((name, "device") for name in NEW), *((name, "host") for name in ("lloyd-3bit", "tq3_0", "fp8", "vq-4x256"))],
 )
 def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
-    cache = make_cache(KVSpec(keys=name, values=name, place=place))
+    cache = make_cache(KVSpec(keys="lloyd-4bit" if name in OF_VALUES else name, values=name, place=place))
     stream = Stream(0, cache.allocate(300, 400))
     prefill(cache, [(stream, 300)])
     while stream.length % 64 != 36:  # a page was sealed on the way, and none will be in the next step
@@ -106,7 +108,7 @@ def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
         torch.testing.assert_close(stream.outputs[-1][0, layer], wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kv", ["turboquant-4", "tq3_0", "fp8"])
+@pytest.mark.parametrize("kv", ["turboquant-4", "tq3_0", "fp8", "full:values=vq-4x256"])
 def test_a_sequence_goes_on_in_another_cache_as_in_its_own(kv: str) -> None:
     cache, other = make_cache(preset(kv)), make_cache(preset(kv))
     stream = Stream(0, cache.allocate(300, 600))
@@ -151,7 +153,13 @@ def test_more_bits_are_closer_to_plain_attention() -> None:
 
 @pytest.mark.parametrize(
     ("name", "distortion"),
-    [("rotated-4bit", 0.0111), ("rotated-3bit", 0.0363), ("rotated-2bit", 0.117), ("fp8", 0.0007)],
+    [
+        ("rotated-4bit", 0.0111),
+        ("rotated-3bit", 0.0363),
+        ("rotated-2bit", 0.117),
+        ("fp8", 0.0007),
+        ("vq-4x256", 0.0970),
+    ],
 )
 def test_what_other_formats_lose(name: str, distortion: float) -> None:
     codec, rows = CODECS[name], gaussian_rows(3000, 128)
@@ -181,6 +189,12 @@ def test_bytes_of_a_page(name: str, of_128: int, of_64: int, scale: int) -> None
 
 
 def test_bytes_that_the_formats_promise() -> None:
+    shape = ModelShape(32, 32, 8, 128)
+    assert page_bytes(preset("full:values=vq-4x256"), shape)["values"] == 64 * 256
+    values = build_parts(preset("full:values=vq-4x256").resolve(shape), shape, torch.bfloat16).values
+    assert {field.name: field.nbytes for field in values.state_fields()} == {
+        "value_vq_largest": 8 * 128 * 4, "value_vq_codebook": 8 * 256 * 4 * 4,
+    }  # fmt: skip
     per_token = sum(page_bytes(preset("tq3_0"), LLAMA_70B).values()) / 64
     assert 8192 * 80 * per_token == 560 * 2**20
     qwen = ModelShape(num_layers=40, num_query_heads=40, num_kv_heads=8, head_dim=128)
@@ -205,6 +219,8 @@ def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
     for spec, reason in (
         (preset("tq3_0"), "keys='tq3_0' needs a head dim that is a multiple of 32, not 80"),
         (KVSpec(values="lloyd-3bit"), "values='lloyd-3bit' needs a head dim that is a multiple of 64, not 80"),
+        (KVSpec(values="vq-4x256"), "values='vq-4x256' needs a head dim that is a power of two from 4 on, not 80"),
+        (KVSpec(keys="vq-4x256"), "keys='vq-4x256' has no meaning: it is a format of values alone"),
         (KVSpec(keys="tq25"), "keys='tq25' needs a head dim that is one of 64, 128, 256, not 80"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -214,7 +230,8 @@ def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", NEW)
 def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str, device: str) -> None:
-    shape, spec = ModelShape(2, 32, 8, 128), KVSpec(keys=name, values=name)
+    keys = "tq3_0" if name in OF_VALUES else name
+    shape, spec = ModelShape(2, 32, 8, 128), KVSpec(keys=keys, values=name)
     parts = build_parts(spec.resolve(shape), shape, torch.bfloat16)
     ops = frozenset(("attend_selected", "quantise_rows", "rebuild_rows"))
     case = Case(

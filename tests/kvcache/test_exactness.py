@@ -29,6 +29,7 @@ EVERYTHING = {
     "infinigen": preset("infinigen", budget=1.0),
     "snapkv": preset("snapkv", budget=1.0),
     "snapkv-in-chunks": preset("snapkv:chunk=8,outliers=3", budget=1.0),
+    "triattention": preset("triattention", budget=1.0),
 }
 
 

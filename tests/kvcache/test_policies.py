@@ -366,10 +366,22 @@ def test_mass_is_the_fewest_best_chunks_with_that_share_in_every_query_head(chun
         SHADOWKV,
         QUEST,
         *(preset(name) for name in ("full", "turbo:budget=80", "streaming-llm:budget=64", "loki:budget=64")),
-        preset("infinigen:budget=64"),
+        *(preset(name) for name in ("infinigen:budget=64", "triattention:budget=64")),
         *(preset(name) for name in ("snapkv:budget=64", "exact-top-k:budget=64", "exact-top-k:budget=0.5,mass=0.8")),
     ],
-    ids=["shadowkv", "quest", "full", "turbo", "streaming-llm", "loki", "infinigen", "snapkv", "exact-top-k", "mass"],
+    ids=[
+        "shadowkv",
+        "quest",
+        "full",
+        "turbo",
+        "streaming-llm",
+        "loki",
+        "infinigen",
+        "triattention",
+        "snapkv",
+        "exact-top-k",
+        "mass",
+    ],
 )
 def test_ragged_batch_equals_each_sequence_alone(spec: KVSpec) -> None:
     lengths = [1, 7, 63, 64, 65, 1000, 3000]

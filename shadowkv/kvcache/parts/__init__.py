@@ -35,6 +35,7 @@ INDEX_PARTS = {
     "pca": "index_pca:PCA",
     "votes": "index_votes:Votes",
     "skewed": "index_skewed:Skewed",
+    "trig": "index_trig:Trig",
 }
 PLACES = ("device", "host")
 AXES: dict[str, Collection[str]] = {

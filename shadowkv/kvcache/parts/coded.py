@@ -47,6 +47,8 @@ class CodedPart(Part):
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         codec, dim = cls.named(spec), shape.head_dim
+        if cls.axis not in codec.axes:
+            return [f"{cls.axis}={codec.name!r} has no meaning: it is a format of {' and '.join(codec.axes)} alone"]
         wanted = codec.wanted(dim)
         return [f"{cls.axis}={codec.name!r} needs a head dim that is {wanted}, not {dim}"] if wanted else []
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.rotate.reference import halves
 from shadowkv.ops.rotate.tables import RotaryTables
 
 PAGE = 64
@@ -77,11 +78,7 @@ def turned_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tens
     """What the product of ``q`` and ``rows``, rotated by an angle t, is the sum of: by frequency what is multiplied by
     cos t and by sin t, [..., dim / 2] each, and what no rotation changes, [..., 1]."""
     config = rotary.config
-    halves = []
-    for x in (q, rows):
-        turning = x[..., : config.dim]
-        halves.append((turning[..., 0::2], turning[..., 1::2]) if config.interleaved else turning.chunk(2, dim=-1))
-    (a, b), (c, e) = halves
+    (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
     rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
     return a * c + b * e, b * c - a * e, rest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.rotate.tables import RotaryTables
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 
 def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
@@ -23,11 +23,13 @@ def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse
     if inverse:
         cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2
     turning, rest = x[..., : config.dim].float(), x[..., config.dim :]
-    if config.interleaved:
-        first, second = turning[..., 0::2], turning[..., 1::2]
-    else:
-        first, second = turning.chunk(2, dim=-1)
+    first, second = halves(turning, config)
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
     turned = turned.to(x.dtype)
     return torch.cat((turned, rest.expand(*turned.shape[:-1], -1)), dim=-1) if rest.shape[-1] else turned
+
+
+def halves(turning: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
+    """First and second of the pairs of dimensions [..., dim] that rotate together, [..., dim / 2] each."""
+    return (turning[..., 0::2], turning[..., 1::2]) if config.interleaved else turning.chunk(2, dim=-1)

@@ -1,0 +1,117 @@
+"""Values as entries of a codebook of vectors, 4 dimensions in a byte: vector quantisation as in Shard.
+
+After a Hadamard matrix and a division by the largest entry of each dimension all groups of 4 dimensions look alike, so
+one codebook of 256 entries serves a layer's heads. It is learned from the prompt by k-means.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.codec import CodecId, RowCodec
+from shadowkv.ops.rotations import walsh_hadamard
+
+GROUP = 4
+ENTRIES = 256
+ITERATIONS = 30
+
+FITTED = 131072
+"""Groups that a codebook is fitted on, at the most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
+tokens. k-means on so many takes some seconds of a CPU core."""
+
+AT_ONCE = 2**19
+"""Products of groups and entries at a time: 2 MiB, which stay in the cache of a CPU core."""
+
+UNIT = 2.0**30
+"""Of sums in whole numbers, which are the same in any order: the k-means of a prompt repeats on a GPU, too."""
+
+
+class VectorRows(RowCodec):
+    """A byte for each 4 dimensions of a value; no scale, so that rows longer than the prompt's are cut to its longest
+    entries. Entry 0 is the origin: rows of zeros stay zero.
+
+    Keys cannot be stored so: nothing would make their products right on average (``lloyd.py``).
+    """
+
+    id, name = CodecId.VQ_4X256, "vq-4x256"
+    axes = ("values",)
+    rotated = True
+
+    def wanted(self, dim: int) -> str | None:
+        return "a power of two from 4 on" if dim < GROUP or dim & (dim - 1) else None
+
+    def rotation_matrix(self, dim: int, name: str) -> Tensor:
+        return _turned(torch.eye(dim))
+
+    def row_bytes(self, dim: int) -> int:
+        return dim // GROUP
+
+    def scales(self, dim: int) -> int:
+        return 0
+
+    def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
+        """The largest entries of dimensions, and the codebook: the same for all heads, each has a copy."""
+        return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
+
+    def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
+        self.check(rows.shape[-1])
+        y = _turned(rows.float())
+        largest = y.abs().amax(0)
+        largest = largest.masked_fill(largest == 0, 1)
+        groups = (y / largest).reshape(-1, GROUP)
+        if len(groups) > FITTED:
+            drawn = torch.randint(len(groups), (FITTED,), generator=torch.Generator().manual_seed(0))
+            groups = groups[drawn.to(groups.device)]
+        return largest, k_means(groups).expand(len(largest), -1, -1)
+
+    def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+        self.check(rows.shape[-1])
+        largest, codebook = state
+        y = rows.float() if rotation is None else rows.float() @ rotation
+        groups = (y / largest).unflatten(-1, (-1, GROUP))
+        # Axes along which all rows have one codebook go behind the others: each codebook then has one product.
+        axes = sorted(range(codebook.dim() - 2), key=lambda axis: codebook.shape[axis] == 1)
+        moved = groups.permute(*axes, -2, -1)
+        books = codebook.flatten(0, -3) if axes else codebook[None]
+        codes = nearest(moved.reshape(len(books), -1, GROUP), books).view(moved.shape[:-1])
+        codes = codes.permute(*(axes.index(axis) for axis in range(len(axes))), -1)
+        return codes, torch.empty(*rows.shape[:-1], 0, dtype=self.scale_dtype, device=rows.device)
+
+    def decode(
+        self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        self.check(dim)
+        largest, codebook = state
+        entries = codes.long().unsqueeze(-1).expand(*codes.shape, GROUP)
+        y = codebook.expand(*codes.shape[:-1], -1, -1).gather(-2, entries).flatten(-2) * largest
+        return y if rotation is None else y @ rotation.T
+
+
+def k_means(points: Tensor) -> Tensor:
+    """A codebook float32 [256, 4] for points float32 [n, 4] with entries in [-1, 1]: 30 rounds of Lloyd's algorithm,
+    from points that are drawn with a fixed seed. Entry 0 stays the origin, entries without a point stay as they are."""
+    drawn = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[: ENTRIES - 1]
+    codebook = points.new_zeros(ENTRIES, GROUP)
+    codebook[1 : len(drawn) + 1] = points[drawn.to(points.device)]
+    counted = (torch.nn.functional.pad(points.double(), (0, 1), value=1.0) * UNIT).round().long()
+    for _ in range(ITERATIONS):
+        codes = nearest(points[None], codebook[None])[0].int()
+        sums = counted.new_zeros(ENTRIES, GROUP + 1).index_add_(0, codes, counted).double()
+        found = sums[:, GROUP:] > 0
+        found[0] = False
+        codebook = torch.where(found, (sums[:, :GROUP] / sums[:, GROUP:]).float(), codebook)
+    return codebook
+
+
+def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
+    """Entries uint8 [b, n] of codebooks [b, 256, 4] that are nearest to points [b, n, 4], the first of them."""
+    half = codebooks.square().sum(-1).unsqueeze(-2) / 2
+    pieces = points.split(max(1, AT_ONCE // (ENTRIES * len(codebooks))), dim=1)
+    found = [torch.baddbmm(half, piece, codebooks.mT, beta=-1).argmax(-1).to(torch.uint8) for piece in pieces]
+    return torch.cat(found, dim=1)
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """Rows times the Hadamard matrix of rows of length 1, which is symmetric."""
+    return walsh_hadamard(rows) / rows.shape[-1] ** 0.5

@@ -1,0 +1,130 @@
+"""Tokens by the scores that queries of the prompt's mean would give their keys (TriAttention, arXiv:2604.04921).
+
+Before the rotation the queries of a head are much alike. What a key will be worth is then known when it is stored: the
+score of the mean query, averaged over distances to come, and, as single queries are not the mean, each frequency's
+share of the key's length times what their length exceeds that of their mean by. The paper takes the mean from 32K
+tokens of text, here it is of the prompt's last queries.
+
+The paper ranks all tokens anew every 128 steps. Here a token is ranked once, when it is sealed, for distances from
+where the sequence then ends: sealed pages never change. In a segment without queries, as of generated tokens, the
+newest tokens rank first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.spec import PAGE
+from shadowkv.ops.rotate.reference import halves, rotate_by
+from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+
+if TYPE_CHECKING:
+    from shadowkv.kvcache.batch import SealedBatch
+    from shadowkv.kvcache.store import Store
+
+AHEAD = tuple(2**i for i in range(17))
+"""Tokens from the end of the sequence to the queries that a key is scored for, as in the paper."""
+
+
+class Trig(RankedIndex):
+    def page_fields(self) -> tuple[Field, ...]:
+        return (Field("trig_ranks", (self.shape.num_kv_heads, PAGE), torch.float16),)
+
+    def state_fields(self) -> tuple[Field, ...]:
+        heads, dim = (self.shape.num_kv_heads, self.shape.group), self.shape.head_dim
+        return (
+            Field("trig_query", (*heads, dim), torch.float32),  # turned as if the segment began at position 0
+            Field("trig_spread", (*heads, dim // 2), torch.float32),
+            Field("trig_queries", (1,), torch.int64),  # how many were seen
+            Field("trig_tokens", (2,), torch.int64),  # the first and the last position that the state is fitted on
+        )
+
+    def state_bytes_read(self) -> int:
+        """The number of queries: the others are for keys that are sealed."""
+        return self.state_fields()[2].nbytes
+
+    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+        count, heads, rotary = queries.shape[2], self.shape.num_kv_heads, store.rotary
+        store.state["trig_queries"][layers][:, states] = count
+        if not count:
+            store.state["trig_query"][layers][:, states] = 0
+            store.state["trig_spread"][layers][:, states] = 0
+            return
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        turned = turn(queries.float(), -positions[..., None], rotary).unflatten(3, (heads, -1))
+        mean, spread = statistics(turned, rotary.config)
+        store.state["trig_query"][layers][:, states] = looking_ahead(mean, rotary)
+        unturned = self.shape.head_dim // 2 - spread.shape[-1]
+        store.state["trig_spread"][layers][:, states] = torch.nn.functional.pad(spread, (0, unturned))
+
+    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+        last = tokens.first + tokens.rotated.shape[2] - 1
+        store.state["trig_tokens"][layers][:, states] = torch.stack((tokens.first, last), dim=-1)
+
+    def seal(self, store: Store, tokens: SealedTokens) -> None:
+        names = ("trig_query", "trig_spread", "trig_tokens")
+        query, spread, fitted = (store.state[name][tokens.layers][:, tokens.states] for name in names)
+        start, last = fitted.unbind(-1)
+        # A generated token's page is sealed when ``local`` tokens are behind it.
+        now = torch.maximum(last, tokens.first + PAGE + self.spec.local - 1) - start  # [L, n]
+        asked = turn(query, now[..., None, None].clamp(0, store.rotary.max_positions - 1), store.rotary)
+        scores = expected_scores(asked, spread, tokens.rotated.transpose(2, 3).float(), store.rotary.config)
+        limit = torch.finfo(torch.float16).max
+        store.write("trig_ranks", tokens.layers, tokens.pages, scores.amax(3).clamp(-limit, limit).half())
+
+    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+        ranks = store.page["trig_ranks"][layer][batch.pages].transpose(1, 2).flatten(2).float()
+        position = torch.arange(ranks.shape[-1], device=ranks.device)
+        ranks = ranks.masked_fill(position >= PAGE * batch.num_pages[:, None, None], -torch.inf)
+        largest = ranks.amax(-1, keepdim=True)
+        by_score = ranks - largest.masked_fill(largest == -torch.inf, 0)
+        seen = store.state["trig_queries"][layer][batch.states].unsqueeze(1) > 0
+        ranks = torch.where(seen, by_score, position / len(position) - 1)
+        return ranks.unflatten(-1, (-1, self.spec.chunk)).amax(-1)
+
+
+def turn(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
+    """Rows [..., d] turned by positions [...], which may be negative; unlike ``rotate`` it changes no length."""
+    places, scale = positions.abs(), 1 / rotary.config.magnitude
+    cos, sin = rotary.cos[places] * scale, rotary.sin[places] * scale
+    return rotate_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
+
+
+def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
+    """Of un-rotated queries [L, n, w, ..., d] their mean [L, n, ..., d], and by frequency what the mean of their
+    lengths exceeds the length of their mean by, [L, n, ..., dim / 2]."""
+    mean = queries.mean(2)
+    return mean, lengths(queries, config).mean(2) - lengths(mean, config)
+
+
+def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
+    """The mean of a query [..., d] turned by each of ``AHEAD``."""
+    angles = torch.tensor(AHEAD, dtype=torch.float64)[:, None] * rotary.config.inverse_frequencies()
+    cos, sin = (x.mean(0).float().to(query.device) for x in (angles.cos(), angles.sin()))
+    return rotate_by(query, cos, sin, rotary)
+
+
+def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeConfig) -> Tensor:
+    """What keys are expected to be worth, in units of logits.
+
+    Args:
+        query: [..., G, d], the mean query, turned to where the queries will be.
+        spread: [..., G, w], of the first dim / 2 of which each is a frequency's.
+        keys: [..., n, d], rotated.
+
+    Returns:
+        [..., G, n].
+    """
+    length = lengths(keys, config)
+    scores = query @ keys.mT + spread[..., : length.shape[-1]] @ length.mT
+    return scores * query.shape[-1] ** -0.5
+
+
+def lengths(x: Tensor, config: RopeConfig) -> Tensor:
+    """Of the pairs of [..., d] that rotate together, [..., dim / 2]."""
+    return torch.hypot(*halves(x[..., : config.dim], config))
