@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise ImportError("shadowkv.hf needs transformers 5 or later: pip install 'shadowkv[hf]'") from error
 
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.batch import DecodeBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.growth import MOST_SEGMENTS
@@ -82,7 +83,7 @@ class _Step:
     """A forward pass: what it tells the cache.
 
     Attributes:
-        batch: what attention layers see.
+        blocks: what attention layers see, and which of the new tokens it is of.
         shape: B and T.
         rows: int64 [n], which of the rows of [B * T] its tokens are; None for all, where nothing is padded.
         cos, sin: float32 [n, 1, dim / 2], of the inverse of the model's rotation of the new tokens.
@@ -90,7 +91,7 @@ class _Step:
         end: ends the pass.
     """
 
-    batch: DecodeBatch | PrefillBlock
+    blocks: list[tuple[DecodeBatch | PrefillBlock, slice]]
     shape: tuple[int, int]
     rows: Tensor | None
     cos: Tensor
@@ -108,11 +109,14 @@ class _Batch:
 
     def __init__(self, spec: KVSpec, config: ModelConfig, max_model_len: int, rotary: torch.nn.Module) -> None:
         self.spec, self.config, self.max_model_len, self.rotary = spec, config, max_model_len, rotary
+        self.cache: KVCache | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything; its memory is free again."""
-        self.cache: KVCache | None = None
+        if self.cache is not None:  # a forward pass may have ended half way
+            self.cache.leave_prefill()
+        self.cache = None
         self.sequences: list[Sequence] = []
         self.columns = 0
         self.step: _Step | None = None
@@ -133,8 +137,9 @@ class _Batch:
         assert cache is not None and step is not None, "layers are called in order"
         q, k, v = (_rows(x.transpose(1, 2), step.rows) for x in (q, k, v))
         q, k = (rotate_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
-        cache.append(layer, k, v, step.batch)
-        attended = cache.attend(layer, q, step.batch)
+        for block, part in step.blocks:
+            cache.append(layer, k[part], v[part], block)
+        attended = torch.cat([cache.attend(layer, q[part], block) for block, part in step.blocks])
         step.finish_layer(layer)
         rows, columns = step.shape
         if layer + 1 == self.config.num_layers:
@@ -153,20 +158,23 @@ class _Batch:
             raise ValueError(f"keys are on {k.device}, the cache is on {cache.device}: put the model on one device")
         if self.sequences and len(self.sequences) != rows:
             raise ValueError(f"the cache holds {len(self.sequences)} sequences, and {rows} go on; reset() forgets them")
-        batch: DecodeBatch | PrefillBlock
+        blocks: list[tuple[DecodeBatch | PrefillBlock, slice]]
         if self.sequences and columns == 1:
             self._check_lengths([1] * rows)
             there, plan = None, cache.plan_decode(self.sequences)
-            batch = cache.decode_batch(plan)
+            blocks = [(cache.decode_batch(plan), slice(None))]
             ends: tuple[Any, Any] = (lambda layer: None), (lambda: cache.end_decode(plan))
         else:
             there = _new_tokens(mask, rows, columns, self.columns)
             counts = [columns] * rows if there is None else there.sum(1).tolist()
             prefill = cache.prefill_batch(self._admit(cache, counts))
-            batch = prefill.block(0, prefill.num_tokens)
+            size = BLOCK_TOKENS[cache.device.type]
+            starts = range(0, prefill.num_tokens, size)
+            found = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
+            blocks = [(block, slice(block.start, block.stop)) for block in found]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
-        return _Step(batch, (rows, columns), new, *self._unrotation(k, position_ids, rows, new), *ends)
+        return _Step(blocks, (rows, columns), new, *self._unrotation(k, position_ids, rows, new), *ends)
 
     def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[Sequence, int]]:
         """Sequences with room for ``counts`` more tokens each."""

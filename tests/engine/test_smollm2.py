@@ -81,18 +81,18 @@ def test_generate_of_transformers_with_our_cache_gives_our_tokens(
 ) -> None:
     from shadowkv.hf import ShadowKVCache
 
-    prompt = texts(llm)[:1000]
-    ours = [token for token, _ in Session(loaded, preset(kv), 1024).greedy(prompt, 20)]
+    prompt = texts(llm)[:500]
+    ours = [token for token, _ in Session(loaded, preset(kv), 520).greedy(prompt, 20)]
     usual = oracle.config._attn_implementation
     oracle.set_attn_implementation("shadowkv")
     try:
-        cache = ShadowKVCache(oracle, kv, max_model_len=1024)
+        cache = ShadowKVCache(oracle, kv, max_model_len=520)
         ids = torch.tensor([prompt])
         out = oracle.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, eos_token_id=None)
     finally:
         oracle.set_attn_implementation(usual)
     assert out[0, len(prompt) :].tolist() == ours
-    assert (cache.batch.sequences[0].sealed > 900) == (kv == "turbo")
+    assert (cache.batch.sequences[0].sealed > 400) == (kv == "turbo")
 
 
 def test_ragged_batch_equals_each_prompt_alone(llm: LLM) -> None:

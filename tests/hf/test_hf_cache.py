@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from shadowkv import LLM, SamplingParams
+from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.hf import ShadowKVCache
 
 LENGTH, NEW, MOST = 600, 20, 1024
@@ -81,7 +82,8 @@ def generate(model: Any, ids: torch.Tensor, cache: ShadowKVCache, **options: Any
 
 
 @pytest.mark.parametrize("kv", POLICIES)
-def test_tokens_are_the_engines(directory: Path, model: Any, kv: str) -> None:
+def test_tokens_are_the_engines(directory: Path, model: Any, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK_TOKENS, "cpu", 500)
     ids = prompts(2, LENGTH)
     cache = ShadowKVCache(model, kv, max_model_len=MOST)
     assert generate(model, ids, cache) == engine_tokens(directory, kv, ids.tolist())
