@@ -168,6 +168,23 @@ def test_a_reset_cache_takes_another_batch(model: Any) -> None:
     assert again[1] != first[0]
 
 
+def test_a_pass_that_ended_half_way_is_not_gone_on_with(model: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    ids = prompts(1, 70)
+    expected = generate(model, ids, ShadowKVCache(model, "full", max_model_len=MOST))
+    cache = ShadowKVCache(model, "full", max_model_len=MOST)
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, ids, cache)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="ended half way"):
+        generate(model, ids, cache)
+    cache.reset()
+    assert generate(model, ids, cache) == expected
+
+
 def test_what_cannot_be_is_refused(model: Any, directory: Path) -> None:
     ids = prompts(1, 30)
     with pytest.raises(ValueError, match="needs a ShadowKVCache"):

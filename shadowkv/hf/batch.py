@@ -1,25 +1,18 @@
-"""Caches for ``model.generate`` of transformers: any policy, driven by the model's own forward passes.
+"""A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
-A forward pass hands each layer's keys and values to ``Cache.update``, then calls the attention function, which appends
-and attends as the engine's attention layers do. transformers rotates before it asks the cache, and ours wants queries
-and keys before the rotation. It is undone by the very cos and sin that the model rotated by: those are of angles in
-float32, rounded to the model's dtype, and the cache's are exact.
+transformers rotates before it asks the cache, and ours wants queries and keys before the rotation. It is undone by the
+very cos and sin that the model rotated by: those are of angles in float32, rounded to the model's dtype, and the
+cache's are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.cache_utils import Cache, CacheLayerMixin
-except ImportError as error:
-    raise ImportError("shadowkv.hf needs transformers 5 or later: pip install 'shadowkv[hf]'") from error
 
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.batch import DecodeBatch
@@ -29,57 +22,14 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.prefill_batch import PrefillBlock
-from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 from shadowkv.models.config import ModelConfig
-from shadowkv.models.registry import config_from_hf
 from shadowkv.ops.rotate.reference import rotate_by
-
-ATTENTION = "shadowkv"
-"""What ``attn_implementation`` is to be, so that a model attends by its ``ShadowKVCache``."""
-
-
-class ShadowKVCache(Cache):
-    """A batch of sequences in a ``KVCache``, for ``model.generate(..., past_key_values=ShadowKVCache(model, ...))``.
-
-    The prompts of a batch go through the model in one forward pass, padded on either side or not, or in a few; then
-    every pass decodes one token for each. Passed again with more tokens behind those that it has, it goes on from
-    there. Tokens are those of an engine with the same policy; an engine picks ``dense_below`` and ``prefill`` by itself
-    where the policy leaves them open, a cache stays dense no longer than it must and prefills densely. What it cannot
-    do it refuses with NotImplementedError: to forget tokens (assisted generation), to copy or reorder sequences (beam
-    search).
-
-    Args:
-        model: of a family that ``shadowkv.models`` knows, on one device, with ``attn_implementation="shadowkv"``.
-        kv: the policy: a preset's name, after which fields may follow (``turbo:dense_below=4096``), or a ``KVSpec``.
-        max_model_len: tokens of the longest sequence, prompt and answer. Memory for a batch of those is taken in the
-            first forward pass, which says how large the batch is.
-
-    Raises ValueError for another ``attn_implementation``, a model or a policy that cannot be, and a ``max_model_len``
-    that is more than the model is made for.
-    """
-
-    def __init__(self, model: PreTrainedModel, kv: str | KVSpec = "turbo", *, max_model_len: int) -> None:
-        config = model.config.get_text_config(decoder=True)
-        if config._attn_implementation != ATTENTION:
-            raise ValueError(
-                f"the model attends by {config._attn_implementation!r}, which does not read a ShadowKVCache: call "
-                f"model.set_attn_implementation({ATTENTION!r}) first"
-            )
-        ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len, None)
-        spec, rotary = preset(kv).resolve(ours.shape), model.get_decoder().rotary_emb
-        self.batch = _Batch(spec, ours, max_model_len, rotary)
-        super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])
-
-    @property
-    def kv_cache(self) -> KVCache | None:
-        """The cache that holds the sequences; None before the first forward pass."""
-        return self.batch.cache
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A forward pass: what it tells the cache.
 
     Attributes:
@@ -100,7 +50,7 @@ class _Step:
     end: Callable[[], None]
 
 
-class _Batch:
+class Batch:
     """The sequences of a ``ShadowKVCache``, and the forward pass that is under way.
 
     Attributes:
@@ -119,7 +69,7 @@ class _Batch:
         self.cache = None
         self.sequences: list[Sequence] = []
         self.columns = 0
-        self.step: _Step | None = None
+        self.step: Step | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_ids: Tensor) -> Tensor:
         """Takes rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d] of
@@ -151,9 +101,12 @@ class _Batch:
             attended = padded.index_copy(0, step.rows, attended)
         return attended.unflatten(0, (rows, columns))
 
-    def _begin(self, k: Tensor, mask: Tensor | None, position_ids: Tensor) -> _Step:
+    def _begin(self, k: Tensor, mask: Tensor | None, position_ids: Tensor) -> Step:
         rows, _, columns, _ = k.shape
-        cache = self.cache = self.cache or self._open(rows, k.dtype, k.device)
+        if not self.sequences:
+            self.cache = self._open(rows, k.dtype, k.device)
+        cache = self.cache
+        assert cache is not None, "sequences are in it"
         if k.device != cache.device:
             raise ValueError(f"keys are on {k.device}, the cache is on {cache.device}: put the model on one device")
         if self.sequences and len(self.sequences) != rows:
@@ -174,7 +127,7 @@ class _Batch:
             blocks = [(block, slice(block.start, block.stop)) for block in found]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
-        return _Step(blocks, (rows, columns), new, *self._unrotation(k, position_ids, rows, new), *ends)
+        return Step(blocks, (rows, columns), new, *self._unrotation(k, position_ids, rows, new), *ends)
 
     def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[Sequence, int]]:
         """Sequences with room for ``counts`` more tokens each."""
@@ -242,87 +195,3 @@ def _new_tokens(mask: Tensor | None, rows: int, columns: int, before: int) -> Te
         )
     there = mask[:, before:].bool()
     return None if there.all() else there
-
-
-@dataclass(frozen=True)
-class _NewKeys:
-    """What ``Cache.update`` returns for keys: no tensor, so that no other attention function takes it for all keys."""
-
-    batch: _Batch
-    layer: int
-    keys: Tensor
-
-
-class _Layer(CacheLayerMixin):
-    """What transformers asks each layer of a cache; all of them are one batch."""
-
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, batch: _Batch, number: int) -> None:
-        super().__init__()
-        self.batch, self.number = batch, number
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Memory is taken when the attention function is called."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        return _NewKeys(self.batch, self.number, key_states), value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.batch.columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.batch.columns
-
-    def get_max_length(self) -> int:
-        return self.batch.max_model_len
-
-    def reset(self) -> None:
-        self.batch.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        _refuse("forget tokens", "generate without an assistant")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        _refuse("reorder sequences", "use num_beams=1")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        _refuse("repeat sequences", "repeat the prompts (num_return_sequences does)")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        _refuse("drop sequences", "go on with all of them, or begin with a new cache")
-
-
-def _refuse(what: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"a ShadowKVCache cannot {what}: {instead}")
-
-
-@torch.no_grad()
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor | _NewKeys,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    position_ids: Tensor,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function: rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]."""
-    if not isinstance(key, _NewKeys):
-        raise ValueError(
-            f"attn_implementation={ATTENTION!r} needs a ShadowKVCache: pass past_key_values=ShadowKVCache(model, ...)"
-        )
-    if query.requires_grad:
-        raise ValueError("a ShadowKVCache has no gradients: call the model under torch.no_grad(), as generate does")
-    return key.batch.attend(key.layer, query, key.keys, value, attention_mask, position_ids), None
-
-
-def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask as it was given, [B, tokens]: it is causal anyway, and padding is left out."""
-    return attention_mask
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
