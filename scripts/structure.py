@@ -14,7 +14,8 @@ INTRODUCTION = """# Structure
 
 How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)
 → `models.Decoder` → `layers` → `KVCache.append / attend / finish_prefill` → parts → `ops`.
-Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan`, and `kvcache ← cache ← engine`.
+Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
+and `kvcache ← cache ← engine`.
 `models/` is the package `shadowkv.models`, `eval/` is `shadowkv.eval`.
 
 A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages

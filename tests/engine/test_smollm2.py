@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -56,11 +57,15 @@ def all_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
         return loaded.model.logits(hidden)
 
 
-def test_twenty_greedy_answers_equal_transformers_token_for_token(llm: LLM) -> None:
+@pytest.fixture(scope="module")
+def oracle() -> Any:
     from transformers import AutoModelForCausalLM
 
     file = fetch("smollm2-135m-instruct")
-    oracle = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+
+
+def test_twenty_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle: Any) -> None:
     prompts = [chat(llm, f"Write a short text about {topic}.") for topic in TOPICS]
     for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY)):
         assert len(answer.token_ids) == 64
@@ -68,6 +73,26 @@ def test_twenty_greedy_answers_equal_transformers_token_for_token(llm: LLM) -> N
             # Greedy is token for token the same exactly if the oracle, given our text so far, always picks our next.
             picks = oracle(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].argmax(-1)
         assert picks.tolist() == answer.token_ids
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_generate_of_transformers_with_our_cache_gives_our_tokens(
+    llm: LLM, loaded: LoadedModel, oracle: Any, kv: str
+) -> None:
+    from shadowkv.hf import ShadowKVCache
+
+    prompt = texts(llm)[:500]
+    ours = [token for token, _ in Session(loaded, preset(kv), 520).greedy(prompt, 20)]
+    usual = oracle.config._attn_implementation
+    oracle.set_attn_implementation("shadowkv")
+    try:
+        cache = ShadowKVCache(oracle, kv, max_model_len=520)
+        ids = torch.tensor([prompt])
+        out = oracle.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    finally:
+        oracle.set_attn_implementation(usual)
+    assert out[0, len(prompt) :].tolist() == ours
+    assert (cache.batch.sequences[0].sealed > 400) == (kv == "turbo")
 
 
 def test_ragged_batch_equals_each_prompt_alone(llm: LLM) -> None:

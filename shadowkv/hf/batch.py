@@ -1,0 +1,197 @@
+"""A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
+
+transformers rotates before it asks the cache, and ours wants queries and keys before the rotation. It is undone by the
+very cos and sin that the model rotated by: those are of angles in float32, rounded to the model's dtype, and the
+cache's are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowkv.engine.prefill import BLOCK_TOKENS
+from shadowkv.kvcache.batch import DecodeBatch
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.growth import MOST_SEGMENTS
+from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks
+from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.prefill_batch import PrefillBlock
+from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
+from shadowkv.models.config import ModelConfig
+from shadowkv.ops.rotate.reference import rotate_by
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward pass: what it tells the cache.
+
+    Attributes:
+        blocks: what attention layers see, and which of the new tokens it is of.
+        shape: B and T.
+        rows: int64 [n], which of the rows of [B * T] its tokens are; None for all, where nothing is padded.
+        cos, sin: float32 [n, 1, dim / 2], of the inverse of the model's rotation of the new tokens.
+        finish_layer: ends a layer.
+        end: ends the pass.
+    """
+
+    blocks: list[tuple[DecodeBatch | PrefillBlock, slice]]
+    shape: tuple[int, int]
+    rows: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    finish_layer: Callable[[int], None]
+    end: Callable[[], None]
+
+
+class Batch:
+    """The sequences of a ``ShadowKVCache``, and the forward pass that is under way.
+
+    Attributes:
+        columns: tokens of each row so far, with padding, as transformers counts them.
+    """
+
+    def __init__(self, spec: KVSpec, config: ModelConfig, max_model_len: int, rotary: torch.nn.Module) -> None:
+        self.spec, self.config, self.max_model_len, self.rotary = spec, config, max_model_len, rotary
+        self.cache: KVCache | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything; its memory is free again."""
+        if self.cache is not None:  # a forward pass may have ended half way
+            self.cache.leave_prefill()
+        self.cache = None
+        self.sequences: list[Sequence] = []
+        self.columns = 0
+        self.step: Step | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_ids: Tensor) -> Tensor:
+        """Takes rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d] of
+        rotated queries [B, H_q, T, d], 0 where tokens are padding.
+
+        Args:
+            mask: bool [B, columns], False for padding; None where there is none.
+            position_ids: int64 [B or 1, T], what the model rotated by.
+        """
+        if layer == 0:
+            if self.step is not None:
+                raise RuntimeError("an earlier forward pass ended half way: reset() the cache and begin anew")
+            self.step = self._begin(k, mask, position_ids)
+        cache, step = self.cache, self.step
+        assert cache is not None and step is not None, "layers are called in order"
+        q, k, v = (_rows(x.transpose(1, 2), step.rows) for x in (q, k, v))
+        q, k = (rotate_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
+        for block, part in step.blocks:
+            cache.append(layer, k[part], v[part], block)
+        attended = torch.cat([cache.attend(layer, q[part], block) for block, part in step.blocks])
+        step.finish_layer(layer)
+        rows, columns = step.shape
+        if layer + 1 == self.config.num_layers:
+            step.end()
+            self.columns += columns
+            self.step = None
+        if step.rows is not None:
+            padded = attended.new_zeros(rows * columns, *attended.shape[1:])
+            attended = padded.index_copy(0, step.rows, attended)
+        return attended.unflatten(0, (rows, columns))
+
+    def _begin(self, k: Tensor, mask: Tensor | None, position_ids: Tensor) -> Step:
+        rows, _, columns, _ = k.shape
+        if not self.sequences:
+            self.cache = self._open(rows, k.dtype, k.device)
+        cache = self.cache
+        assert cache is not None, "sequences are in it"
+        if k.device != cache.device:
+            raise ValueError(f"keys are on {k.device}, the cache is on {cache.device}: put the model on one device")
+        if self.sequences and len(self.sequences) != rows:
+            raise ValueError(f"the cache holds {len(self.sequences)} sequences, and {rows} go on; reset() forgets them")
+        blocks: list[tuple[DecodeBatch | PrefillBlock, slice]]
+        if self.sequences and columns == 1:
+            self._check_lengths([1] * rows)
+            there, plan = None, cache.plan_decode(self.sequences)
+            blocks = [(cache.decode_batch(plan), slice(None))]
+            ends: tuple[Any, Any] = (lambda layer: None), (lambda: cache.end_decode(plan))
+        else:
+            there = _new_tokens(mask, rows, columns, self.columns)
+            counts = [columns] * rows if there is None else there.sum(1).tolist()
+            prefill = cache.prefill_batch(self._admit(cache, counts))
+            size = BLOCK_TOKENS[cache.device.type]
+            starts = range(0, prefill.num_tokens, size)
+            found = [prefill.block(start, min(start + size, prefill.num_tokens)) for start in starts]
+            blocks = [(block, slice(block.start, block.stop)) for block in found]
+            ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
+        new = None if there is None else there.flatten().nonzero().squeeze(1)
+        return Step(blocks, (rows, columns), new, *self._unrotation(k, position_ids, rows, new), *ends)
+
+    def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[Sequence, int]]:
+        """Sequences with room for ``counts`` more tokens each."""
+        if 0 in counts:
+            raise ValueError(f"row {counts.index(0)} of the batch has only padding: each needs a token at least")
+        self._check_lengths(counts)
+        if not self.sequences:
+            self.sequences = [cache.allocate(count, self.max_model_len) for count in counts]
+        else:
+            for sequence, count in zip(self.sequences, counts, strict=True):
+                cache.extend(sequence, sequence.length + count, self.max_model_len)
+        return list(zip(self.sequences, counts, strict=True))
+
+    def _unrotation(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of what undoes the model's rotation of the new tokens, divided by its magnitude and by what
+        rounding made of it."""
+        half = self.config.rope.dim // 2
+        cos, sin = (x[..., :half].float() for x in self.rotary(k, position_ids))
+        square = cos * cos + sin * sin
+        cos, sin = (_rows((x / square).expand(rows, -1, -1), new).unsqueeze(1) for x in (cos, -sin))
+        return cos, sin
+
+    def _check_lengths(self, new: list[int]) -> None:
+        lengths = [sequence.length for sequence in self.sequences] or [0] * len(new)
+        longest = max(length + count for length, count in zip(lengths, new, strict=True))
+        if longest > self.max_model_len:
+            raise ValueError(f"a sequence comes to {longest} tokens, more than max_model_len={self.max_model_len}")
+
+    def _open(self, rows: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """A cache with room for ``rows`` sequences of any number of turns."""
+        shape, longest = self.config.shape, self.max_model_len
+        # A CPU reads both tiers alike: copies would only take time.
+        fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
+        layout = Layout(self.spec, shape, dtype, build_parts(self.spec, shape, dtype), longest, fetch_buffer)
+        need = layout.demand(1, longest)
+        outliers = MOST_SEGMENTS * -(-self.spec.outlier_pages // layout.exact_per_block)
+        return KVCache(
+            self.spec,
+            shape,
+            self.config.rope,
+            # The first one's spare states are those of all segments that it may have; the others need as many.
+            slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.growth.learns else rows,
+            max_model_len=longest,
+            memory=Blocks(device=rows * (need["device"] + outliers), host=rows * need["host"]),
+            dtype=dtype,
+            device=device,
+            fetch_buffer=fetch_buffer,
+        )
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Those rows [n, ...] of [B, T, ...]; None is all."""
+    packed = x.flatten(0, 1)
+    return packed if rows is None else packed[rows]
+
+
+def _new_tokens(mask: Tensor | None, rows: int, columns: int, before: int) -> Tensor | None:
+    """Which of the new tokens are no padding, bool [B, T]; None where all are."""
+    if mask is None:
+        return None
+    if mask.shape != (rows, before + columns):
+        raise ValueError(
+            f"attention_mask has the shape {tuple(mask.shape)}: a ShadowKVCache takes one of (batch, tokens), here "
+            f"({rows}, {before + columns})"
+        )
+    there = mask[:, before:].bool()
+    return None if there.all() else there

@@ -1,0 +1,146 @@
+"""``ShadowKVCache``, and the attention function that a model calls with what it returns.
+
+A forward pass hands each layer's keys and values to ``Cache.update``, then calls the attention function, which appends
+and attends as the engine's attention layers do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from shadowkv.hf.batch import Batch
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.models.registry import config_from_hf
+
+ATTENTION = "shadowkv"
+"""What ``attn_implementation`` is to be, so that a model attends by its ``ShadowKVCache``."""
+
+
+class ShadowKVCache(Cache):
+    """A batch of sequences in a ``KVCache``, for ``model.generate(..., past_key_values=ShadowKVCache(model, ...))``.
+
+    The prompts of a batch go through the model in one forward pass, padded on either side or not, or in a few; then
+    every pass decodes one token for each. Passed again with more tokens behind those that it has, it goes on from
+    there. Tokens are those of an engine with the same policy; an engine picks ``dense_below`` and ``prefill`` by itself
+    where the policy leaves them open, a cache stays dense no longer than it must and prefills densely. What it cannot
+    do it refuses with NotImplementedError: to forget tokens (assisted generation), to copy or reorder sequences (beam
+    search).
+
+    Args:
+        model: of a family that ``shadowkv.models`` knows, on one device, with ``attn_implementation="shadowkv"``.
+        kv: the policy: a preset's name, after which fields may follow (``turbo:dense_below=4096``), or a ``KVSpec``.
+        max_model_len: tokens of the longest sequence, prompt and answer. Memory for a batch of those is taken in the
+            first forward pass, which says how large the batch is.
+
+    Raises ValueError for another ``attn_implementation``, a model or a policy that cannot be, and a ``max_model_len``
+    that is more than the model is made for.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv: str | KVSpec = "turbo", *, max_model_len: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        if config._attn_implementation != ATTENTION:
+            raise ValueError(
+                f"the model attends by {config._attn_implementation!r}, which does not read a ShadowKVCache: call "
+                f"model.set_attn_implementation({ATTENTION!r}) first"
+            )
+        ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len, None)
+        spec, rotary = preset(kv).resolve(ours.shape), model.get_decoder().rotary_emb
+        self.batch = Batch(spec, ours, max_model_len, rotary)
+        super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """The cache that holds the sequences; None before the first forward pass."""
+        return self.batch.cache
+
+
+@dataclass(frozen=True)
+class _NewKeys:
+    """What ``Cache.update`` returns for keys: no tensor, so that no other attention function takes it for all keys."""
+
+    batch: Batch
+    layer: int
+    keys: Tensor
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks each layer of a cache; all of them are one batch."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, batch: Batch, number: int) -> None:
+        super().__init__()
+        self.batch, self.number = batch, number
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Memory is taken when the attention function is called."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        return _NewKeys(self.batch, self.number, key_states), value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.batch.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.batch.columns
+
+    def get_max_length(self) -> int:
+        return self.batch.max_model_len
+
+    def reset(self) -> None:
+        self.batch.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        _refuse("forget tokens", "generate without an assistant")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        _refuse("reorder sequences", "use num_beams=1")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        _refuse("repeat sequences", "repeat the prompts (num_return_sequences does)")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        _refuse("drop sequences", "go on with all of them, or begin with a new cache")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"a ShadowKVCache cannot {what}: {instead}")
+
+
+@torch.no_grad()
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor | _NewKeys,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_ids: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]."""
+    if not isinstance(key, _NewKeys):
+        raise ValueError(
+            f"attn_implementation={ATTENTION!r} needs a ShadowKVCache: pass past_key_values=ShadowKVCache(model, ...)"
+        )
+    if query.requires_grad:
+        raise ValueError("a ShadowKVCache has no gradients: call the model under torch.no_grad(), as generate does")
+    return key.batch.attend(key.layer, query, key.keys, value, attention_mask, position_ids), None
+
+
+def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """The mask as it was given, [B, tokens]: it is causal anyway, and padding is left out."""
+    return attention_mask
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)
