@@ -24,6 +24,9 @@ FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
 """How long requests wait at the least, and at the most, for what is read from the disk: one that hangs is not waited
 for."""
 
+RETRY_SECONDS = 30.0
+"""After how long a file is asked for again that could not be read."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -172,8 +175,10 @@ class Chains:
     def _fetched(self, node: Node, copy: Copy, done: Future[float]) -> None:
         copy.fetching = None
         del self._fetching[node]
-        if done.cancelled() or done.exception() is not None:
-            copy.entry = None  # the disk tier has said why
+        if not done.cancelled() and isinstance(done.exception(), OSError):
+            copy.again = time.monotonic() + RETRY_SECONDS  # the disk tier has said why
+        elif done.cancelled() or done.exception() is not None:
+            copy.entry = None
         else:
             copy.ready = copy.fetched = True
             self._speeds.disk(copy.header.nbytes, done.result())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Copy:
         fetched: whether it has come from the disk since it was used last.
         evicted: whether the disk has had it and no room for it any more: it is not written there again.
         fetching: from the disk, while it is on its way.
+        again: from when on the disk is asked, by ``time.monotonic``: later where it could not be read.
         writing: to the disk, while it is.
     """
 
@@ -38,6 +40,7 @@ class Copy:
     fetched: bool = False
     evicted: bool = False
     fetching: Future[float] | None = None
+    again: float = 0.0
     writing: Future[bool] | None = None
 
     @property
@@ -48,4 +51,4 @@ class Copy:
     @property
     def usable(self) -> bool:
         """Whether it is there, or will be if asked for."""
-        return self.on_host or self.entry is not None
+        return self.on_host or (self.entry is not None and time.monotonic() >= self.again)

@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cache"))
 from faulty_disks import BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk, SlowDisk
 
 from shadowkv import LLM
+from shadowkv.cache.chains import RETRY_SECONDS
 from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -95,6 +96,28 @@ def test_a_disk_that_cannot_be_read_is_done_without(
     engine.scheduler.prefix_cache.lower.disk._files = BrokenDisk()
     assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert sum("cannot be read" in line for line in lines(caplog)) == 1
+    assert_nothing_left(engine)
+    engine.close()
+
+
+def test_a_disk_that_could_not_be_read_is_asked_again_later(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = fresh(make, QUESTION, kv="full")
+    filled(make, tmp_path)
+    engine = make(kv="full", kv_disk_dir=str(tmp_path))
+    while engine.scheduler.prefix_cache.opening:
+        pass
+    disk = engine.scheduler.prefix_cache.lower.disk
+    files, disk._files = disk._files, BrokenDisk()
+    assert ask_and_forget(engine, QUESTION, wanted) == 0
+    disk._files = files
+    evict_host(engine)
+    assert ask_and_forget(engine, QUESTION, wanted) == 0, "not at once"
+    evict_host(engine)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + RETRY_SECONDS)
+    assert ask_and_forget(engine, QUESTION, wanted) >= len(DOCUMENT)
     assert_nothing_left(engine)
     engine.close()
 
