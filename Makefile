@@ -57,7 +57,8 @@ clean: ## Remove builds and caches (not .venv)
 	$(PY) -m shadowkv.ops.extension
 	touch $@
 
+# What the installed package asks for: with -e the C++ ops would be built once more.
 .venv/.installed-%: .venv/.installed
-	$(PIP_INSTALL) --no-build-isolation -e '.[$*]'
+	$(PIP_INSTALL) 'shadowkv[$*]'
 	$(PY) scripts/check_cpu_install.py
 	touch $@
