@@ -127,12 +127,14 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
 
 
 def set_logarithmic(axis: Any, which: str) -> None:
-    """Makes an axis, ``x`` or ``y``, logarithmic with labels at 1, 2 and 5, so that a single decade has some too."""
+    """Makes an axis, ``x`` or ``y``, logarithmic with labels at 1, 2 and 5, so that a single decade has some too; at 1
+    alone where what is drawn spans three decades or more."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     getattr(axis, f"set_{which}scale")("log")
     ticks = getattr(axis, f"{which}axis")
-    ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = getattr(axis, f"get_{which}lim")()
+    ticks.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     ticks.set_major_formatter("{x:g}")
     ticks.set_minor_formatter(NullFormatter())
 

@@ -27,7 +27,8 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
     """A point per policy with its standard error, on a logarithmic scale; what has no KL at all has no point."""
     policies = labels(measured)
-    figure, (axis,) = new_figure(1, 1, (6.5, 1.2 + 0.35 * len(policies)))
+    width = 4.5 + 0.08 * max(map(len, policies), default=0)  # of the labels
+    figure, (axis,) = new_figure(1, 1, (width, 1.2 + 0.35 * len(policies)))
     for number, label in enumerate(policies):
         found = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
         if found and found[0] > 0:
