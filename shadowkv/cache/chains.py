@@ -118,7 +118,7 @@ class Chains:
             until = min(until or late, late)
             if copy.fetching is not None:
                 continue
-            if self._disk is None or copy.entry is None:
+            if self._disk is None or copy.entry is None or now < copy.again:
                 return None
             copy.slabs = copy.slabs or self._copies.room(copy.header.nbytes, {one.node for one in steps})
             if copy.slabs is None:

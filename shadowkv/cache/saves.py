@@ -62,11 +62,16 @@ class _Saving:
 
 @dataclass(eq=False)
 class _Restoring:
-    """A prompt on its way to host memory."""
+    """A prompt on its way to host memory.
+
+    Attributes:
+        asked: whether its files have been asked for.
+    """
 
     name: str
     kept: Future[tuple[Save, list[Entry]]]
     answer: Answer
+    asked: bool = False
 
 
 class Saves:
@@ -183,6 +188,11 @@ class Saves:
             if self._findings.busy:
                 return None
             return NotDone(f"what is saved as {one.name!r} cannot be read; the server's log says why")
+        if not one.asked:
+            one.asked = True
+            for node in nodes:
+                if node.copy is not None:
+                    node.copy.again = 0.0  # whoever asks by name need not wait
         stops = [*(node.first for node in nodes[1:]), save.tokens // PAGE]
         steps = [Step(node, stop) for node, stop in zip(nodes, stops, strict=True)]
         if self._chains.fetch(steps, MOST_FETCH_SECONDS) == 0.0:

@@ -216,8 +216,8 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(ops, seed):
             width = alone.shape[-1]
             assert torch.equal(chunks[row, :, :width], alone) and (chunks[row, :, width:] == -1).all()
             there = alone >= 0
-            # Logarithms of several numbers at once may differ from those of one in the last bit.
-            torch.testing.assert_close(log_weight[row, :, :width][there], own_weight[there], rtol=1e-6, atol=1e-6)
+            # Logarithms of several numbers at once may differ from those of one in their last bits.
+            torch.testing.assert_close(log_weight[row, :, :width][there], own_weight[there], rtol=1e-5, atol=1e-5)
 
 
 def test_seeds_of_rows_are_hashes_of_request_position_and_segment():
