@@ -1,10 +1,10 @@
 """Caches for ``model.generate`` of transformers: any policy, driven by the model's own forward passes."""
 
 try:
-    import transformers  # noqa: F401
-except ImportError as error:
+    from shadowkv.hf.cache import ShadowKVCache
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "transformers":
+        raise
     raise ImportError("shadowkv.hf needs transformers 5 or later: pip install 'shadowkv[hf]'") from error
-
-from shadowkv.hf.cache import ShadowKVCache
 
 __all__ = ["ShadowKVCache"]

@@ -61,6 +61,15 @@ def filled(make: Any, directory: Path) -> None:
     assert list(directory.glob("*.safetensors"))
 
 
+def opened_on_files(make: Any, directory: Path) -> Engine:
+    """An engine that knows the snapshots of a question from another one's directory."""
+    filled(make, directory)
+    engine: Engine = make(kv="full", kv_disk_dir=str(directory))
+    while engine.scheduler.prefix_cache.opening:
+        pass
+    return engine
+
+
 @pytest.mark.parametrize("disk", ["full", "full late", "read-only", "removed"])
 def test_a_disk_that_takes_nothing_is_done_without(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, disk: str
@@ -89,10 +98,7 @@ def test_a_disk_that_cannot_be_read_is_done_without(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = fresh(make, QUESTION, kv="full")
-    filled(make, tmp_path)
-    engine = make(kv="full", kv_disk_dir=str(tmp_path))
-    while engine.scheduler.prefix_cache.opening:
-        pass
+    engine = opened_on_files(make, tmp_path)
     engine.scheduler.prefix_cache.lower.disk._files = BrokenDisk()
     assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert sum("cannot be read" in line for line in lines(caplog)) == 1
@@ -104,10 +110,7 @@ def test_a_disk_that_could_not_be_read_is_asked_again_later(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = fresh(make, QUESTION, kv="full")
-    filled(make, tmp_path)
-    engine = make(kv="full", kv_disk_dir=str(tmp_path))
-    while engine.scheduler.prefix_cache.opening:
-        pass
+    engine = opened_on_files(make, tmp_path)
     disk = engine.scheduler.prefix_cache.lower.disk
     files, disk._files = disk._files, BrokenDisk()
     assert ask_and_forget(engine, QUESTION, wanted) == 0

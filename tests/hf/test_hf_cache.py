@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,10 @@ def test_what_cannot_be_is_refused(model: Any, directory: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(directory)
     with pytest.raises(ValueError, match="attends by 'sdpa'"):
         ShadowKVCache(plain, max_model_len=MOST)
+
+
+def test_what_is_missing_is_named_where_transformers_is_not_installed() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import shadowkv.hf"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode and "ImportError: shadowkv.hf needs transformers 5 or later" in done.stderr
+    assert "pip install 'shadowkv[hf]'" in done.stderr

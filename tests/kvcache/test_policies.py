@@ -370,19 +370,10 @@ def test_mass_is_the_fewest_best_chunks_with_that_share_in_every_query_head(chun
         *(preset(name) for name in ("snapkv:budget=64", "exact-top-k:budget=64", "exact-top-k:budget=0.5,mass=0.8")),
     ],
     ids=[
-        "shadowkv",
-        "quest",
-        "full",
-        "turbo",
-        "streaming-llm",
-        "loki",
-        "infinigen",
-        "triattention",
-        "snapkv",
-        "exact-top-k",
-        "mass",
+        "shadowkv", "quest", "full", "turbo", "streaming-llm", "loki", "infinigen", "triattention", "snapkv",
+        "exact-top-k", "mass",
     ],
-)
+)  # fmt: skip
 def test_ragged_batch_equals_each_sequence_alone(spec: KVSpec) -> None:
     lengths = [1, 7, 63, 64, 65, 1000, 3000]
     cache = make_cache(spec)
