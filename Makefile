@@ -9,7 +9,7 @@ CSRC := $(wildcard csrc/*/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu sanitize lint format clean
+.PHONY: help serve test test-gpu sanitize lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ format: .venv/.installed-lint ## Format the code and fix what ruff can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: .venv/.installed-docs ## Build the documentation's pages, in build/site
+	$(PY) -m mkdocs build --strict
+
 clean: ## Remove builds and caches (not .venv)
 	rm -rf build dist shadowkv/_cuda shadowkv/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find shadowkv models eval tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -59,6 +62,6 @@ clean: ## Remove builds and caches (not .venv)
 
 # What the installed package asks for: with -e the C++ ops would be built once more.
 .venv/.installed-%: .venv/.installed
-	$(PIP_INSTALL) 'shadowkv[$*]'
+	$(PIP_INSTALL) 'shadowkv-engine[$*]'
 	$(PY) scripts/check_cpu_install.py
 	touch $@

@@ -82,7 +82,7 @@ class BuildIfPossible(build_ext):
 setup(
     packages=packages,
     package_dir={"shadowkv": "shadowkv", **MOUNTED},
-    package_data={"shadowkv": ["py.typed"], "shadowkv.models": ["configs/*.json"]},
+    package_data={"shadowkv": ["py.typed"], "shadowkv.serve": ["page/*"], "shadowkv.models": ["configs/*.json"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildIfPossible},
 )

@@ -1,33 +1,14 @@
-"""``python -m shadowkv.eval <suite>``: what cache policies cost in quality, on the same samples from one prefill."""
+"""``shadowkv eval <suite>``: what cache policies cost in quality, on the same samples from one prefill."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
+from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.loading import load_from_config
-from shadowkv.eval import ablations
 from shadowkv.eval.arguments import parser
 from shadowkv.eval.checks import check
-from shadowkv.eval.fidelity import command as fidelity
-from shadowkv.eval.fidelity.exact_tails import with_exact_tails
-from shadowkv.eval.forks import Forks
-from shadowkv.eval.haystack import haystack
-from shadowkv.eval.policies import Policy, local_policies, served_policy
-from shadowkv.eval.remote import Remote
-from shadowkv.eval.run import Answerer, command_line, run, write_config
-from shadowkv.eval.tasks import SUITES
-from shadowkv.eval.tokenizers import load_tokenizer
-from shadowkv.models.loader import LoadedModel
-from shadowkv.models.tokenizer import Tokenizer
-
-SAME = ("suite", "adapter", "rope_theta", "dtype", "quantization", "load_format")
-"""Flags that every suite has, and that must be the same in every run that adds to ``--out``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,91 +16,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser(__doc__).parse_args(arguments)
     try:
         check(args)
-        (_compare if args.suite == "fidelity" else _evaluate)(args, command_line(arguments))
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        first, *reasons = [line.removeprefix("  - ") for line in str(error).splitlines()] or [type(error).__name__]
-        print(f"error: {first} {'; '.join(reasons)}".rstrip(), file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {args.out}", file=sys.stderr)
-        return 130
-    return 0
+    print(f"loading {args.model or EngineConfig.model}", file=sys.stderr, flush=True)
+    from shadowkv.eval.command import execute  # PyTorch takes seconds, which --help and mistakes need not wait for
 
-
-def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
-    answerer, tokenizer, policies, model = _remote(args) if args.base_url else _local(args)
-    samples = SUITES[args.suite](args, tokenizer)
-    same = (*SAME, "seed", "data", "chat", "needles", "turns")
-    settings = _settings(args, model, same)
-    if args.suite == "niah":
-        settings["haystack"] = haystack(args.data).name
-    write_config(args.out, settings, policies, command)
-    predictions = run(answerer, samples, policies, args.out, model)
-    if args.vary:
-        ablations.of_scores(args.vary.field, predictions, model, args.out)
-    print((args.out / "summary.md").read_text(encoding="utf-8"))
-
-
-def _compare(args: argparse.Namespace, command: list[str]) -> None:
-    loaded, policies, model = _load(args, args.prompt_tokens + args.new_tokens)
-    if args.exact_tails:
-        policies = with_exact_tails(policies, args.new_tokens)
-    prompts = fidelity.cut(args, loaded)
-    settings = _settings(args, model, (*SAME, "text", "prompts", "prompt_tokens", "new_tokens", "measure_every"))
-    write_config(args.out, settings, policies, command)
-    measured = fidelity.measure(args, loaded, policies, prompts, model)
-    if args.vary:
-        ablations.of_divergence(args.vary.field, measured, model, args.prompt_tokens, args.out)
-    print((args.out / "summary.md").read_text(encoding="utf-8"))
-
-
-def _settings(args: argparse.Namespace, model: str, same: Sequence[str]) -> dict[str, object]:
-    """What must be the same in every run that adds to ``--out``."""
-    return {"model": model, **{name: _plain(getattr(args, name)) for name in same if hasattr(args, name)}}
-
-
-def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Policy], str]:
-    """The model, the policies to compare and the model's name in tables."""
-    loaded = load_from_config(
-        EngineConfig(
-            args.model or EngineConfig.model,
-            adapter=args.adapter,
-            load_format=args.load_format,
-            dtype=args.dtype,
-            quantization=args.quantization,
-            device=args.device,
-            rope_theta=args.rope_theta,
-            max_model_len=longest,
-        )
-    )
-    if loaded.model.device.type == "cuda":
-        torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
-    args.dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")  # auto depends on the machine
-    args.quantization = loaded.config.quantization  # which the files may have too
-    names, shape = args.kv or ["full", "turbo"], loaded.config.shape
-    if args.vary:
-        names, notes = args.vary.expand(names, shape)
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-    name = f"{loaded.name}+{Path(args.adapter).name}" if args.adapter else loaded.name
-    return loaded, local_policies(names, args.budget or (), shape), name
-
-
-def _local(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy], str]:
-    loaded, policies, name = _load(args, max(args.length))
-    return Forks(loaded, args.batch), loaded.tokenizer, policies, name
-
-
-def _remote(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy], str]:
-    tokenizer = load_tokenizer(args.tokenizer or args.model or EngineConfig.model)
-    server = Remote(args.base_url, args.model, lambda text: len(tokenizer.encode(text)), args.num_concurrent)
-    return server, tokenizer, [served_policy(args.kv[0] if args.kv else "remote")], server.model
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
+    return execute(args, arguments)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
+from shadowkv.command_line import Parser
 from shadowkv.engine.config import DTYPES, LOAD_FORMATS, QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig
 from shadowkv.eval import niah
 from shadowkv.eval.checks import budget, variation
@@ -20,16 +20,9 @@ SUITE_DATA = {
 """Where a suite's texts are."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def parser(description: str | None) -> Parser:
     """That of the command."""
-    command = Parser(prog="python -m shadowkv.eval", description=description)
+    command = Parser(prog="shadowkv eval", description=description)
     suites = command.add_subparsers(dest="suite", required=True, metavar="suite", parser_class=Parser)
     for name, text, samples in (
         ("ruler", "RULER: 13 synthetic tasks of any length", 50),

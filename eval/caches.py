@@ -39,7 +39,7 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
         slots=slots,
         max_model_len=capacity,
         memory=Blocks({tier: slots * count for tier, count in need.items()}),
-        dtype=parameter.dtype,
+        dtype=loaded.model.dtype,
         device=parameter.device,
     )
 
@@ -55,7 +55,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parameter.device)
     free -= int(total * (1 - DEFAULT_UTILIZATION["cuda"]))
-    free -= prefill_bytes(loaded.config, capacity, parameter.dtype)
+    free -= prefill_bytes(loaded.config, capacity, loaded.model.dtype)
     device = host = 0
     for layout in (_layout(loaded, spec, capacity) for spec in specs):
         need, unit = _blocks(layout), layout.bytes_per_block()
@@ -113,7 +113,7 @@ def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
 
 
 def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:
-    shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
+    shape, dtype = loaded.config.shape, loaded.model.dtype
     spec = spec.resolve(shape)
     return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
 

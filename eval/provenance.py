@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 
 def commit() -> str | None:
     """The checkout's commit, with ``-dirty`` where files differ from it; None outside a checkout."""
@@ -22,6 +20,8 @@ def commit() -> str | None:
 
 def provenance() -> dict[str, str | None]:
     """Commit, command line, GPU (None without one) and versions of PyTorch and CUDA."""
+    import torch  # here, as a benchmark's client needs the commit alone
+
     return {
         "commit": commit(),
         "command": shlex.join(sys.argv),

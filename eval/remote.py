@@ -29,7 +29,7 @@ class Remote:
         try:
             import openai
         except ImportError as error:
-            raise ValueError("--base-url needs the openai client: pip install 'shadowkv[eval]'") from error
+            raise ValueError("--base-url needs the openai client: pip install 'shadowkv-engine[eval]'") from error
         self.failures = openai.OpenAIError
         self.count_tokens, self.concurrency = count_tokens, concurrency
         self.client = openai.OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY") or "none", timeout=None)

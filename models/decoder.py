@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.fp8_linear import SCALE
+from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.config import ModelConfig
+from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops import Ops
 
 
@@ -19,15 +26,31 @@ class Decoder(nn.Module):
 
     The weights are uninitialised until a loader fills them. On the ``meta`` device nothing is allocated, which is
     enough for ``num_parameters`` and ``num_bytes``.
+
+    Args:
+        config: the model.
+        dtype: of activations, and of weights that are not quantised.
+        device: where the weights are.
+        runs: of the rows of parameters that stay in blocks as a GGUF file stores them, by name.
+        group: the ranks that hold the model together; ``config`` is then of this one's part (``Shard``).
     """
 
-    head: nn.Parameter | None
+    embedding: nn.Parameter | BlockMatrix
+    head: nn.Parameter | BlockMatrix | None
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        runs: Mapping[str, tuple[Run, ...]] = MappingProxyType({}),
+        group: Group = ALONE,
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
+        self.group = group
         ops = Ops("cpu" if self.device.type == "meta" else self.device)
         spec = LayerSpec(
             shape=config.shape,
@@ -39,41 +62,78 @@ class Decoder(nn.Module):
             qk_norm=config.qk_norm,
             post_norms=config.post_norms,
             quantization=config.quantization,
+            runs={},
             dtype=dtype,
             device=self.device,
             ops=ops,
+            group=group,
         )
-        self.embedding = self._table()
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(config.num_layers))
+        self.embedding = self._table(runs.get("embedding"), ops)
+        self.layers = nn.ModuleList(
+            DecoderLayer(replace(spec, runs=_within(f"layers.{layer}.", runs)), layer)
+            for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=self.device, ops=ops)
-        self.head = None if config.tie_word_embeddings else self._table()
+        self.head = None if config.tie_word_embeddings else self._table(runs.get("head"), ops)
 
-    def _table(self) -> nn.Parameter:
-        size = (self.config.vocab_size, self.config.hidden_size)
+    def _table(self, runs: tuple[Run, ...] | None, ops: Ops) -> nn.Parameter | BlockMatrix:
+        if runs is not None:
+            return BlockMatrix(self.config.hidden_size, runs, dtype=self.dtype, device=self.device, ops=ops)
+        size = (vocabulary_rows(self.config, self.group.size), self.config.hidden_size)
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""
-        return F.embedding(token_ids, self.embedding)
+        if isinstance(self.embedding, BlockMatrix):
+            return self.embedding.look_up(token_ids)
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.embedding)
+        rows = token_ids - self.group.rank * len(self.embedding)
+        here = (rows >= 0) & (rows < len(self.embedding))
+        found = F.embedding(torch.where(here, rows, 0), self.embedding)
+        return self.group.sum(found * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
-        """Residual stream [n, D] after the last layer, or before it and what that adds -> float32 [n, V]."""
+        """Residual stream [n, D] after the last layer, or before it and what that adds -> float32 [n, V], on every
+        rank."""
         head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
-        return F.linear(normed, head).float()
+        if isinstance(head, BlockMatrix):
+            scores: Tensor = head(normed, 0, self.config.vocab_size)
+            return scores.float()
+        return self.group.join(F.linear(normed, head))[:, : self.config.vocab_size].float()
 
     @property
     def weights_in_words(self) -> str:
         """How weights are stored."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.config.quantization is None else f"{dtype}, {self.config.quantization} weights"
+        dtype, quantised = str(self.dtype).removeprefix("torch."), self.config.quantization
+        quantised = quantised or " and ".join(self.block_forms)
+        return f"{dtype}, {quantised} weights" if quantised else dtype
+
+    @property
+    def block_forms(self) -> list[str]:
+        """Formats of the weights that are kept in blocks."""
+        return sorted({run.form for matrix in self._block_matrices() for run in matrix.runs if run.form is not None})
 
     @property
     def num_parameters(self) -> int:
         """Weights of the model, tied ones counted once; scales of quantised ones are none."""
-        return sum(weight.numel() for name, weight in self.named_parameters() if not name.endswith(f".weight{SCALE}"))
+        matrices = self._block_matrices()
+        kept = {id(part) for matrix in matrices for part in matrix.parts}
+        return sum(matrix.num_values for matrix in matrices) + sum(
+            weight.numel()
+            for name, weight in self.named_parameters()
+            if id(weight) not in kept and not name.endswith(f".weight{SCALE}")
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights, scales included."""
         return sum(parameter.nbytes for parameter in self.parameters())
+
+    def _block_matrices(self) -> list[BlockMatrix]:
+        return [module for module in self.modules() if isinstance(module, BlockMatrix)]
+
+
+def _within(prefix: str, runs: Mapping[str, tuple[Run, ...]]) -> dict[str, tuple[Run, ...]]:
+    return {name.removeprefix(prefix): run for name, run in runs.items() if name.startswith(prefix)}

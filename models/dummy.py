@@ -13,8 +13,9 @@ SEED = 0
 
 @torch.no_grad()
 def fill_dummy(model: Decoder) -> None:
-    """Fill the model where it lives: matrices so that activations keep their scale, norms one, biases zero."""
-    generator = torch.Generator(model.device).manual_seed(SEED)
+    """Fill the model where it lives: matrices so that activations keep their scale, norms one, biases zero; each rank
+    of a model has other numbers."""
+    generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name.removesuffix(SCALE) in parameters and name.endswith(SCALE):

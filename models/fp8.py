@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from shadowkv.models.stored import FP8Weight, Stored, dense
 from shadowkv.ops.quantise_tokens.reference import quantise_tokens
 from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
 
 ROWS_AT_ONCE = 1024
 """Rows that are quantised together: what they take in float32 is little beside the weights."""
-
-
-@dataclass(frozen=True)
-class FP8Weight:
-    """A weight as a file has it in 8-bit floats.
-
-    Attributes:
-        codes: float8_e4m3fn [N, K].
-        scale: float32 [N, 1], or [1, 1] for all rows.
-    """
-
-    codes: Tensor
-    scale: Tensor
-
-
-Stored = Tensor | FP8Weight
-"""What a file has of a weight."""
-
-
-def dense(stored: Stored) -> Tensor:
-    """The weight as plain numbers, float32 where it was quantised."""
-    return stored if isinstance(stored, Tensor) else stored.codes.float() * stored.scale
 
 
 @torch.no_grad()
@@ -43,9 +20,10 @@ def fill_quantised(weight: Tensor, scale: Tensor, stored: Stored) -> None:
         weight.copy_(stored.codes)
         scale.copy_(stored.scale)
         return
-    for start in range(0, len(stored), ROWS_AT_ONCE):
+    numbers = dense(stored)
+    for start in range(0, len(numbers), ROWS_AT_ONCE):
         run = slice(start, start + ROWS_AT_ONCE)
-        codes, scales = quantise_tokens(stored[run].to(weight.device))
+        codes, scales = quantise_tokens(numbers[run].to(weight.device))
         weight[run].copy_(codes)
         scale[run].copy_(scales)
 

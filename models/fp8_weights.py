@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.models.files import ModelFileError, in_words
-from shadowkv.models.fp8 import FP8Weight, Stored
 from shadowkv.models.fp8_format import FP8Format
 from shadowkv.models.safetensors_weights import DTYPES, FLOAT8, SafetensorsWeights
+from shadowkv.models.stored import FP8Weight, Stored
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names beside ``weight``. Both are multiplied with the codes: the second is the inverse of what made them."""

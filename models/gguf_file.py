@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
 from shadowkv.models.files import ModelFileError, check_regular, naming
-from shadowkv.models.gguf_header import read_header
+from shadowkv.models.gguf_header import TensorEntry, read_header
+from shadowkv.models.stored import Blocks, Stored
+from shadowkv.ops.dequantise_blocks.reference import FORMATS
 
 T = TypeVar("T")
 
@@ -31,7 +34,7 @@ class GGUFFile:
         with path.open("rb") as opened:
             if not path.stat().st_size:
                 raise ModelFileError(path, "it is empty")
-            self._data = mmap(opened.fileno(), 0, access=ACCESS_READ)
+            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         with naming(path):
             self._header = read_header(self._data)
             architecture = self.get("general.architecture", str)
@@ -81,10 +84,27 @@ class GGUFFile:
             raise ModelFileError(self.path, f"the tensor {name} is missing")
         return self._header.tensors[name].shape
 
+    def form(self, name: str) -> str | None:
+        """Format of the blocks that a matrix is ``stored`` in, None where that makes plain numbers of it."""
+        kind = self._header.tensors[name].kind.name
+        return kind if kind in FORMATS and len(self.shape(name)) == 2 else None
+
+    def stored(self, name: str) -> Stored:
+        """A tensor in its blocks where it has a ``form``, else as ``tensor``; a copy. Raises as that does."""
+        shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
+        if form is None:
+            found: Stored = self.tensor(name)
+        else:
+            found = Blocks(torch.from_numpy(self._raw(entry).reshape(shape[0], -1).copy()), form)
+        if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read would count as this process's, beside the copy
+            start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+        return found
+
     def tensor(self, name: str) -> Tensor:
         """A tensor dequantised to float32, rows first; a copy. Raises ModelFileError for types without a decoder."""
         shape, entry = self.shape(name), self._header.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, entry.stop - entry.start, entry.start)
+        raw = self._raw(entry)
         try:
             # Whatever the bits are, they are somebody's weights: NaN is no matter of the file's form.
             with np.errstate(all="ignore"):
@@ -95,6 +115,9 @@ class GGUFFile:
         # A float32 tensor comes back as a view of the mapped file.
         values = np.array(values, dtype=np.float32, copy=None)
         return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
+
+    def _raw(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._data, np.uint8, entry.stop - entry.start, entry.start)
 
 
 def _short(value: Any) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.files import ModelFileError
 from shadowkv.models.gguf_file import GGUFFile
+from shadowkv.models.stored import Blocks, Stored
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 _TOP = {
@@ -47,20 +49,26 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Name and float32 tensor of every weight, dequantised one at a time; names it does not know pass unchanged.
+def gguf_forms(file: GGUFFile) -> dict[str, str]:
+    """Formats of the weights that are read in blocks, by name."""
+    forms = {name: file.form(name) for name in file.names}
+    return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
+
+
+def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Stored]]:
+    """Name and weight, read one at a time, in blocks or as float32; names it does not know pass unchanged.
 
     The shapes must have been checked: rows of ``llama`` files are put in another order.
     """
     for name in file.names:
         if name in _CONFIG_TENSORS:
             continue
-        tensor = file.tensor(name)
+        stored = file.stored(name)
         if file.architecture == "llama" and ".attn_q." in name:
-            tensor = _halves_from_pairs(tensor, config.num_query_heads)
+            stored = _halves_from_pairs(stored, config.num_query_heads)
         elif file.architecture == "llama" and ".attn_k." in name:
-            tensor = _halves_from_pairs(tensor, config.num_kv_heads)
-        yield _hf_name(name, file.architecture), tensor
+            stored = _halves_from_pairs(stored, config.num_kv_heads)
+        yield _hf_name(name, file.architecture), stored
 
 
 def _hf_name(name: str, architecture: str) -> str:
@@ -74,6 +82,13 @@ def _hf_name(name: str, architecture: str) -> str:
     return f"model.layers.{layer}.{'mlp.gate_up_proj' if joined else _MODULES[module]}.{kind}"
 
 
-def _halves_from_pairs(rows: Tensor, heads: int) -> Tensor:
+def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
     """Undo the row order of ``llama`` files: they rotate neighbouring rows, this engine rows half a head apart."""
+    if isinstance(stored, Blocks):
+        return replace(stored, data=_in_halves(stored.data, heads))
+    assert isinstance(stored, Tensor)
+    return _in_halves(stored, heads)
+
+
+def _in_halves(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
+from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.adapter import Adapter
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
 from shadowkv.models.files import OTHER_MODEL, ModelFileError, is_there, naming, read_json
-from shadowkv.models.fp8 import Stored
 from shadowkv.models.fp8_format import FP8Format
 from shadowkv.models.fp8_weights import FP8Weights
+from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
 from shadowkv.models.gguf_config import config_from_gguf
 from shadowkv.models.gguf_file import GGUFFile
 from shadowkv.models.gguf_tokenizer import tokenizer_from_gguf
-from shadowkv.models.gguf_weights import gguf_shapes, stream_gguf
+from shadowkv.models.gguf_weights import gguf_forms, gguf_shapes, stream_gguf
 from shadowkv.models.hf_fields import are_token_ids
 from shadowkv.models.quantization import REMEDY, read_quantization
 from shadowkv.models.registry import config_from_hf, family
 from shadowkv.models.requirements import check_hardware, check_memory
 from shadowkv.models.safetensors_weights import SafetensorsWeights
+from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import is_hub_id, resolve
+from shadowkv.models.stored import Stored
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
-from shadowkv.models.weights import check_shapes, fill, quantised
+from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
+from shadowkv.ops import Ops
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -39,17 +44,21 @@ class LoadedModel:
 
     Attributes:
         config: with the user's overrides applied.
-        model: on its device.
+        shard: the part of it that this rank has; all of it where the model is on one device.
+        model: that part, on its device.
         tokenizer: the model's, or bytes where the weights are dummies.
         name: the catalogue name or hub id it was asked for by, or the last part of its path.
         notes: what was done to weights that the user may not expect, a line each.
+        sampling: parameters that its generation_config.json names.
     """
 
     config: ModelConfig
+    shard: Shard
     model: Decoder
     tokenizer: Tokenizer
     name: str
     notes: tuple[str, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_config(
@@ -77,8 +86,9 @@ def load_model(
     rope_theta: float | None = None,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    group: Group = ALONE,
 ) -> LoadedModel:
-    """Load a model.
+    """Load a model, or this rank's part of it.
 
     Args:
         source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
@@ -90,6 +100,7 @@ def load_model(
             ``max_model_len``, on the user's word.
         max_model_len: longest sequence that will be run; picks LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
+        group: the ranks that the model is cut up for.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
@@ -117,21 +128,27 @@ def load_model(
         if adapter is not None:
             raise ValueError("an adapter has no meaning with load_format='dummy'")
         config = runnable(load_config(source, max_model_len, rope_theta))
-        check_memory(Decoder(config, weights_dtype, "meta"), device)
-        model = Decoder(config, weights_dtype, device)
+        shard = Shard(config, group.rank, group.size)
+        check_memory(Decoder(shard.config, weights_dtype, "meta", group=group), device)
+        model = Decoder(shard.config, weights_dtype, device, group=group)
         fill_dummy(model)
-        return LoadedModel(config, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
+        return LoadedModel(config, shard, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
         runnable(load_config(source, max_model_len, rope_theta))
     path = resolve(source, weights=True)
+    sampling = read_sampling(path) if path.is_dir() else {}
     tensors: Iterator[tuple[str, Stored]]
     in_fp8: FP8Weights | None = None
+    forms: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
     if path.suffix == ".gguf":
         file = GGUFFile(path)
         config = runnable(config_from_gguf(file, max_model_len, rope_theta))
         tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
         shapes, tensors = gguf_shapes(file), stream_gguf(file, config)
+        if config.quantization is None and group.size == 1 and _keeps_blocks(device):
+            forms = gguf_forms(file)
     else:
         config, kind = _config_from_directory(path, max_model_len, rope_theta)
         config = runnable(config)
@@ -146,10 +163,21 @@ def load_model(
         merge = Adapter(Path(adapter))
         merge.check(shapes)
         tensors = merge.merged(tensors)
-    check_memory(outline, device)
-    model = Decoder(config, weights_dtype, device)
-    fill(model, targets, tensors)
-    return LoadedModel(config, model, tokenizer, name, in_fp8.notes(quantised(model, targets)) if in_fp8 else ())
+        if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
+            notes = (f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...",)
+    runs, shard = block_runs(targets, forms), Shard(config, group.rank, group.size)
+    check_memory(Decoder(shard.config, weights_dtype, "meta", runs, group), device)
+    model = Decoder(shard.config, weights_dtype, device, runs, group)
+    # A bar, where it goes to a terminal.
+    fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
+    if in_fp8 is not None:
+        notes = in_fp8.notes(quantised(model, targets))
+    return LoadedModel(config, shard, model, tokenizer, name, notes, sampling)
+
+
+def _keeps_blocks(device: torch.device) -> bool:
+    """Whether weights stay in a GGUF file's blocks: on CPUs that have products with them in C++."""
+    return device.type == "cpu" and Ops(device).backends["quantised_matmul"] != "reference"
 
 
 def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
@@ -186,7 +214,7 @@ def _config_from_directory(
     kind = read_quantization(file, hf)
     with naming(file, OTHER_MODEL):
         config = _quantised(config_from_hf(hf, max_model_len), None if kind is None else "fp8")
-    generation = file.with_name("generation_config.json")
+    generation = file.with_name(GENERATION_CONFIG)
     if path.is_dir() and is_there(generation):
         eos = read_json(generation).get("eos_token_id")
         stops = eos if isinstance(eos, list) else [] if eos is None else [eos]

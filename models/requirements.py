@@ -25,7 +25,8 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
     """
     need, free = outline.num_bytes, free_bytes(device)
     if need > free:
-        halved = outline.dtype == torch.float32 and need // 2 <= free
+        plain = sum(parameter.nbytes for parameter in outline.parameters() if parameter.dtype == torch.float32)
+        halved = need - plain // 2 <= free
         raise MemoryError(
             f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
             f"{free / GIB:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "

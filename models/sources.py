@@ -55,4 +55,16 @@ def _from_hub(name: str, weights: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
-        raise OSError(f"{name!r} is no local path, and the hub did not deliver it: {error}") from error
+        reason = _reason(error)
+        raise OSError(f"{name!r} is no local path, and the hub did not deliver it: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What the hub said, in one line; of most errors the further lines advise to read on elsewhere."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "its terms must be agreed to on its page there, and a token passed as HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private and a token is needed as HF_TOKEN"
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.layers.fp8_linear import SCALE
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.files import in_words
-from shadowkv.models.fp8 import Stored, dense, fill_quantised
+from shadowkv.models.fp8 import fill_quantised
+from shadowkv.models.sharding import Shard
+from shadowkv.models.stored import Blocks, Stored, dense
 
 
 @dataclass(frozen=True)
@@ -91,21 +94,42 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
 
 
 @torch.no_grad()
-def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]]) -> None:
-    """Copy a stream of named tensors, whose shapes were checked, one at a time, casting to the parameters' dtype.
+def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
+    """Copy its shard of a stream of named tensors, whose shapes were checked, one at a time, casting to the parameters'
+    dtype.
 
-    Those of quantised projections are quantised on the way: the model is never there in both forms.
+    Those of quantised projections are quantised on the way: the model is never there in both forms. What is kept in
+    blocks is copied as it is.
     """
     parameters = dict(model.named_parameters())
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, BlockMatrix)}
+    for name, parameter in parameters.items():
+        if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
+            parameter.zero_()  # rows that are nobody's
     for name, stored in tensors:
         target = targets.get(name)
         if target is None:
             continue
-        rows, scale = slice(target.start, target.stop), parameters.get(target.parameter + SCALE)
-        if scale is None:
-            parameters[target.parameter][rows].copy_(dense(stored))
-        else:
-            fill_quantised(parameters[target.parameter][rows], scale[rows], stored)
+        for rows, part in shard.pieces(target.parameter, target.start, target.stop, stored):
+            if (matrix := matrices.get(target.parameter)) is not None:
+                ((kept, form),) = matrix.stored(rows.start, rows.stop)
+                kept.copy_(part.data if isinstance(part, Blocks) and part.form == form else dense(part))
+            elif (scale := parameters.get(target.parameter + SCALE)) is not None:
+                fill_quantised(parameters[target.parameter][rows], scale[rows], part)
+            else:
+                parameters[target.parameter][rows].copy_(dense(part))
+
+
+def block_runs(targets: Targets, forms: Mapping[str, str]) -> dict[str, tuple[Run, ...]]:
+    """How the rows of parameters are stored of which files have any in blocks, ``forms`` by tensor."""
+    runs: dict[str, dict[int, Run]] = {}
+    for name, target in targets.items():
+        runs.setdefault(target.parameter, {})[target.start] = Run(target.stop - target.start, forms.get(name))
+    return {
+        parameter: tuple(run for _, run in sorted(of_rows.items()))
+        for parameter, of_rows in runs.items()
+        if any(run.form is not None for run in of_rows.values())
+    }
 
 
 def quantised(model: nn.Module, targets: Targets) -> list[str]:

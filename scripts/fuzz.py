@@ -28,7 +28,8 @@ from typing import Any
 import httpx
 import psutil
 import torch
-from judge import NEUTRAL, WITHOUT_EFFECT, Judge
+from judge import Judge
+from judge_rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 from tiny_model import ENGINE, tiny_model
 
 from shadowkv.engine.async_engine import AsyncEngine
@@ -65,7 +66,8 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
     {},
 )
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMAS[0]}}
+CALL_ITEM = {"call_id": "c1", "name": "f", "arguments": "{}"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMAS[0]}}
 TYPICAL: dict[str, tuple[Any, ...]] = {
     "model": (MODEL,),
     "n": (1, 2, 3),
@@ -95,7 +97,13 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
         [{"role": "system", "content": ""}, {"role": "user", "content": [{"type": "text", "text": "What is it?"}]}],
         [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2", "tool_call_id": "c1"}],
     ),
-    "tools": ([TOOL], [{"type": "function", "function": {"name": "g"}}, TOOL]),
+    "tools": (
+        *([TOOL], [{"type": "function", "function": {"name": "g"}}, TOOL]),
+        *([{"type": "function", **TOOL["function"]}], [{"name": "f", "input_schema": SCHEMAS[0]}]),
+    ),
+    "input": ("Hi", [{"role": "user", "content": "Hi"}], [{"type": "function_call", **CALL_ITEM}], {"a": 1}),
+    "max_output_tokens": (1, 2, 5),
+    "reasoning": ({"effort": "low"},),
     "tool_choice": ("none", "auto", "required", {"type": "function", "function": {"name": "f"}}),
     "chat_template_kwargs": ({"enable_thinking": False}, {}),
     "arguments": ('{"a": 1}', "{}"),
@@ -117,7 +125,19 @@ JUNK: tuple[Any, ...] = (
     *("\ud800", "\udfff\ud800", "\0", "é", "日本語", "💥" * 40, "\u202e", "a" * 10_000, "../../etc/passwd", "{{7*7}}"),
     *([0] * 5_000, ["a"] * 500, {str(i): i for i in range(300)}, [[[[[[[[[]]]]]]]]], {"type": "text"}, [-1], [1.0]),
 )
-EXTRA_NAMES = (*NEUTRAL, *WITHOUT_EFFECT, "no_such_parameter", "", "\0", "\ud800", "__proto__", "self", "cls", "💥")
+EXTRA_NAMES = (
+    *NEUTRAL,
+    *WITHOUT_EFFECT,
+    *WITH_EFFECT,
+    "no_such_parameter",
+    "",
+    "\0",
+    "\ud800",
+    "__proto__",
+    "self",
+    "cls",
+    "💥",
+)
 TYPES = (
     *(None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json"),
     *("application/json; charset=utf-16", "application/problem+json", "APPLICATION/JSON", "application/jsonx", "\x00"),
@@ -143,8 +163,9 @@ class Cases:
 
     def __init__(self, openapi: dict[str, Any], seed: int) -> None:
         self._named, self._seed = openapi["components"]["schemas"], seed
-        posts = {path: routes["post"] for path, routes in openapi["paths"].items() if "post" in routes}
-        self.bodies = {path: post["requestBody"]["content"]["application/json"] for path, post in posts.items()}
+        posts = [(path, routes["post"]) for path, routes in openapi["paths"].items() if "post" in routes]
+        contents = {path: post["requestBody"]["content"] for path, post in posts if "requestBody" in post}
+        self.bodies = {path: one["application/json"] for path, one in contents.items() if "application/json" in one}
 
     def make(self, number: int) -> Case:
         """The case of that number."""
@@ -170,8 +191,8 @@ class Cases:
             return rng.choice(TYPICAL[name])
         if "$ref" in schema:
             return self._valid(self._named[schema["$ref"].rsplit("/", 1)[1]], name)
-        if "anyOf" in schema:
-            return self._valid(rng.choice(schema["anyOf"]), name)
+        if branches := schema.get("anyOf", schema.get("oneOf")):
+            return self._valid(rng.choice(branches), name)
         if "const" in schema or "enum" in schema:
             return rng.choice(schema.get("enum") or [schema["const"]])
         kind = schema.get("type")

@@ -231,11 +231,17 @@ class Found:
     examples: list[str] = field(default_factory=list)
 
 
-def fuzz(args: argparse.Namespace) -> dict[str, Found]:
-    """Figures of all targets that were asked for, which take turns."""
+def confine() -> tuple[int, int]:
+    """Allows this process one thread and ``MEMORY`` more bytes; returns the limits of its memory as they were."""
     torch.set_num_threads(1)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MEMORY, limits[1]))
+    return limits
+
+
+def fuzz(args: argparse.Namespace) -> dict[str, Found]:
+    """Figures of all targets that were asked for, which take turns."""
+    limits = confine()
     end = time.monotonic() + args.seconds
     try:
         with all_targets() as targets:

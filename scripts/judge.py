@@ -7,150 +7,42 @@ lenient where they leave room: it need not find all nonsense, but what it finds 
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
-
-Rule = Callable[[Any], bool]
+from judge_conversations import ill_formed, messages_body, prompt_rules, responses_body
+from judge_rules import (
+    Rule,
+    boolean,
+    either,
+    fields,
+    given,
+    integer,
+    loads,
+    number,
+    response_format,
+    save_name,
+    short,
+    snapshot_name,
+    some,
+    text,
+    tool,
+    tool_call,
+    tool_choice,
+    utf8,
+)
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Of a choice, in all of its chunks."""
 
+CONVERSATIONS = ("/v1/responses", "/v1/messages")
+"""Routes of other APIs than that of chats."""
+
 PAGE = 64
 """Tokens that are saved together."""
-
-
-def boolean(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def utf8(value: Any) -> bool:
-    """A text without half of a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def integer(low: float = -math.inf, high: float = math.inf) -> Rule:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def number(low: float, high: float, above: float = -math.inf) -> Rule:
-    return lambda value: type(value) in (int, float) and low <= value <= high and value > above
-
-
-def some(rule: Rule, least: int = 0, most: float = math.inf) -> Rule:
-    """A list of so many."""
-    return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
-
-
-def short(most: int, least: int = 0) -> Rule:
-    """A text of so many characters."""
-    return lambda value: isinstance(value, str) and least <= len(value) <= most
-
-
-def save_name(value: Any) -> bool:
-    """A name to save as."""
-    allowed = {*"._-0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-    return isinstance(value, str) and 1 <= len(value) <= 64 and {*value} <= allowed
-
-
-def either(*rules: Rule) -> Rule:
-    return lambda value: any(rule(value) for rule in rules)
-
-
-def fields(rules: dict[str, Rule], *required: str) -> Rule:
-    """An object whose fields follow the rules; null is the same as left out."""
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, dict) or any(value.get(name) is None for name in required):
-            return False
-        return all(harmless(*item) if item[0] not in rules else rules[item[0]](item[1]) for item in given(value))
-
-    return check
-
-
-def given(value: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [item for item in value.items() if item[1] is not None]
-
-
-def harmless(name: str, value: Any) -> bool:
-    """Whether a parameter that is not supported asks for nothing."""
-    neutral = [value == other and type(value) is type(other) for other in NEUTRAL.get(name, ())]
-    return name in WITHOUT_EFFECT or any(neutral)
-
-
-# On purpose not those of shadowkv/serve/request_schema.py: a list that is wrong there must differ from this one.
-WITHOUT_EFFECT = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation")
-)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "echo": (False,),
-    "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "tool_calls": ([],),
-    "annotations": ([],),
-}
-
-
-def schema(value: Any) -> bool:
-    types = {"string", "number", "integer", "boolean", "array", "object", "null"}
-    known = either(lambda kind: text(kind) and kind in types, some(lambda kind: text(kind) and kind in types))
-    return isinstance(value, dict) and ("type" not in value or known(value["type"]))
-
-
-def response_format(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
-        return False
-    named = value.get("json_schema")
-    return value["type"] != "json_schema" or (isinstance(named, dict) and schema(named.get("schema")))
-
-
-def json_object(value: Any) -> bool:
-    """The text of one; an empty one is taken for that of no arguments."""
-    try:
-        return not value.strip() or isinstance(loads(value.encode()), dict)
-    except (AttributeError, ValueError, RecursionError):
-        return False
-
-
-def tool_choice(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in ("none", "auto", "required")
-    return isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict)
-
-
-function = fields({"name": short(256, least=1), "description": utf8, "parameters": schema, "strict": boolean}, "name")
-tool = fields({"type": lambda kind: kind == "function", "function": function}, "type", "function")
-tool_call = fields(
-    {
-        "id": short(256),
-        "type": lambda kind: kind == "function",
-        "function": fields({"name": short(256), "arguments": json_object}, "name", "arguments"),
-    },
-    "id",
-    "function",
-)
 
 
 @dataclass(frozen=True)
@@ -181,11 +73,8 @@ class Judge:
             "role",
         )
         template = {"tools": some(tool), "chat_template_kwargs": lambda value: isinstance(value, dict)}
-        sampling: dict[str, Rule] = {
+        shared: dict[str, Rule] = {
             **model,
-            "n": integer(1, 128),
-            "best_of": integer(1, 128),
-            "max_tokens": integer(0),
             "min_tokens": integer(0),
             "temperature": number(0, 100),
             "top_p": number(0, 1, above=0),
@@ -200,15 +89,29 @@ class Judge:
                 and {*bias} <= named
                 and all(map(number(-100, 100), bias.values()))
             ),
-            "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
             "stop_token_ids": some(token, most=1024),
             "ignore_eos": boolean,
             "cache_prompt": boolean,
             "cache_salt": short(256, least=1),
             "seed": integer(-(2**63), 2**63 - 1),
-            "response_format": response_format,
             "stream": boolean,
+        }
+        sampling = {
+            **shared,
+            "n": integer(1, 128),
+            "best_of": integer(1, 128),
+            "max_tokens": integer(0),
+            "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
+            "response_format": response_format,
             "stream_options": fields({"include_usage": boolean}),
+            "return_selections": boolean,
+            "kv_transfer_params": fields(
+                {
+                    "do_remote_decode": boolean,
+                    "do_remote_prefill": boolean,
+                    "remote_snapshots": some(snapshot_name, most=4096),
+                }
+            ),
         }
         tokens = some(token, 1)
         prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
@@ -230,6 +133,9 @@ class Judge:
                 },
                 "messages",
             ),
+            "/v1/responses": responses_body(shared),
+            "/v1/messages": messages_body(shared),
+            "/v1/messages/count_tokens": fields({**model, **prompt_rules()}, "messages"),
             "/tokenize": fields(
                 {
                     **model,
@@ -278,7 +184,7 @@ class Judge:
             return "parse_special for a prompt"
         if path == "/cache/save":
             return self._unsavable(body)
-        return self._contradiction(body, "messages" in body) if path.startswith("/v1/") else None
+        return self._contradiction(body, "messages" in body) if path.endswith("completions") else None
 
     def _unsavable(self, body: dict[str, Any]) -> str | None:
         """What does not go together in a prompt to be saved: it needs a page, and a token behind that."""
@@ -325,6 +231,8 @@ class Judge:
     def malformed(self, path: str, raw: bytes, response: httpx.Response) -> str | None:
         """What is wrong with a response's form, if anything is."""
         try:
+            if path.startswith(CONVERSATIONS):
+                return ill_formed(path, loads(raw) if response.status_code == 200 else {}, response)
             if response.status_code == 200:
                 return self._answer(path, loads(raw), response)
             error = loads(response.content)["error"]
@@ -389,12 +297,3 @@ def stream_events(content: str) -> list[Any]:
     if lines.pop() != "[DONE]":
         raise ValueError("the stream ended without [DONE]")
     return [loads(line.encode()) for line in lines]
-
-
-def loads(raw: bytes) -> Any:
-    """JSON, without the NaN and Infinity that Python lets pass."""
-    return json.loads(raw, parse_constant=_refuse)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from chat_trace import ChatTrace, TraceShape
 from reuse_copies import ANSWER, copies
 from sweep_engine import (
     Cell,
@@ -278,38 +279,28 @@ def forget_pages(file: Path) -> None:
 
 
 def trace(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
-    """Chats over documents, each of which has its next turn as soon as it is its turn; so many at once."""
-    draw = random.Random(0)
-    lengths = [draw.randrange(args.shortest, args.document + 1) for _ in range(args.documents)]
-    documents = [random_prompt(engine, length, draw) for length in lengths]
-    total = sum(lengths) * engine.cache.demand(args.document, args.document)["device"] / args.document
+    """Chats over documents."""
+    shape = TraceShape(args.chats, args.turns, args.documents, args.shortest, args.document, args.own, args.at_once)
+    chats = ChatTrace(shape, lambda tokens, draw: random_prompt(engine, tokens, draw))
+    total = sum(chats.lengths) * engine.cache.demand(args.document, args.document)["device"] / args.document
     print(f"documents: {total:.0f} blocks, the device has {engine.cache.total['device']}", flush=True)
-    histories = [list(documents[number % args.documents]) for number in range(args.chats)]
-    order = [number for _ in range(args.turns) for number in draw.sample(range(args.chats), args.chats)]
     asked, offered, before = Asked([]), dict[str, tuple[int, float]](), hits(engine)
     start = time.monotonic()
-    busy: set[int] = set()
-    while order or engine.has_work:
-        while len(busy) < args.at_once:
-            chat = next((number for number in order if number not in busy), None)
-            if chat is None:
-                break
-            order.remove(chat)
-            busy.add(chat)
-            histories[chat] += random_prompt(engine, args.own, draw)
-            name = f"{chat} {len(histories[chat])}"
+    while True:
+        for chat, prompt in chats.due():
+            name = f"{chat} {len(prompt)}"
             offered[name] = chat, time.monotonic()
-            engine.add_request(name, histories[chat], greedy(args.output))
+            engine.add_request(name, prompt, greedy(args.output))
+        if not engine.has_work:
+            return figures(engine, asked, time.monotonic() - start, before)
         for one in step(engine):
             chat, at = offered[one.request_id]
             asked.output += len(one.token_ids)
-            histories[chat] += one.token_ids
+            chats.came(chat, one.token_ids, one.finish_reason is not None)
             if one.finish_reason:
                 assert one.times.first_token is not None
                 asked.to_first.append(one.times.first_token - at)
                 asked.prompt += one.prompt_tokens
-                busy.remove(chat)
-    return figures(engine, asked, time.monotonic() - start, before)
 
 
 if __name__ == "__main__":

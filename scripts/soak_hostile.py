@@ -31,7 +31,7 @@ BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
     ("logit_bias", {"x": 1}),
     ("logprobs", 1000),
     ("prompt", {}),
-    ("no_such_parameter", True),
+    ("grammar", "x"),
 )
 
 

@@ -14,7 +14,7 @@ INTRODUCTION = """# Structure
 
 How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler` (admission) → `Runner` (prefill, decode)
 → `models.Decoder` → `layers` → `KVCache.append / attend / finish_prefill` → parts → `ops`.
-Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
+Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf` and `serve ← ray`,
 and `kvcache ← cache ← engine`.
 `models/` is the package `shadowkv.models`, `eval/` is `shadowkv.eval`.
 

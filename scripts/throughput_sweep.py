@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
     """Sequences that both tiers hold, as engine and planner count."""
-    shape, dtype = loaded.config.shape, next(loaded.model.parameters()).dtype
+    shape, dtype = loaded.config.shape, loaded.model.dtype
     spec = preset(kv).resolve(shape)
     capacity = context + new_tokens(args)
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)

@@ -54,11 +54,18 @@ class Session:
 
     def force(self, prompt: list[int], tokens: list[int]) -> Tensor:
         """Logits [len(tokens), V] that predict each of ``tokens`` after ``prompt``."""
-        return torch.stack([self.feed(prompt), *(self.step(token) for token in tokens[:-1])])
+        return self.follow(self.feed(prompt), tokens)
+
+    def follow(self, logits: Tensor, tokens: list[int]) -> Tensor:
+        """The same of a sequence that is there: ``logits`` [V] predict the first."""
+        return torch.stack([logits, *(self.step(token) for token in tokens[:-1])])
 
     def greedy(self, prompt: list[int], count: int) -> Iterator[tuple[int, Tensor]]:
         """Greedy continuation: ``count`` tokens, each with the logits [V] that chose it."""
-        logits = self.feed(prompt)
+        return self.answer(self.feed(prompt), count)
+
+    def answer(self, logits: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
+        """The same of a sequence that is there: ``logits`` [V] choose the first."""
         for left in range(count - 1, -1, -1):
             token = int(logits.argmax())
             yield token, logits

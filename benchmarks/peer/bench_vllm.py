@@ -7,7 +7,7 @@ one, in a process of its own. Rows that are there are not measured again.
     python3 bench_vllm.py --contexts 61440,124928 --cases 256x1024+256 64x8192+128 48x61184+512 --out results
     python3 bench_vllm.py --quantization fp8 --contexts 61440,124928 --cases 256x1024+256 --out results
     python3 bench_vllm.py --kv fp8 --decode 30x61440 14x124928 --out results
-    python3 bench_vllm.py --reuse --reuse-off --offload-gib 40 --out results
+    python3 bench_vllm.py --reuse --reuse-off --offload-gib 40 --trace-gib 24 --out results
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "../../scripts"))  # packe
 
 from peer_drive import Driver
 from peer_model import ENVIRONMENT, reuse_settings, settings, token_bytes, write_model
-from peer_reuse import DOCUMENTS, ON_DEVICE, Shape, one_by_one, restored, shared
+from peer_reuse import DOCUMENTS, ON_DEVICE, Shape, one_by_one, restored, shared, trace
 from sweep_rows import MIXED, PREFILL, REUSE, Rows
 
 DECODE = ("engine", "kv", "quantization", "context", "batch"), ("step_ms", "decode_tokens_per_s")
@@ -40,6 +40,7 @@ REUSE_CASES = {
     "reuse": {"shared": shared, "one-by-one": one_by_one},
     "reuse-off": {"shared": shared},
     "restored": {"restored": restored},
+    "trace": {"trace": trace},
 }
 """Cases of reuse by the engine that they share."""
 ROOM = 256
@@ -60,6 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reuse", action="store_true", help="requests of one document, at once and one by one")
     parser.add_argument("--reuse-off", action="store_true", help="those at once, of which each computes all")
     parser.add_argument("--offload-gib", type=float, help="of host memory, which evicted documents come back from")
+    parser.add_argument("--trace-gib", type=float, help="of host memory, beside which chats over documents are traced")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="of keys and values")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="of the weights")
     parser.add_argument("--repeats", type=int, default=3, help="prompts after the first of a length")
@@ -89,6 +91,7 @@ def main() -> int:
         "reuse": args.reuse,
         "reuse-off": args.reuse_off,
         "restored": args.offload_gib,
+        "trace": args.trace_gib,
     }
     for name in asked:
         if not asked[name]:
@@ -138,8 +141,14 @@ def chosen_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine."""
     if args.engine in REUSE_CASES:
         longest = SHAPE.document + SHAPE.own + SHAPE.answer + ROOM
-        offload = args.offload_gib if args.engine == "restored" else None
-        reuse = reuse_settings(args.kv, args.engine != "reuse-off", longest, offload, ON_DEVICE * SHAPE.document)
+        offload, on_device = None, 0
+        if args.engine == "restored":
+            offload, on_device = args.offload_gib, ON_DEVICE * SHAPE.document
+        elif args.engine == "trace":
+            longest = SHAPE.document + SHAPE.trace.turns * (SHAPE.own + SHAPE.answer) + ROOM
+            kept = SHAPE.trace.documents // 4 * SHAPE.document  # as many sequences as ours keeps, and those that run
+            offload, on_device = args.trace_gib, kept + SHAPE.trace.at_once * longest
+        reuse = reuse_settings(args.kv, args.engine != "reuse-off", longest, offload, on_device)
         return settings(args.model, args.kv, args.quantization, longest, []) | reuse
     decode = args.decode if args.engine == "decode" else []
     longest = max([*args.contexts, *(one[1] + sum(one[2:]) for one in [*args.cases, *decode])]) + ROOM

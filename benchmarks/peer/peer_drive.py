@@ -21,7 +21,7 @@ class Driver:
     """Runs requests of random token ids; ``sampling`` makes the engine's parameters of a number of tokens."""
 
     def __init__(self, engine: Any, sampling: Callable[[int], Any]) -> None:
-        self.engine, self._sampling, self._runs, self._draw = engine, sampling, 0, random.Random(1)
+        self.engine, self.sampling, self._runs, self._draw = engine, sampling, 0, random.Random(1)
 
     def draw(self, tokens: int) -> list[int]:
         """A prompt."""
@@ -38,7 +38,7 @@ class Driver:
         times: dict[str, list[float]] = {f"{self._runs}-{number}": [] for number in range(len(outputs))}
         start = time.perf_counter()
         for name, prompt, output in zip(times, prompts, outputs, strict=True):
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(output))
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, self.sampling(output))
         while self.engine.has_unfinished_requests():
             done = self.engine.step()
             now = time.perf_counter()

@@ -90,7 +90,8 @@ def settings(folder: Path, kv: str, quantization: str, longest: int, decode: lis
 
 
 def reuse_settings(kv: str, reuse: bool, longest: int, offload_gib: float | None, on_device: int) -> dict[str, Any]:
-    """What differs where prompts come again; with ``offload_gib`` of host memory, the device holds so many tokens."""
+    """What differs where prompts come again; with ``offload_gib`` of host memory, the device holds ``on_device``
+    tokens."""
     chosen: dict[str, Any] = {"enable_prefix_caching": reuse, "disable_log_stats": False}  # which count the hits
     if offload_gib:
         chosen |= {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from peer_drive import Driver
+from chat_trace import ChatTrace, TraceShape
+from peer_drive import LARGEST_ID, Driver
 
 HITS = 5
 """Requests that count where they come one after the other."""
@@ -16,12 +18,13 @@ requests for one of them come the others, which need more than the device has.""
 
 
 class Shape(NamedTuple):
-    """So many requests of one document, tokens of their own, and tokens of an answer."""
+    """So many requests of one document, tokens of their own, tokens of an answer, and a trace of chats."""
 
     requests: int = 48
     document: int = 61440
     own: int = 512
     answer: int = 128
+    trace: TraceShape = TraceShape()
 
 
 def questions(driver: Driver, shape: Shape, count: int) -> list[list[int]]:
@@ -51,16 +54,47 @@ def restored(driver: Driver, shape: Shape) -> dict[str, Any]:
     return figures(driver, [[documents[number % DOCUMENTS]] for number in range(1, 1 + HITS)], 1)
 
 
+def trace(driver: Driver, shape: Shape) -> dict[str, Any]:
+    """Columns of chats over documents."""
+    chats = ChatTrace(shape.trace, lambda tokens, draw: draw.choices(range(100, LARGEST_ID), k=tokens))
+    before, offered = sources(driver.engine), dict[str, tuple[int, float]]()
+    left, firsts, prompts = dict[str, int](), list[float](), 0
+    start = time.perf_counter()
+    while True:
+        for chat, prompt in chats.due():
+            name = f"{chat} {len(prompt)}"
+            offered[name], left[name], prompts = (chat, time.perf_counter()), shape.answer, prompts + len(prompt)
+            driver.engine.add_request(name, {"prompt_token_ids": prompt}, driver.sampling(shape.answer))
+        if not left:
+            break
+        done = driver.engine.step()
+        now = time.perf_counter()
+        for one in done:
+            (chat, at), tokens = offered[one.request_id], list(one.outputs[0].token_ids)
+            if left[one.request_id] == shape.answer and tokens:
+                firsts.append(now - at)
+            left[one.request_id] -= len(tokens)
+            chats.came(chat, tokens, not left[one.request_id])
+            if not left[one.request_id]:
+                del left[one.request_id]
+    return columns(driver, firsts, time.perf_counter() - start, prompts, shape.answer, before)
+
+
 def figures(driver: Driver, groups: list[list[list[int]]], output: int) -> dict[str, Any]:
-    """Offers groups of prompts, each when the one before it is done. Hit rates are of prompt tokens; ``wall_s`` is
-    what the groups took together."""
+    """Offers groups of prompts, each when the one before it is done; ``wall_s`` is what the groups took together."""
     before, wall = sources(driver.engine), 0.0
     firsts: list[float] = []
     for prompts in groups:
         start, came = driver.offer(prompts, [output] * len(prompts))
         firsts += [one[0] - start for one in came]
         wall += max(one[-1] for one in came) - start
-    tokens = sum(len(prompt) for prompts in groups for prompt in prompts)
+    return columns(driver, firsts, wall, sum(len(prompt) for prompts in groups for prompt in prompts), output, before)
+
+
+def columns(
+    driver: Driver, firsts: list[float], wall: float, tokens: int, output: int, before: dict[str, int]
+) -> dict[str, Any]:
+    """Columns of a row, of prompts of ``tokens`` altogether; hit rates are of these."""
     found = {name: count - before[name] for name, count in sources(driver.engine).items()}
     if sum(found.values()) != tokens:
         raise RuntimeError(f"vLLM counts {found}, of prompts of {tokens} tokens")

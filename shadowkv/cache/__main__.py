@@ -1,7 +1,7 @@
-"""``python -m shadowkv.cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
+"""``shadowkv cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
-Names that prompts were saved under are listed with them, and forgotten. Servers may be using it meanwhile: they take up
-what is imported, and miss what is removed.
+Names that prompts were saved under are listed, verified, exported and imported with them, and forgotten. Servers may
+be using it meanwhile: they take up what is imported, and miss what is removed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
-from shadowkv.cache.archive import chains, export_snapshots, import_snapshots
+from shadowkv.cache.archive import chosen, export_snapshots, import_snapshots
 from shadowkv.cache.errors import BadSnapshot, SaveError
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.inventory import Inventory
 from shadowkv.cache.names import Names
 from shadowkv.cache.scan import remove_leftovers
+from shadowkv.command_line import Parser
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m shadowkv.cache", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = Parser(prog="shadowkv cache", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -77,11 +73,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     forget = command("forget", _forget, "forget names, so that what they keep may go when it is its turn")
     forget.add_argument("names", nargs="+", metavar="NAME", help="as given to /cache/save")
 
-    export = command("export", _export, "write snapshots, and all that they continue, to a tar file")
-    export.add_argument("names", nargs="+", metavar="NAME", help="or how it begins")
+    export = command("export", _export, "write snapshots, all that they continue and names to a tar file")
+    export.add_argument("names", nargs="+", metavar="NAME", help="as given to /cache/save, or how a snapshot's begins")
     export.add_argument("file", type=Path, metavar="FILE.tar", help="must not be there yet")
 
-    importer = command("import", _import, "take in the snapshots of a tar file; exit code 1 if any was refused")
+    importer = command("import", _import, "take in snapshots and names of a tar file; exit code 1 if any was refused")
     importer.add_argument("file", type=Path, metavar="FILE.tar", help="made by export")
     return parser.parse_args(argv)
 
@@ -122,7 +118,7 @@ def _list(args: argparse.Namespace) -> int:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
         print(f"{len(rows)} snapshots, {_short_size(inventory.index.bytes)}")
         for name, save in sorted(inventory.saves.items()):
-            there = "" if inventory.index.chain(save.snapshots[-1]) else " (lost)"
+            there = "" if inventory.is_there(save) else " (lost)"
             print(f"saved as {name}: {save.tokens} tokens, up to {save.snapshots[-1]}{there}")
     for error in inventory.bad_saves.values():
         print(error, file=sys.stderr)
@@ -133,23 +129,34 @@ def _list(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     inventory = Inventory.of(args.dir)
+    if args.remove and not args.names:
+        # Before anything is read for long: meanwhile one might be saved anew.
+        for name in inventory.bad_saves:
+            Names(args.dir, FileSystem()).remove(name)
     names = [inventory.named(name) for name in args.names] or [*inventory.index.names(), *inventory.bad]
     sizes = [entry.head.nbytes for name in names if (entry := inventory.index.get(name))]
     with _progress(sum(sizes)) as bar:
         bad = inventory.verify(names, bar.update)
+    bad_names = {} if args.names else inventory.bad_names(bad)
     for name, error in bad.items():
         error.action = "left there"
         if args.remove:
             inventory.remove(name)
             error.action = "removed"
+    # A name of which something is missing stays: servers that compute that again make it good.
+    actions = {name: "removed" if args.remove and name in inventory.bad_saves else "left there" for name in bad_names}
     if args.json:
         problems = [{"name": name, "problem": error.problem, "action": error.action} for name, error in bad.items()]
-        print(json.dumps({"verified": len(set(names)), "bad": problems}, indent=2))
+        of_names = [{"name": name, "problem": bad_names[name], "action": actions[name]} for name in bad_names]
+        print(json.dumps({"verified": len(set(names)), "bad": problems, "bad_names": of_names}, indent=2))
     else:
         for error in bad.values():
             print(error)
-        print(f"{len(set(names)) - len(bad)} snapshots are good, {len(bad)} bad")
-    return 1 if bad else 0
+        for name, problem in bad_names.items():
+            print(f"{problem}; {actions[name]}")
+        named = f"; {len(bad_names)} names are bad" if bad_names else ""
+        print(f"{len(set(names)) - len(bad)} snapshots are good, {len(bad)} bad{named}")
+    return 1 if bad or bad_names else 0
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -181,10 +188,11 @@ def _forget(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     inventory = Inventory.of(args.dir)
-    entries = chains(inventory, [inventory.named(name) for name in args.names])
+    entries, saves = chosen(inventory, args.names)
     with _progress(sum(entry.head.nbytes for entry in entries)) as bar:
-        export_snapshots(args.dir, entries, args.file, bar.update)
-    print(f"{len(entries)} snapshots exported to {args.file}")
+        export_snapshots(args.dir, entries, saves, args.file, bar.update)
+    named = f", saved as {', '.join(saves)}" if saves else ""
+    print(f"{len(entries)} snapshots exported to {args.file}{named}")
     return 0
 
 

@@ -1,27 +1,37 @@
-"""Snapshots in a tar file, each with all that it continues; what comes out of one is believed no further than it is
-checked."""
+"""Snapshots in a tar file, each behind all that it continues, and names behind all that they keep.
+
+What comes out of one is believed no further than it is checked.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import tarfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from shadowkv.cache.errors import BadSnapshot
+from shadowkv.cache.errors import BadSnapshot, UnusableName
 from shadowkv.cache.files import SnapshotFile, read_head, temporary_path
 from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.head import Head, file_name
-from shadowkv.cache.index import Entry
+from shadowkv.cache.index import Entry, Index
 from shadowkv.cache.inventory import Inventory
 from shadowkv.cache.key import is_name
+from shadowkv.cache.names import FOLDER, SUFFIX, Names, Save, name_file
+from shadowkv.cache.save_name import SAVE_NAME
+from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
 
 COPY_BYTES = 4 * 2**20
 
 MOST_AT_ONCE = 16 * 2**20
 """Bytes that a tar file may have read into memory at once, whatever its own headers say."""
+
+_NAME_FILE = re.compile(f"{FOLDER}/({SAVE_NAME}){re.escape(SUFFIX)}")
 
 
 def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
@@ -37,10 +47,38 @@ def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
     return list(found.values())
 
 
+def chosen(inventory: Inventory, texts: Sequence[str]) -> tuple[list[Entry], dict[str, Save]]:
+    """What to export for each text, a name that was saved under or else how a snapshot's begins.
+
+    The former is its chain and itself, the latter a chain and all names that keep nothing else. Raises ValueError and
+    UnusableName for what is not there or of no use.
+    """
+    saves: dict[str, Save] = {}
+    snapshots = []
+    for text in texts:
+        if text in inventory.bad_saves:
+            raise inventory.bad_saves[text]
+        if (save := inventory.saves.get(text)) is None:
+            snapshots.append(inventory.named(text))
+        elif inventory.is_there(save):
+            saves[text] = save
+        else:
+            raise ValueError(f"what is saved as {text!r} is not all there, or not what was saved")
+    along = {entry.name for entry in chains(inventory, snapshots)}
+    for name, save in inventory.saves.items():
+        if along.issuperset(save.snapshots) and inventory.is_there(save):
+            saves[name] = save
+    return chains(inventory, snapshots + [save.snapshots[-1] for save in saves.values()]), saves
+
+
 def export_snapshots(
-    directory: Path, entries: Sequence[Entry], target: Path, progress: Callable[[int], object] = lambda count: None
+    directory: Path,
+    entries: Sequence[Entry],
+    saves: Mapping[str, Save],
+    target: Path,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Writes files to a new tar file, each after every byte of it was found good.
+    """Writes files to a new tar file, each after every byte of it was found good, and behind them names that keep them.
 
     Raises OSError, FileExistsError too, and BadSnapshot; nothing is left of the file then.
     """
@@ -58,6 +96,10 @@ def export_snapshots(
                     member = tarfile.TarInfo(file.head.file_name)
                     member.size, member.mtime, member.mode = file.status.st_size, int(file.status.st_mtime), 0o600
                     archive.addfile(member, stream)
+            for name, save in saves.items():
+                data, member = to_json(save).encode(), tarfile.TarInfo(name_file(name))
+                member.size, member.mtime, member.mode = len(data), save.saved, 0o600
+                archive.addfile(member, io.BytesIO(data))
             raw.flush()
             os.fsync(raw.fileno())
         if not FileSystem().publish(temporary, target, replace=False):
@@ -78,8 +120,8 @@ class _Bounded(io.BufferedReader):
 def import_snapshots(
     directory: Path, source: Path, progress: Callable[[int], object] = lambda count: None
 ) -> list[tuple[str, str]]:
-    """Takes the snapshots of a tar file into a directory, which is made if need be; returns what became of each member
-    by its name: "imported", "there already", or why it was refused.
+    """Takes the snapshots and names of a tar file into a directory, which is made if need be; returns what became of
+    each member by its name: "imported", "there already", or why it was refused.
 
     Raises OSError, and ValueError for what is no tar file.
     """
@@ -95,7 +137,7 @@ def import_snapshots(
                     outcome = f"refused: {error.problem}"
                 outcomes.append((member.name, outcome))
     except (tarfile.TarError, EOFError) as error:
-        before = f"; {len(outcomes)} snapshots came before" if outcomes else ""
+        before = f"; {len(outcomes)} files came before" if outcomes else ""
         raise ValueError(f"{source} is no tar file, or was cut off: {error}{before}") from error
     return outcomes
 
@@ -103,15 +145,23 @@ def import_snapshots(
 def _take(
     directory: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, size: int, progress: Callable[[int], object]
 ) -> str:
-    name = member.name.removesuffix(file_name(""))
-    if not is_name(name) or member.name != file_name(name):
-        return "refused: not the name of a snapshot's file"
+    name, saved_as = member.name.removesuffix(file_name("")), _NAME_FILE.fullmatch(member.name)
+    if not saved_as and (not is_name(name) or member.name != file_name(name)):
+        return "refused: not the name of a snapshot's file or of a name's"
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         return "refused: not a regular file"
     if member.offset_data + member.size > size:
         raise tarfile.ReadError(f"the {member.size} bytes of {name} are more than there are")
     stream = archive.extractfile(member)
     assert stream is not None  # of a regular file
+    if not saved_as:
+        return _take_snapshot(directory, name, stream, progress)
+    if member.size > MOST_BYTES:
+        return f"refused: {member.size} bytes are more than a name's file can have, {MOST_BYTES}"
+    return _take_name(directory, saved_as[1], stream.read())
+
+
+def _take_snapshot(directory: Path, name: str, stream: IO[bytes], progress: Callable[[int], object]) -> str:
     files, temporary = FileSystem(), temporary_path(directory)
     try:
         with os.fdopen(files.create(temporary), "wb") as target:
@@ -127,6 +177,39 @@ def _take(
         return "imported" if files.publish(temporary, directory / head.file_name, replace) else "there already"
     finally:
         files.remove(temporary)
+
+
+def _take_name(directory: Path, name: str, data: bytes) -> str:
+    try:
+        save = from_json(Save, data)
+    except ValueError as error:
+        return f"refused: {error}"
+    if not save.is_of(_used(directory, save.snapshots)):
+        return "refused: what it keeps is not all there, or not what it says"
+    names = Names(directory, FileSystem())
+    if names.write(name, save, replace=False):
+        return "imported"
+    try:
+        there = names.read(name)
+    except UnusableName as error:
+        return f"refused: {error}"
+    if replace(there, saved=save.saved) != save:
+        return f"refused: something else is saved as {name!r} here; forget that first"
+    return "there already"
+
+
+def _used(directory: Path, snapshots: Sequence[str]) -> list[Entry]:
+    """The chain of these snapshots, now used so that no server evicts them before it sees what keeps them; empty where
+    one is not there."""
+    index = Index()
+    for name in snapshots:
+        try:
+            head, status = read_head(directory, name)
+            FileSystem().touch(directory / head.file_name, time.time())
+        except (OSError, BadSnapshot):
+            return []
+        index.add(Entry(head, status.st_size, status.st_mtime))
+    return index.chain(snapshots[-1])
 
 
 def _copy(source: IO[bytes], target: IO[bytes], progress: Callable[[int], object]) -> None:

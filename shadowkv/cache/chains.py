@@ -133,7 +133,7 @@ class Chains:
         """A sequence of a chain in host memory; raises as ``KVCache.restore``."""
         restoring = self._cache.restore(self.links(steps), start, capacity, parent)
         copies = [step.node.copy for step in steps if step.node.copy is not None]
-        parts = [(one.header.num_layers, one.header.layer_bytes, one.slabs or []) for one in copies]
+        parts = [(one.header, one.slabs or []) for one in copies]
         began, nbytes = time.monotonic(), sum(one.header.nbytes for one in copies)
         try:
             arrival = self._mover.up(restoring, parts)

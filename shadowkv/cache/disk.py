@@ -107,6 +107,14 @@ class DiskTier:
         """The snapshots that lead to one, itself last; empty if not all of them are known to be there. Never waits."""
         return self._index.chain(name) if self.lookup(name) is not None else []
 
+    def look(self, names: Iterable[str]) -> Future[bool]:
+        """Looks for snapshots that were not known to be there, as other servers write them; whether all are there."""
+
+        def look() -> bool:
+            return all([self._scanner.look(name) is not None for name in names])
+
+        return self._name_reader.submit(look)
+
     def wait_scanned(self, timeout: float | None = None) -> bool:
         """Waits until the directory is known, for so many seconds at the most; returns whether it is."""
         return self._scanner.done.wait(timeout)
@@ -226,13 +234,9 @@ class DiskTier:
         chain = self._index.chain(save.snapshots[-1])
         if not chain:
             raise UnknownName(f"what was saved as {name!r} is not all there any more; save it anew")
-        if [entry.name for entry in chain] != list(save.snapshots) or not self._reaches(chain[-1], save.tokens):
+        if not save.is_of(chain):
             raise UnusableName(f"{self._names.path(name)} is not what was written: no such prompt; save it anew")
         return save, chain
-
-    @staticmethod
-    def _reaches(entry: Entry, tokens: int) -> bool:
-        return entry.head.start < tokens <= entry.head.length
 
     def stats(self) -> DiskStats:
         """Counts so far, and what is there."""

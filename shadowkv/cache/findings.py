@@ -108,7 +108,7 @@ class Findings:
         except ValueError as error:
             logger.warning("the snapshot %s is not served: %s", entry.name, error)
             return False
-        size = header.start, header.length, header.num_layers, header.layer_bytes
+        size = header.start, header.length, *header.runs
         if size != (head.start, head.length, head.layers, head.layer_bytes) or header.form != self._form:
             logger.warning("the snapshot %s is not served: its header is of another", entry.name)
             return False

@@ -55,7 +55,7 @@ class Head:
         parent_uid: of the very bytes of the parent that it was computed on, "" without one.
         start: its first token's position.
         length: tokens from the prompt's first to its last.
-        layers: of the model; the data are as many runs of bytes.
+        layers: of the model; the data are as many runs of bytes. 1 where layers differ in bytes: all are in one run.
         layer_bytes: length of each.
         header: what the cache needs to load the data, a JSON object that means nothing here.
         key: digest of what the bytes depend on.

@@ -82,6 +82,18 @@ class Inventory:
             for entry in sorted(self.index.entries(), key=lambda one: (-one.used, one.name))
         ]
 
+    def is_there(self, save: Save) -> bool:
+        """Whether all that a name keeps is there."""
+        return save.is_of(self.index.chain(save.snapshots[-1]))
+
+    def bad_names(self, bad: Collection[str]) -> dict[str, str]:
+        """What is wrong with which names: their files, or that what they keep is not there or is ``bad``."""
+        problems = {name: str(error) for name, error in self.bad_saves.items()}
+        for name, save in self.saves.items():
+            if not self.is_there(save) or not set(bad).isdisjoint(save.snapshots):
+                problems[name] = f"what is saved as {name!r} is not all there, or not what was saved"
+        return problems
+
     @property
     def pins(self) -> set[str]:
         """Snapshots that names keep."""

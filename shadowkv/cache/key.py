@@ -24,13 +24,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shadowkv.cache.snapshot_name import LINK_BYTES, SNAPSHOT_NAME
 from shadowkv.kvcache.spec import PAGE
-
-LINK_BYTES = 20
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any]
 
-_NAME = re.compile(f"[0-9a-f]{{{2 * LINK_BYTES}}}")
+_NAME = re.compile(SNAPSHOT_NAME)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from shadowkv.cache.arrivals import Arrivals
 from shadowkv.cache.chains import Chains, Step
 from shadowkv.cache.copying import Copying
 from shadowkv.cache.disk import DiskTier
@@ -44,6 +45,7 @@ class LowerTiers:
         disk: makes the disk tier; None without one.
         counts, speeds: to add to.
         eviction: says which copies in host memory go first.
+        step_bytes: of copies that are launched in a step, at the most.
 
     Attributes:
         copies: which there are.
@@ -51,6 +53,7 @@ class LowerTiers:
         chains: those on their way up.
         disk: the tier; None without one.
         saves: what is saved and restored by name; None without that tier.
+        arrivals: what of other servers is waited for; None without that tier.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class LowerTiers:
         counts: TierCounts,
         speeds: Speeds,
         eviction: Eviction,
+        step_bytes: int = STEP_BYTES,
     ) -> None:
+        self._step_bytes = step_bytes
         self._mover, self._counts = Mover(host, cache.device), counts
         self.copies = KeptCopies(tree, host, counts, eviction)
         self._findings = Findings(tree, self.copies, cache.form)
@@ -70,7 +75,9 @@ class LowerTiers:
         self.copying = Copying(cache, self.copies, self._mover, self.disk, counts)
         self.chains = Chains(cache, self.copies, self._mover, self.disk, counts, speeds)
         self.saves: Saves | None = None
+        self.arrivals: Arrivals | None = None
         if self.disk is not None:
+            self.arrivals = Arrivals(self.copies, self._findings, self.disk, speeds)
             self.saves = Saves(tree, self.copies, self._findings, self.copying, self.chains, self.disk)
 
     def store(self, node: Node, sequence: Sequence, token_ids: list[int]) -> None:
@@ -94,16 +101,18 @@ class LowerTiers:
     @property
     def busy(self) -> bool:
         """Whether ``advance`` has something to do, or to wait for."""
-        asked = self.saves is not None and self.saves.busy
+        asked = (self.saves is not None and self.saves.busy) or (self.arrivals is not None and self.arrivals.busy)
         return asked or self.copying.busy or self.chains.busy or self._findings.busy
 
-    def advance(self, most: int = STEP_BYTES) -> None:
-        """Launches copies of up to ``most`` bytes, and sees to what has arrived."""
+    def advance(self) -> None:
+        """Launches copies, and sees to what has arrived."""
         self._findings.take()
         self.chains.advance()
-        self.copying.advance(most)
+        self.copying.advance(self._step_bytes)
         if self.saves is not None:
             self.saves.advance()
+        if self.arrivals is not None:
+            self.arrivals.advance()
 
     def wait(self, seconds: float) -> None:
         """Waits for what is on its way, so long at the most."""
@@ -175,6 +184,8 @@ class LowerTiers:
         self.copying.abandon()
         if self.saves is not None:
             self.saves.abandon()
+        if self.arrivals is not None:
+            self.arrivals.abandon()
         if self.disk is not None:
             self.disk.close(0.0)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from shadowkv.cache.host import HostTier
 from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.restoring import Restoring
+from shadowkv.kvcache.snapshot import SnapshotHeader
 
 ALIGNMENT = 256
 """Of staging memory, in bytes."""
@@ -28,36 +29,36 @@ class Mover:
         """Copies what is read into slabs; yields after each layer that has been launched how many bytes that were, and
         then 0 until all have arrived. Must not be given up half way other than by ``finish``."""
         header = reading.header
-        size = header.layer_bytes
         self._follow()
         with self._on_stream():
-            staging = torch.empty(size, dtype=torch.uint8, device=self.device)
+            staging = torch.empty(_widest(header), dtype=torch.uint8, device=self.device)
         for layer in range(header.num_layers):
+            span = header.span(layer)
             with self._on_stream():
                 reading.read_layer(layer, staging)
-                for slab, part in self.host.pieces(slabs, layer * size, (layer + 1) * size):
+                for slab, part in self.host.pieces(slabs, span.start, span.stop):
                     slab.copy_(staging[part], non_blocking=True)
-            yield size
+            yield span.stop - span.start
         if self._stream is None:
             return
         arrived = self._mark(self._stream)
         while not arrived.query():
             yield 0
 
-    def up(self, restoring: Restoring, chain: list[tuple[int, int, list[int]]]) -> StreamArrival | None:
+    def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, list[int]]]) -> StreamArrival | None:
         """Copies the links of a chain from slabs to a restored sequence, of which prefill may read a layer as soon as
         it has arrived: one crosses the bus while the one before it is put in its places.
 
         Args:
-            chain: of each link the number of layers, the bytes of one, and slabs.
+            chain: of each link the header, and slabs.
         """
-        steps = [(layer, link) for layer in range(chain[0][0]) for link in range(len(chain))]
-        size = max(size for _, size, _ in chain)
+        steps = [(layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain))]
+        size = max(_widest(header) for header, _ in chain)
         if self._bus is None or self._stream is None:
             staging = torch.empty(size, dtype=torch.uint8, device=self.device)
             for layer, link in steps:
                 self._cross(chain[link], layer, staging)
-                restoring.write_layer(link, layer, staging[: chain[link][1]])
+                restoring.write_layer(link, layer, staging[: chain[link][0].bytes_of(layer)])
             return None
         main, arrived = torch.cuda.current_stream(self.device), []
         for stream in (self._bus, self._stream):
@@ -75,15 +76,16 @@ class Mover:
                 self._cross(chain[link], layer, staging)
             self._stream.wait_stream(self._bus)
             with torch.cuda.stream(self._stream):
-                restoring.write_layer(link, layer, staging[: chain[link][1]])
+                restoring.write_layer(link, layer, staging[: chain[link][0].bytes_of(layer)])
             free[number % 2] = self._mark(self._stream)
             if link + 1 == len(chain):
                 arrived.append(cast(torch.cuda.Event, free[number % 2]))
         return StreamArrival(self.device, began, arrived)
 
-    def _cross(self, link: tuple[int, int, list[int]], layer: int, staging: Tensor) -> None:
-        _, size, slabs = link
-        for slab, part in self.host.pieces(slabs, layer * size, (layer + 1) * size):
+    def _cross(self, link: tuple[SnapshotHeader, list[int]], layer: int, staging: Tensor) -> None:
+        header, slabs = link
+        span = header.span(layer)
+        for slab, part in self.host.pieces(slabs, span.start, span.stop):
             staging[part].copy_(slab, non_blocking=True)
 
     def finish(self) -> None:
@@ -104,6 +106,11 @@ class Mover:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _widest(header: SnapshotHeader) -> int:
+    """Bytes of its largest layer."""
+    return max(header.bytes_of(layer) for layer in range(header.num_layers))
 
 
 class StreamArrival:

@@ -12,12 +12,14 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.cache.errors import UnknownName, UnusableName
 from shadowkv.cache.files import temporary_path
 from shadowkv.cache.filesystem import FileSystem
+from shadowkv.cache.index import Entry
 from shadowkv.cache.key import is_name
 from shadowkv.cache.save_name import check_save_name
 from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
@@ -69,6 +71,19 @@ class Save:
         """One that is made now."""
         return cls(FORMAT, key, tokens, snapshots, int(time.time()))
 
+    def is_of(self, chain: Sequence[Entry]) -> bool:
+        """Whether these are the snapshots that it lists, of its key, and hold as many tokens as it says."""
+        return (
+            tuple(entry.name for entry in chain) == self.snapshots
+            and all(entry.head.key == self.key for entry in chain)
+            and chain[-1].head.start < self.tokens <= chain[-1].head.length
+        )
+
+
+def name_file(name: str) -> str:
+    """Of a name, within the directory of snapshots; raises ValueError for what cannot be one."""
+    return f"{FOLDER}/{check_save_name(name)}{SUFFIX}"
+
 
 class Names:
     """The names of a directory of snapshots; every method may be called from any thread, and waits for the disk."""
@@ -85,7 +100,7 @@ class Names:
 
     def path(self, name: str) -> Path:
         """The file of a name; raises ValueError for what cannot be one."""
-        return self._folder / f"{check_save_name(name)}{SUFFIX}"
+        return self._directory / name_file(name)
 
     def read(self, name: str) -> Save:
         """What a name keeps; raises UnknownName, UnusableName where its file is not what was written, OSError."""
@@ -111,8 +126,9 @@ class Names:
         except ValueError as error:
             raise _bad(path, str(error)) from None
 
-    def write(self, name: str, save: Save) -> None:
-        """Saves under a name, in place of what was; raises OSError, and then nothing has changed."""
+    def write(self, name: str, save: Save, *, replace: bool = True) -> bool:
+        """Saves under a name; returns whether it has: what is there stays unless ``replace``. Raises OSError, and then
+        nothing has changed."""
         path, temporary = self.path(name), temporary_path(self._directory)
         descriptor = self._files.create(temporary)
         try:
@@ -125,7 +141,7 @@ class Names:
             finally:
                 os.close(descriptor)
             self._files.make_directory(self._folder)
-            self._files.publish(temporary, path, replace=True)
+            return self._files.publish(temporary, path, replace)
         finally:
             self._files.remove(temporary)
 

@@ -18,9 +18,10 @@ from shadowkv.cache.eviction import Eviction
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
 from shadowkv.cache.lookups import Lookups
-from shadowkv.cache.lower_tiers import LowerTiers
+from shadowkv.cache.lower_tiers import STEP_BYTES, LowerTiers
 from shadowkv.cache.matches import Match, Prompt
 from shadowkv.cache.saves import Saves
+from shadowkv.cache.segments import CachedSegment, segments_of
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
@@ -42,6 +43,7 @@ class PrefixCache:
         host: holds copies of what is computed; None for none below the device.
         disk: makes the disk tier, which is told whom it has to tell what happens; None without one.
         eviction: says which copies go first in host memory.
+        step_bytes: of copies to host memory that are launched in a step, at the most.
 
     Attributes:
         version: counts what was added, so that who found nothing need not look again before.
@@ -54,6 +56,7 @@ class PrefixCache:
         host: HostTier | None = None,
         disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None = None,
         eviction: Eviction | None = None,
+        step_bytes: int = STEP_BYTES,
     ) -> None:
         self._cache, self._tree = cache, PrefixTree()
         self._kept: OrderedDict[Sequence, Prompt] = OrderedDict()
@@ -62,7 +65,7 @@ class PrefixCache:
         self.lower: LowerTiers | None = None
         if host is not None:
             eviction = eviction or Eviction()
-            self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction)
+            self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction, step_bytes)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -259,6 +262,10 @@ class PrefixCache:
         device = TierStats(use.used_bytes, use.total_bytes, counts.hit_tokens["device"], counts.device_evictions)
         lower = self.lower  # the engine's thread may give it up meanwhile
         return {"device": device, **({} if lower is None else lower.stats())}
+
+    def segments(self, most: int) -> tuple[list[CachedSegment], int]:
+        """Where cached prompts are, at most so many runs of pages, and how many there are; on the engine's thread."""
+        return segments_of(self._tree, self._kept, most)
 
     @property
     def opening(self) -> bool:

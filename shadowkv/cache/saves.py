@@ -31,10 +31,12 @@ class Saved:
     Attributes:
         tokens: of the prompt, from its first on.
         nbytes: of the files that hold them.
+        snapshots: names of these files' snapshots, each behind the one that it continues.
     """
 
     tokens: int
     nbytes: int
+    snapshots: tuple[str, ...] = ()
 
 
 Answer = Future[Saved]
@@ -46,13 +48,14 @@ class _Saving:
     """A prompt on its way to the disk.
 
     Attributes:
+        name: to be kept under; None where nothing is to keep it.
         pages: of it that were cached when it was asked for.
         nodes: those that have the last of them.
         again: nodes that were queued for the disk once more.
         keeping: what is written down, and its answer, once all files are there.
     """
 
-    name: str
+    name: str | None
     pages: int
     nodes: list[Node]
     answer: Answer
@@ -102,8 +105,9 @@ class Saves:
         """Whether something is asked for."""
         return bool(self._saving or self._restoring)
 
-    def save(self, name: str, pages: list[str], answer: Answer) -> None:
-        """Has what is cached of a prompt kept on the disk; ``pages`` are names of those that can be shared."""
+    def save(self, name: str | None, pages: list[str], answer: Answer) -> None:
+        """Has what is cached of a prompt kept on the disk, or without a name only written there; ``pages`` are names of
+        those that can be shared."""
         along = list(self._tree.along(pages))
         reached = max((end for _, end in along), default=0)
         nodes = [node for node, end in along if end == reached]
@@ -138,7 +142,10 @@ class Saves:
             one.keeping = None  # somebody has removed a file: it may be written once more
         for node in one.nodes:
             if chain := self._disk.chain(node.names[-1]):
-                saved = Saved(one.pages * PAGE, sum(entry.file_bytes for entry in chain))
+                names = tuple(entry.name for entry in chain)
+                saved = Saved(one.pages * PAGE, sum(entry.file_bytes for entry in chain), names)
+                if one.name is None:
+                    return saved
                 one.keeping = saved, self._disk.keep(one.name, saved.tokens, chain)
                 return None
         if any(self._comes(node, one.again) for node in one.nodes):
@@ -211,13 +218,13 @@ class Saves:
         self._saving, self._restoring = [], []
 
 
-def settle(answer: Answer, found: Saved | Exception) -> None:
-    """Answers, unless that is done or whoever has asked has given up."""
+def settle(answer: Future[Any], found: object) -> None:
+    """Answers, or raises what is an exception, unless that is done or whoever has asked has given up."""
     if not answer.done() and answer.set_running_or_notify_cancel():
-        if isinstance(found, Saved):
-            answer.set_result(found)
-        else:
+        if isinstance(found, Exception):
             answer.set_exception(found)
+        else:
+            answer.set_result(found)
 
 
 def _failure(done: Future[Any], what: str) -> SaveError | None:

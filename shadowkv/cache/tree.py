@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import chain
 
 from shadowkv.cache.copies import Copy
 from shadowkv.cache.head import new_uid
@@ -74,6 +75,9 @@ class PrefixTree:
 
     def __len__(self) -> int:
         return sum(map(len, self._by_first.values()))
+
+    def __iter__(self) -> Iterator[Node]:
+        return chain.from_iterable(self._by_first.values())
 
     def way_of(self, sequence: Sequence) -> list[Node]:
         """Nodes whose pages a sequence has, in order."""

@@ -8,24 +8,27 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from shadowkv.cache.errors import ComputedTwice, DiskTooSlow, NotDone
 from shadowkv.cache.saves import Answer, Saved, Saves, settle
+from shadowkv.cache.segments import CachedSegment
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
 from shadowkv.engine.json_schema import check_schema
 from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.layers.group import RankFailure
+from shadowkv.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 DISK_SECONDS = 120.0
 """How long a prompt that is saved or restored by name may take to get to the disk, or back from there."""
-
 
 Watch = Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]]
 
@@ -39,16 +42,18 @@ class EngineBusy(RuntimeError):
 
 
 class AsyncEngine:
-    """Runs an ``Engine`` on a thread. Every method may be called from an event loop; nothing here blocks it."""
+    """Runs an ``Engine``, of ``loaded`` if that is there already, on a thread. Every method may be called from an event
+    loop; nothing here blocks it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.engine = Engine(config)
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        self.engine = Engine(config, loaded)
         self.tokenizer = self.engine.tokenizer
         self.model_name, self.max_model_len = self.engine.model_name, self.engine.max_model_len
-        self.max_queued_seqs, self.kv = config.max_queued_seqs, config.policy
+        self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
+        self.sampling_defaults = self.engine.sampling_defaults
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
-        self._answers: set[Answer] = set()
+        self._answers: set[Future[Any]] = set()
         # Nothing can stop a compilation; a small schema does not wait for large ones, and what has no schema for none.
         self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
         self._compiling = ThreadPoolExecutor(1, "shadowkv-grammar")
@@ -57,6 +62,7 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._stopped = False
         self._warm, self._stopping = threading.Event(), threading.Event()
+        self.engine.when_a_rank_fails(lambda failure: self._commands.put(partial(_raise, failure)))
 
     def describe(self) -> list[str]:
         """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""
@@ -89,6 +95,30 @@ class AsyncEngine:
         """Requests in flight and memory in use."""
         return self.engine.stats()
 
+    async def segments(self, most: int) -> tuple[list[CachedSegment], int]:
+        """Where cached prompts are (``PrefixCache.segments``), as of between two steps; raises EngineDead."""
+
+        def tell(answer: Future[Any]) -> None:
+            settle(answer, self.engine.scheduler.prefix_cache.segments(most))
+
+        segments: tuple[list[CachedSegment], int] = await self.ask(tell)
+        return segments
+
+    async def ask(self, begin: Callable[[Future[Any]], None], seconds: float | None = None) -> Any:
+        """What the engine answers: ``begin`` is called on its thread between two steps, and sees to it that the future
+        that it is given is settled.
+
+        Raises EngineDead, and asyncio.TimeoutError after so many seconds.
+        """
+        answer = self._open_answer()
+        try:
+            self._commands.put(lambda: begin(answer))
+            if not self.is_alive:
+                raise EngineDead(self._reason())
+            return await asyncio.wait_for(asyncio.wrap_future(answer), seconds)
+        finally:
+            answer.cancel()
+
     async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
         """Makes a JSON schema quick to use; raises RequestError if nothing can follow it.
 
@@ -97,7 +127,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         cost = await loop.run_in_executor(self._checking, check_schema, schema)
         thread = self._compiling_small if cost.is_small else self._compiling
-        await loop.run_in_executor(thread, self.engine.compile_grammar, schema, one_line)
+        await loop.run_in_executor(thread, self.engine.requests.compile_grammar, schema, one_line)
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
         """A request for ``generate``; raises RequestError if it can never be served.
@@ -190,21 +220,22 @@ class AsyncEngine:
         Raises SaveError where that cannot be, RequestError without a directory, EngineDead if the engine has stopped.
         """
         self._check_directory()
-        answer = self._open_answer()
+
+        def begin(answer: Answer) -> None:
+            self._begin(answer, lambda saves: saves.restore(name, answer))
+
         try:
-            self._commands.put(lambda: self._begin(answer, lambda saves: saves.restore(name, answer)))
-            if not self.is_alive:
-                raise EngineDead(self._reason())
-            return await self._answered(answer, f"the disk has not given {name!r} within {DISK_SECONDS:g} s")
-        finally:
-            answer.cancel()
+            saved: Saved = await self.ask(begin, DISK_SECONDS)
+        except asyncio.TimeoutError:
+            raise DiskTooSlow(f"the disk has not given {name!r} within {DISK_SECONDS:g} s") from None
+        return saved
 
     def _check_directory(self) -> None:
         if self.engine.config.kv_disk_dir is None:
             raise RequestError("this server keeps nothing on a disk: it was started without --kv-disk-dir")
 
-    def _open_answer(self) -> Answer:
-        answer = Answer()
+    def _open_answer(self) -> Future[Any]:
+        answer: Future[Any] = Future()
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
         return answer
@@ -243,7 +274,8 @@ class AsyncEngine:
                         self._sinks.pop(output.request_id, None)
         except BaseException as error:
             self._error = error
-            logger.exception("the engine has died")
+            # What a rank has failed of is in the log already.
+            logger.error("the engine has died: %s", error, exc_info=not isinstance(error, RankFailure))
         finally:
             self._stopped = True
             self._warm.set()
@@ -275,3 +307,7 @@ class AsyncEngine:
 
     def _reason(self) -> str:
         return f"the engine has died: {self._error}" if self._error else "the engine has been shut down"
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
+ROLES = ("both", "prefill", "decode")
 QUANTIZATIONS = ("fp8",)
 QUANTIZATION_HELP = "fp8: weights of projections in 8 bits, for GPUs from Ada and Hopper on (default: the files' own)"
 
@@ -40,8 +41,10 @@ class EngineConfig:
     kv_disk_dir: str | None = None
     kv_disk_gib: float | None = None
     eviction: str = "lru"
+    role: str = "both"
     max_queued_seqs: int = 1024
     default_max_tokens: int = 1024
+    generation_config: str = "auto"
     kv: str | KVSpec = "turbo"
     kv_rank: int | None = None
     kv_budget: float | int | None = None
@@ -55,6 +58,7 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: str | None = None
     device: str = "auto"
+    tensor_parallel_size: int = 1
     rope_theta: float | None = None
     enforce_eager: bool = False
     skip_warmup: bool = False
@@ -69,6 +73,7 @@ class EngineConfig:
                 ("max_queued_seqs", 1),
                 ("default_max_tokens", 1),
                 ("max_model_len", 1),
+                ("tensor_parallel_size", 1),
             )
             if getattr(self, name) is not None and getattr(self, name) < least
         ]
@@ -79,6 +84,7 @@ class EngineConfig:
                 ("load_format", LOAD_FORMATS),
                 ("prefill", PREFILL),
                 ("eviction", tuple(POLICIES)),
+                ("role", ROLES),
             )
             if getattr(self, name) not in known
         ]
@@ -96,12 +102,18 @@ class EngineConfig:
             bad.append(f"kv_disk_gib={self.kv_disk_gib} must be a finite number above 0")
         if self.kv_disk_gib is not None and self.kv_disk_dir is None:
             bad.append(f"kv_disk_gib={self.kv_disk_gib} has no meaning without kv_disk_dir, the directory of the files")
+        if self.role in ROLES[1:] and self.kv_disk_dir is None:
+            bad.append(f"role={self.role!r} needs kv_disk_dir, the directory that prefill and decode servers share")
+        if self.generation_config == "":
+            bad.append("generation_config must be 'auto', 'vllm' or a directory, and not empty")
         if self.kv_disk_dir == "":
             bad.append("kv_disk_dir must not be empty")
         if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
             bad.append("kv_offload_gib and kv_disk_dir have no meaning with enable_prefix_caching=False")
         if not (self.fetch_buffer is None or self.fetch_buffer == 0 or 1 <= self.fetch_buffer < math.inf):
             bad.append(f"fetch_buffer={self.fetch_buffer} must be 0 or a finite number of at least 1")
+        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+            bad.append(f"device={self.device!r} is one GPU: tensor_parallel_size > 1 takes them from the first on")
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
         if bad:
@@ -155,6 +167,13 @@ class EngineConfig:
         )
         add(model, "--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
         add(model, "--device", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+        add(
+            model,
+            "--tensor-parallel-size",
+            type=int,
+            metavar="N",
+            help="GPUs of this machine that the model is cut up for, a process each (default: %(default)s)",
+        )
         add(model, "--rope-theta", type=float, help="overrides the model's own")
         add(model, "--enforce-eager", action="store_true", help="no CUDA graphs")
         add(model, "--skip-warmup", action="store_true", help="compile and plan when requests first need it, on a GPU")
@@ -206,7 +225,14 @@ class EngineConfig:
             "--default-max-tokens",
             type=int,
             metavar="TOKENS",
-            help="output reserved for a request that names none (default: %(default)s)",
+            help="output reserved for a chat that names none; completions have 16 then (default: %(default)s)",
+        )
+        add(
+            batch,
+            "--generation-config",
+            metavar="auto|vllm|DIR",
+            help="sampling of requests that do not say theirs: the model's own generation_config.json, vllm: none, or "
+            "that of a directory (default: %(default)s)",
         )
         kv = parser.add_argument_group("KV cache")
         one = kv.add_mutually_exclusive_group()
@@ -279,6 +305,13 @@ class EngineConfig:
             choices=tuple(POLICIES),
             help="copies in host memory that make room for others: lru: the least recently used; graph: those that the "
             "fewest requests and other copies build on (default: %(default)s)",
+        )
+        add(
+            kv,
+            "--role",
+            choices=ROLES,
+            help="prefill: answers come when what was computed of their prompts is in --kv-disk-dir; decode: prompts "
+            "are awaited there that a request names; both: as a request asks (default: %(default)s)",
         )
         add(
             kv,

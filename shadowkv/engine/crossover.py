@@ -17,7 +17,7 @@ from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.kvcache.traffic import step_reads
+from shadowkv.kvcache.traffic import attention_seconds
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 
@@ -71,18 +71,18 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
     # An embedding table that is not the head too gives only rows.
     outline = Decoder(model, forced.dtype, "meta")
     weights = (outline.num_bytes - (0 if outline.head is None else outline.embedding.nbytes)) / costs.bandwidth
-    layers = forced.shape.num_layers
 
     def seconds(layout: Layout, tokens: int) -> float:
         """Of a token of a full batch of sequences of ``tokens``, for each of them."""
         rows, need, unit = batch, layout.demand(tokens, tokens), layout.bytes_per_block()
         if cache_bytes is not None:
             rows = max(1, min(rows, cache_bytes // (need["device"] * unit["device"])))  # the others wait
-        reads = step_reads(layout, layout.parts, tokens, HIT_RATE).seconds(costs.bandwidth, costs.host_bandwidth)
+        reads = attention_seconds(layout, layout.parts, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
         if layout is dense:
-            return weights / rows + layers * reads
+            return weights / rows + reads
         once = (costs.fit if layout.growth.learns else 0.0) + costs.seal * tokens
-        return (weights + layers * costs.step) / rows + layers * (reads + costs.row) + once / ANSWER
+        layers = len(layout.compressed)
+        return (weights + layers * costs.step) / rows + reads + layers * costs.row + once / ANSWER
 
     below = longest + 1
     for tokens in reversed(

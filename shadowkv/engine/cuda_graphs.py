@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch a step instead of a thousand, one graph per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up (``kvcache/rounding.py``), so that few graphs serve many steps. Shapes
-whose graph the memory has no room for run without one.
+rounded up (``kvcache/rounding.py``), so that few graphs serve many steps. Shapes whose graph the
+memory has no room for run without one.
 """
 
 from __future__ import annotations
@@ -22,27 +22,37 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.layers.group import RankFailure
 
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 48
 """Graphs kept; the one not used for longest goes first."""
 
+Function = Callable[[Tensor], Any]
+"""What is captured, of numbers on the device."""
+
+Step = Callable[[DecodePlan, Tensor, Tensor, bool], Tensor]
+
 
 class CudaGraphs:
     """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
 
     Args:
-        step: computes logits from a plan's shapes, its numbers on the device and the inputs int64 [2, B]: newest
-            tokens and where else they come from.
+        step: computes logits from a plan's shapes, its numbers on the device, the inputs int64 [2, B]: newest tokens
+            and where else they come from. Or it only rehearses that: runs whatever a capture may not load for the first
+            time, a few layers say, because a token waits for this and for the capture.
         max_batch: sequences that decode together at the most.
+        together: whether other ranks run the same graphs: one that has no room for a graph cannot go on then
+            (RankFailure), as it does not know what the others have run.
 
     Attributes:
         captures: how many there have been, those that found no room included.
     """
 
-    def __init__(self, cache: KVCache, step: Callable[[DecodePlan, Tensor, Tensor], Tensor], max_batch: int) -> None:
+    def __init__(self, cache: KVCache, step: Step, max_batch: int, together: bool = False) -> None:
         self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
+        self._together = together
         self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self._without: set[tuple[int, ...]] = set()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
@@ -55,42 +65,57 @@ class CudaGraphs:
         inputs = np.full((2, shape.shape[0]), -1, np.int64)
         inputs[0], inputs[0, :count], inputs[1, :count] = 0, tokens, sources
         numbers, split = np.concatenate((shape.packed(), inputs.ravel())), -inputs.size
-        logits: Tensor = self._run(
-            shape.shape, numbers, lambda static: self._step(shape, static[:split], static[split:].view(2, -1))
-        )
+
+        def step(static: Tensor, rehearsal: bool = False) -> Tensor:
+            return self._step(shape, static[:split], static[split:].view(2, -1), rehearsal)
+
+        logits: Tensor = self._run(shape.shape, numbers, step, lambda static: step(static, rehearsal=True))
         return logits[:count]
+
+    def drop(self) -> None:
+        """Gives back all graphs, whoever still holds them; none can run again."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+
+    def has(self, plan: DecodePlan) -> bool:
+        """Whether there is a graph for a plan's shapes, or no room for one."""
+        key = self.cache.rounded(plan, self.max_batch).shape
+        return key in self._graphs or key in self._without
 
     def _seal(self, numbers: np.ndarray) -> None:
         padded = self.cache.padded_sealing(numbers)
-        self._run(padded.shape, padded, self.cache.seal_pages)
+        self._run(padded.shape, padded, self.cache.seal_pages, self.cache.seal_pages)
 
-    def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Callable[[Tensor], Any]) -> Any:
+    def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> Any:
         captured = self._graphs.get(key)
         if captured is not None:
             captured.replay(numbers)
         elif key not in self._without:
-            captured = self._capture(key, numbers, function)
+            self.captures += 1
+            try:
+                captured = self._capture(key, numbers, function, rehearsal)
+            except torch.OutOfMemoryError as error:
+                if self._together:
+                    raise RankFailure(f"no memory for a CUDA graph that all ranks run: {error}") from error
+                if not self._without:
+                    logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
+                self._without.add(key)
         if captured is None:
             return function(torch.from_numpy(numbers).to(self.cache.device))
         self._graphs.move_to_end(key)
         return captured.result
 
-    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, step: Callable[[Tensor], Any]) -> _Captured | None:
-        """The new graph, which has run; None where it does not fit in memory."""
-        self.captures += 1
-        try:
-            with _capturing:
-                captured = self._graphs[key] = _Captured(numbers, self._joining(step), self._pool, self._stream)
-        except torch.OutOfMemoryError as error:
-            if not self._without:
-                logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
-            self._without.add(key)
-            return None
+    def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> _Captured:
+        """The new graph, which has run."""
+        function, rehearsal = self._joining(function), self._joining(rehearsal)
+        with _capturing:
+            captured = self._graphs[key] = _Captured(numbers, function, rehearsal, self._pool, self._stream)
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
         return captured
 
-    def _joining(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _joining(self, function: Function) -> Function:
         """``function``; where it fails, what is captured beside it is joined, without which a capture cannot end."""
 
         def run(numbers: Tensor) -> Any:
@@ -129,18 +154,18 @@ class _Captured:
     """One graph, the buffer that its numbers come through and what it leaves behind."""
 
     def __init__(
-        self, numbers: np.ndarray, function: Callable[[Tensor], Any], pool: Any, stream: torch.cuda.Stream
+        self, numbers: np.ndarray, function: Function, rehearsal: Function, pool: Any, stream: torch.cuda.Stream
     ) -> None:
         self.staging = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
         self.static = torch.empty(numbers.shape, dtype=torch.int64, device=stream.device)
         self.graph = torch.cuda.CUDAGraph()
         self.uploaded = torch.cuda.Event()
         self._upload(numbers)
-        # Once as it is: libraries and kernels that load on first use may not do so in a capture.
+        # Libraries and kernels that load on first use may not do so in a capture.
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             with torch.cuda.stream(stream):
-                function(self.static)
+                rehearsal(self.static)
         finally:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         with _no_garbage_collection(), torch.cuda.graph(self.graph, pool=pool, stream=stream):

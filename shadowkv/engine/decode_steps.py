@@ -16,9 +16,13 @@ from shadowkv.engine.pacing import Mark
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.scheduler import Running, Scheduler
+from shadowkv.engine.selections import SelectionRecord, TokenSelections
 
 Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
 """Tokens, their log-probabilities where asked for, and whether each row's logits were finite."""
+
+Selected = dict[int, TokenSelections | None]
+"""By row, where asked for."""
 
 
 class DecodeSteps:
@@ -34,8 +38,8 @@ class DecodeSteps:
         self.seconds = 0.0
         self._ahead: _Step | None = None
 
-    def next(self) -> tuple[list[Running], Chosen]:
-        """The next token of every running sequence, and of some that have ended since."""
+    def next(self) -> tuple[list[Running], Chosen, Selected]:
+        """The next token of every running sequence, and of some that have ended since; and what it attended to."""
         step = self._ahead
         if step is None or not any(one in self.scheduler.running for one in step.rows):
             step = self._launch(None)
@@ -47,7 +51,7 @@ class DecodeSteps:
         chosen = step.chosen()
         if not step.captured:
             self.seconds = step.ended.since(step.started)
-        return step.rows, chosen
+        return step.rows, chosen, step.selected()
 
     def forget(self, running: Running) -> None:
         """Takes back the token that a sequence which ends now has computed ahead."""
@@ -68,19 +72,30 @@ class DecodeSteps:
         if not rows:
             return None
         started, captures = Mark(self.runner.cache.device), self.runner.captures
-        logits = self.runner.decode([one.sequence for one in rows], tokens, sources)
+        asking = [row for row, one in enumerate(rows) if one.request.params.return_selections]
+        record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking]) if asking else None
+        logits = self.runner.decode([one.sequence for one in rows], tokens, sources, record)
         captured = self.runner.captures > captures
-        return _Step(rows, [source >= 0 for source in sources], logits, self.runner, started, captured)
+        ahead = [source >= 0 for source in sources]
+        return _Step(rows, ahead, logits, self.runner, started, captured, asking, record)
 
 
 class _Step:
     """A step that is on its way."""
 
     def __init__(
-        self, rows: list[Running], ahead: list[bool], logits: Tensor, runner: Runner, started: Mark, captured: bool
+        self,
+        rows: list[Running],
+        ahead: list[bool],
+        logits: Tensor,
+        runner: Runner,
+        started: Mark,
+        captured: bool,
+        asking: list[int],
+        record: SelectionRecord | None,
     ) -> None:
         self.rows, self.logits, self.started, self._sampler = rows, logits, started, runner.sampler
-        self.captured = captured
+        self.captured, self._asking, self._record = captured, asking, record
         requests = [one.request for one in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
@@ -103,3 +118,7 @@ class _Step:
         self.ended.wait()
         tokens, finite = self._landing.tolist()
         return tokens, [None] * len(tokens), [bool(row) for row in finite]
+
+    def selected(self) -> Selected:
+        """What rows attended to that ask for it."""
+        return {} if self._record is None else dict(zip(self._asking, self._record.read(), strict=True))

@@ -19,7 +19,12 @@ class Detokenizer:
     def __init__(self, stream: DecodeStream, stop: tuple[str, ...]) -> None:
         self._stream, self._stop = stream, stop
         self._held = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete: ``stop_string``."""
+        return self.stop_string is not None
 
     def push(self, token_id: int) -> str:
         """Text that is certain after one more token; sets ``stopped`` when a stop string is complete."""
@@ -35,10 +40,11 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         text = self._held + text
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        ends = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
-            self._held, self.stopped = "", True
-            return text[: min(ends)]
+            place, self.stop_string = min(ends)
+            self._held = ""
+            return text[:place]
         keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

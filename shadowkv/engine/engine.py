@@ -7,36 +7,37 @@ running sequence; requests join and leave between any two steps.
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shadowkv.cache.matches import Prompt
-from shadowkv.cache.pages import PageNames
 from shadowkv.cache.saves import Saves
 from shadowkv.cache.stats import TierStats
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.decode_steps import Chosen, DecodeSteps
+from shadowkv.engine.decode_steps import Chosen, DecodeSteps, Selected
 from shadowkv.engine.detokenizer import Detokenizer
 from shadowkv.engine.devices import current, device_of
-from shadowkv.engine.grammar import GrammarCompiler
-from shadowkv.engine.loading import load_engine_parts
+from shadowkv.engine.loading import graphs_up_to, load_engine_parts
+from shadowkv.engine.parallel.driver import load_driver
+from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.prefills import PrefillAtWork, Prefills
 from shadowkv.engine.prefix_caching import check_disk_dir, open_prefix_cache
 from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
+from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.runner import Runner
+from shadowkv.engine.sampling_defaults import checked, in_words, sampling_of_directory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
 from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import Sequence
+from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
-from shadowkv.ops.draw_tokens.weights import COLDEST
 
 logger = logging.getLogger(__name__)
 
@@ -79,29 +80,50 @@ class EngineStats:
 class Engine:
     """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
 
-    Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there.
+    Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there, RankFailure
+    where another rank cannot start.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        self.config, self.device = config, device_of(config.device)
+        self.config = config
         check_disk_dir(config)
+        asked = sampling_of_directory(config.generation_config)
+        if config.tensor_parallel_size > 1 and loaded is not None:
+            raise ValueError("a model that is loaded whole cannot be cut up: tensor_parallel_size must be 1 with it")
+        self._ranks = None if config.tensor_parallel_size == 1 else Ranks(config)
+        self.device = device_of(config.device) if self._ranks is None else self._ranks.device
+        with ExitStack() as stack:
+            if self._ranks is not None:
+                stack.callback(self._ranks.close)
+            self._build(config, loaded, asked)
+            stack.pop_all()
+
+    def _build(self, config: EngineConfig, loaded: LoadedModel | None, asked: Mapping[str, float] | None) -> None:
         with current(self.device):
-            loaded, self.cache, self.notes = load_engine_parts(config, loaded)
-            prefix_cache, self._origin = open_prefix_cache(config, loaded, self.cache)
-            graphs = self.device.type == "cuda" and not config.enforce_eager and not self.cache.ops.synchronising
-            self.runner = Runner(loaded.model, self.cache, config.max_num_seqs if graphs else None)
+            if self._ranks is None:
+                loaded, self.cache, self.notes = load_engine_parts(config, loaded)
+                self.runner = Runner(loaded.model, self.cache, graphs_up_to(config, self.cache))
+            else:
+                loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)
+            prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_config = loaded.config
+        self.sampling_defaults = checked(loaded.sampling if asked is None else asked)
+        self.notes += in_words(self.sampling_defaults)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
-        self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=graphs)
+        self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=self.runner.graphs is not None)
         self._prefills = Prefills(self.runner, self.scheduler)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
-        self._stop_ids = frozenset(token for token in stops if token < loaded.config.vocab_size)
-        self._grammars = GrammarCompiler(self.tokenizer, loaded.config.vocab_size, self._stop_ids)
+        self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
         self._decode_seconds = 0.0
+
+    def when_a_rank_fails(self, tell: Callable[[RankFailure], None]) -> None:
+        """Has ``tell`` called, on a thread of its own, when a tensor-parallel rank has ended."""
+        if self._ranks is not None:
+            self._ranks.when_failed(tell)
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Compiles and plans what first requests would wait for, where the device is one for which that is done and the
@@ -112,48 +134,9 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens a request may generate: what it asks for, or the default as far as the context leaves room."""
-        if params.max_tokens is not None:
-            return params.max_tokens
-        return max(1, min(self.config.default_max_tokens, self.max_model_len - prompt_tokens))
-
-    def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        """Makes a JSON schema quick to use, on any thread; raises RequestError if nothing can follow it."""
-        self._grammars.compile(schema, one_line)
-
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raises RequestError for a request that can never be served, whatever its JSON schema."""
-        vocab = self.model_config.vocab_size
-        named = {"prompt": prompt_token_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        for name, ids in named.items():
-            for token in (min(ids, default=0), max(ids, default=0)):
-                if not 0 <= token < vocab:
-                    raise RequestError(f"token id {token} is not in this model's vocabulary of {vocab}", name)
-        if params.json_schema is not None and (params.min_tokens or params.ignore_eos):
-            raise RequestError(
-                "a JSON schema says where the output ends: no min_tokens or ignore_eos with it", "response_format"
-            )
-        self.scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
-
     def request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """A request for ``add``, with all the work that does not need the engine's thread: this may be done on any.
-
-        Raises RequestError if it can never be served.
-        """
-        self.validate(prompt_token_ids, params)
-        seed = params.seed
-        if seed is None:  # greedy answers repeat unasked, though what they attend to is drawn, too
-            seed = random.getrandbits(64) if params.temperature > COLDEST else 0
-        max_tokens = self.max_tokens(len(prompt_token_ids), params)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
-        constraint = None
-        if params.json_schema is not None:
-            constraint = self._grammars.constraint(params.json_schema, params.json_one_line)
-        prompt_token_ids, prompt = list(prompt_token_ids), None
-        if self.config.enable_prefix_caching and params.cache_prompt:
-            prompt = Prompt(prompt_token_ids, PageNames(self._origin(params.cache_salt)).extend_to(prompt_token_ids))
-        return Request(request_id, prompt_token_ids, params, max_tokens, seed, stop_ids, constraint, prompt)
+        """A request for ``add``, on any thread; raises RequestError if it can never be served."""
+        return self.requests.request(request_id, prompt_token_ids, params)
 
     def add(self, request: Request) -> None:
         """Queues a request; raises RequestError if its id is in use."""
@@ -230,6 +213,8 @@ class Engine:
             if self.scheduler.running:
                 outputs += self._decode()
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
+        if self._ranks is not None:
+            self._ranks.check()
         return outputs
 
     @property
@@ -243,9 +228,13 @@ class Engine:
         return self.scheduler.prefix_cache.saves
 
     def close(self) -> None:
-        """Ends the prefix cache's work: what is on its way to the disk is written, as far as that takes not long."""
+        """Ends the prefix cache's work: what is on its way to the disk is written, as far as that takes not long; and
+        the other ranks."""
         with current(self.device):
             self.scheduler.prefix_cache.close()
+        if self._ranks is not None:
+            self.runner.drop_graphs()
+            self._ranks.close()
 
     def _advance_prefill(self) -> list[RequestOutput]:
         step, seconds = self._decode_seconds, IDLE_PREFILL_SECONDS
@@ -289,12 +278,12 @@ class Engine:
 
     def _decode(self) -> list[RequestOutput]:
         try:
-            rows, chosen = self._steps.next()
+            rows, chosen, selected = self._steps.next()
         except torch.OutOfMemoryError as error:  # those that wait may do with less
             message = _explain(error)
             return [self._fail(running, message) for running in list(self.scheduler.running)]
         self._decode_seconds = self._steps.seconds
-        return self._take_tokens(rows, chosen)
+        return self._take_tokens(rows, chosen, selected=selected)
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +292,11 @@ class Engine:
         return None if count is None else self.runner.prompt_logprobs(hidden, request.prompt_token_ids, count)
 
     def _take_tokens(
-        self, rows: list[Running], chosen: Chosen, hidden: list[Tensor] | None = None
+        self,
+        rows: list[Running],
+        chosen: Chosen,
+        hidden: list[Tensor] | None = None,
+        selected: Selected | None = None,
     ) -> list[RequestOutput]:
         tokens, logprobs, finite = chosen
         alive = {id(one) for one in self.scheduler.running}
@@ -317,7 +310,11 @@ class Engine:
             try:
                 scores = None if hidden is None else self._score(one.request, hidden[row])
                 output = self._take_token(one, tokens[row], logprobs[row])
-                outputs.append(output if scores is None else replace(output, prompt_logprobs=scores))
+                if scores is not None:
+                    output = replace(output, prompt_logprobs=scores)
+                if one.request.params.return_selections:
+                    output = replace(output, selections=[(selected or {}).get(row)] * len(output.token_ids))
+                outputs.append(output)
             except Exception as error:  # the others go on
                 outputs.append(self._fail(one, _explain(error)))
         return outputs
@@ -340,7 +337,8 @@ class Engine:
         steps = None if logprobs is None else [logprobs]
         if reason is None:
             return self._output(request, added, [token], steps, None)
-        return self._finish(running, added + text.finish(), [token], steps, reason)
+        output = self._finish(running, added + text.finish(), [token], steps, reason)
+        return output if text.stop_string is None else replace(output, stop_string=text.stop_string)
 
     def _finish(
         self, running: Running, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None, reason: str
@@ -383,7 +381,7 @@ class Engine:
 
 def _explain(error: Exception) -> str:
     """What the requests that ``error`` ended are told; raises it where the device is of no use any more."""
-    if isinstance(error, torch.AcceleratorError):
+    if isinstance(error, (torch.AcceleratorError, RankFailure)):
         raise error
     logger.error("requests failed", exc_info=error)
     return f"internal error ({type(error).__name__}); the log has the details"

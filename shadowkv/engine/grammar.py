@@ -6,6 +6,7 @@ import re
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +25,16 @@ LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: 
 """Time, source file and condition before what the compiler says."""
 
 
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+
+
 class Constraint:
     """Where one request stands in its grammar."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor) -> None:
         import xgrammar
 
+        self._allowed = allowed
         self._apply = xgrammar.apply_token_bitmask_inplace
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._mask = xgrammar.allocate_token_bitmask(1, vocab_size)
@@ -37,6 +42,7 @@ class Constraint:
     def mask(self, logits: Tensor) -> None:
         """Sets the logits [V] of tokens that may not come next to -inf, in place."""
         self._matcher.fill_next_token_bitmask(self._mask, 0)
+        self._mask &= self._allowed
         self._apply(logits.unsqueeze(0), self._mask.to(logits.device))
 
     def accept(self, token: int) -> bool:
@@ -55,6 +61,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, sorted(stop_ids)
         self._compiler: xgrammar.GrammarCompiler | None = None
+        self._allowed = torch.empty(0)
         self._lock = threading.Lock()
 
     def compile(self, schema: str, one_line: bool = False) -> xgrammar.CompiledGrammar:
@@ -72,7 +79,7 @@ class GrammarCompiler:
                 return compiler.compile_builtin_json_grammar()
             return compiler.compile_json_schema(schema, any_whitespace=not one_line)
         except ImportError as error:
-            message = "JSON output needs xgrammar: install shadowkv[json] on the server"
+            message = "JSON output needs xgrammar: install shadowkv-engine[json] on the server"
             raise RequestError(message, "response_format") from error
         except (RuntimeError, ValueError) as error:  # RecursionError is one
             reason = LOG_PREFIX.sub("", str(error)).strip()
@@ -80,7 +87,7 @@ class GrammarCompiler:
 
     def constraint(self, schema: str, one_line: bool = False) -> Constraint:
         """A fresh start in the grammar of ``schema``; raises RequestError as ``compile`` does."""
-        return Constraint(self.compile(schema, one_line), self._vocab_size)
+        return Constraint(self.compile(schema, one_line), self._vocab_size, self._allowed)
 
     def _build(self) -> xgrammar.GrammarCompiler:
         import xgrammar
@@ -93,5 +100,16 @@ class GrammarCompiler:
         info = xgrammar.TokenizerInfo(
             vocabulary, vocab_type=kind, vocab_size=self._vocab_size, stop_token_ids=self._stop_ids
         )
+        self._allowed = _without_control_characters(info.decoded_vocab, self._vocab_size)
         threads = max(1, torch.get_num_threads() // 2)  # the others are for those who are being served
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
+
+
+def _without_control_characters(vocabulary: list[bytes], vocab_size: int) -> Tensor:
+    """A mask of the tokens that have no control characters but ends of lines, which are blanks of JSON; int32 [1, n].
+
+    XGrammar takes them for characters of strings whose length is limited, in which JSON has none as they are.
+    """
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[:vocab_size] = [CONTROL.search(token) is None for token in vocabulary]
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))[None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.selections import TokenSelections
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Completion:
     finish_reason: str | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    selections: list[TokenSelections | None] = field(default_factory=list)
 
 
 class LLM:
@@ -61,16 +64,19 @@ class LLM:
         self,
         prompts: Iterable[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Answers to ``prompts`` (texts or token ids), in their order; ``params`` for all of them, or one each.
+        """Answers to ``prompts`` (texts or token ids), in their order; ``params`` for all of them, or one each. Without
+        any, they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
+
+        ``use_tqdm`` shows a bar on stderr, with tokens per second.
 
         Raises RequestError, before anything runs, for a prompt that can never be served, and RuntimeError for one
         that failed on the way. Ctrl-C ends them all between two steps; the engine can be used again.
         """
         ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(ids)
+            params = [params or SamplingParams(**self.engine.sampling_defaults)] * len(ids)
         requests = [
             self.engine.request(f"prompt-{next(self._numbers)}", tokens, one)
             for tokens, one in zip(ids, params, strict=True)
@@ -80,7 +86,7 @@ class LLM:
             try:
                 for request in requests:
                     self.engine.add(request)
-                self._run(answers, progress, interruptible)
+                self._run(answers, use_tqdm, interruptible)
             except BaseException:
                 for name in answers:
                     self.engine.abort(name)
@@ -88,14 +94,15 @@ class LLM:
         return list(answers.values())
 
     def chat(
-        self, messages: list[dict[str, str]], params: SamplingParams | None = None, progress: bool = False
+        self, messages: list[dict[str, str]], params: SamplingParams | None = None, use_tqdm: bool = True
     ) -> Completion:
         """The answer to one conversation, through the model's chat template."""
         prompt = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        return self.generate([prompt], params, progress)[0]
+        return self.generate([prompt], params, use_tqdm)[0]
 
-    def _run(self, answers: dict[str, Completion], progress: bool, interruptible: Callable[[], None]) -> None:
-        with tqdm(total=len(answers), unit="prompt", disable=not progress) as bar:
+    def _run(self, answers: dict[str, Completion], use_tqdm: bool, interruptible: Callable[[], None]) -> None:
+        tokens, began = 0, monotonic()
+        with tqdm(total=len(answers), unit="prompt", disable=not use_tqdm) as bar:
             while self.engine.has_work:
                 interruptible()
                 for output in self.engine.step():
@@ -103,8 +110,12 @@ class LLM:
                     answer.text += output.text
                     answer.token_ids += output.token_ids
                     answer.logprobs += output.logprobs or []
+                    answer.selections += output.selections or []
                     answer.finish_reason, answer.cached_tokens = output.finish_reason, output.cached_tokens
                     answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
                     if output.error is not None:
                         raise RuntimeError(f"{output.request_id}: {output.error}")
-                    bar.update(output.finish_reason is not None)
+                    tokens += len(output.token_ids)
+                    if output.finish_reason is not None:
+                        bar.set_postfix_str(f"{tokens / (monotonic() - began):.1f} tokens/s", refresh=False)
+                        bar.update()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -16,9 +16,11 @@ from shadowkv.engine.sizing import GIB, likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
+from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import FETCH_BUFFER
-from shadowkv.layers.fp8_linear import OPS
+from shadowkv.layers import block_matrix, fp8_linear
+from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops import Ops
 
@@ -26,17 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine_parts(
-    config: EngineConfig, loaded: LoadedModel | None = None
+    config: EngineConfig,
+    loaded: LoadedModel | None = None,
+    *,
+    group: Group = ALONE,
+    device: torch.device | None = None,
+    make: Callable[..., KVCache] = KVCache,
 ) -> tuple[LoadedModel, KVCache, list[str]]:
     """Model (``loaded``, if given), cache, and the lines that say what fits.
 
     Raises ValueError for settings that cannot be, MemoryError where not even one sequence fits.
+
+    Args:
+        group: the ranks that the model is cut up for: this one's part of it is loaded, on ``device``.
+        make: the cache, of what a KVCache takes.
     """
-    spec = config.spec()
-    loaded = loaded or load_from_config(config)
-    device, dtype = device_of(config.device), next(loaded.model.parameters()).dtype
-    shape = loaded.config.shape
-    spec = spec.resolve(shape)
+    spec, device = config.spec(), device or device_of(config.device)
+    loaded = loaded or load_from_config(config, group, device)
+    dtype, model = loaded.model.dtype, loaded.shard.config
+    shape = model.shape
+    spec = loaded.shard.policy(spec)
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
@@ -44,16 +55,17 @@ def load_engine_parts(
     parts = build_parts(spec, shape, dtype)
     layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
     if spec.prefill is None:
-        spec = replace(spec, prefill=_prefill(layout, loaded, device))
+        spec = replace(spec, prefill=group.agree(_prefill(layout, loaded, device)))
         layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
     if spec.seals and spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
-        below = dense_below(loaded.config, layout, device.type, config.max_num_seqs, cache_bytes)
-        spec = replace(spec, dense_below=below)
+        below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)
+        spec = replace(spec, dense_below=group.agree(below))
         layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, fetch_buffer)
     slots = config.max_num_seqs + config.max_cached_seqs
-    memory, max_model_len = size_cache(config, layout, slots, device, loaded.config)
-    cache = KVCache(
+    memory, max_model_len = size_cache(config, layout, slots, device, model)
+    memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
+    cache = make(
         spec,
         shape,
         loaded.config.rope,
@@ -67,6 +79,12 @@ def load_engine_parts(
     return loaded, cache, _describe(config, loaded, cache)
 
 
+def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
+    """Sequences that decode together at the most, where decode steps are CUDA graphs; None where they are not."""
+    graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
+    return config.max_num_seqs if graphs else None
+
+
 def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
     """Sparse on a GPU that has kernels for it."""
     if device.type != "cuda":
@@ -77,9 +95,10 @@ def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
     return "dense" if "reference" in (backends[name] for name in OF_BLOCKS) else "sparse"
 
 
-def load_from_config(config: EngineConfig) -> LoadedModel:
-    """The model that ``config`` names, on its device; raises ValueError for settings that cannot be."""
-    device = device_of(config.device)
+def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
+    """The model that ``config`` names, or a rank's part of it, on its device or on ``device``; raises ValueError for
+    settings that cannot be."""
+    device = device or device_of(config.device)
     return load_model(
         config.model,
         dtype=_dtype(config.dtype, device),
@@ -89,6 +108,7 @@ def load_from_config(config: EngineConfig) -> LoadedModel:
         rope_theta=config.rope_theta,
         max_model_len=config.max_model_len,
         quantization=config.quantization,
+        group=group,
     )
 
 
@@ -102,11 +122,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     total, limit = cache.total, cache.max_model_len
+    called = fp8_linear.OPS if loaded.config.quantization else block_matrix.OPS if loaded.model.block_forms else ()
+    size = loaded.shard.size
+    ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
     lines = [
-        f"model   {loaded.name}: {loaded.config.num_layers} layers, {loaded.model.weights_in_words} on {cache.device}",
+        f"model   {loaded.name}: {loaded.config.num_layers} layers, {loaded.model.weights_in_words} on "
+        f"{cache.device}{ranks}",
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
-        *backend_lines(cache.ops, cache.device, config.enforce_eager, OPS if loaded.config.quantization else ()),
+        *backend_lines(cache.ops, cache.device, config.enforce_eager, called),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {config.max_num_seqs} sequences at once",
         f"cache   {in_words(config, cache.layout)}",

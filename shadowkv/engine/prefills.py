@@ -13,6 +13,10 @@ from shadowkv.engine.pacing import Stopwatch
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.scheduler import Leader, Running, Scheduler
 
+CAPTURE_SECONDS = 0.05
+"""Of a slice of prefill that are left to the host to make a graph: a token waits for that, and for the launches of the
+rest of the slice."""
+
 
 @dataclass(eq=False)
 class PrefillAtWork:
@@ -83,7 +87,8 @@ class Prefills:
         self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work), watch, long, pieces))
 
     def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
-        """Goes on with the last one until another piece would take the device's work beyond ``seconds``.
+        """Goes on with the last one until another piece would take the device's work beyond ``seconds``, or makes
+        the graph of the batch that its requests will join.
 
         Returns it, with what it computed, if it has ended. If it raises, it is still there: to be dropped.
         """
@@ -91,7 +96,11 @@ class Prefills:
         one.watch.start()
         try:
             with torch.inference_mode():
+                launched = 0.0
                 while True:
+                    if worked := self._prepare(one, seconds - launched):
+                        self._account(one, launched + worked)
+                        return None
                     next(one.steps)
                     one.done += 1
                     launched = one.watch.launched()
@@ -102,6 +111,27 @@ class Prefills:
             self._account(one, one.watch.launched())
             self.at_work.remove(one)
             return one, *end.value
+
+    def _prepare(self, one: PrefillAtWork, seconds: float) -> float:
+        """Makes the graph of the first step after a prefill, after pieces that leave the slice ``CAPTURE_SECONDS``.
+
+        Returns the seconds that those pieces take; 0 where that was not done: the graph may be there, ``seconds`` or
+        what is left of the prefill be too short for it, or not be known yet how long pieces take.
+        """
+        if not one.watch.piece:
+            return 0.0
+        pieces = min(one.pieces - one.done - 1, int((seconds - CAPTURE_SECONDS) / one.watch.piece))
+        if pieces <= 0:
+            return 0.0
+        joining = [(running.sequence, len(running.request.prompt_token_ids)) for running in one.rows]
+        plan = self.runner.unprepared([running.sequence for running in self.scheduler.running], joining)
+        if plan is None:
+            return 0.0
+        for _ in range(pieces):
+            next(one.steps)
+            one.done += 1
+        self.runner.prepare(plan)
+        return pieces * one.watch.piece
 
     def drop(self, one: PrefillAtWork) -> None:
         """Gives up a prefill, with all that its requests own."""

@@ -16,6 +16,7 @@ from shadowkv.cache.filesystem import FileSystem
 from shadowkv.cache.host import HostTier
 from shadowkv.cache.index import Entry
 from shadowkv.cache.key import CacheKey, origin
+from shadowkv.cache.lower_tiers import STEP_BYTES
 from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.sizing import GIB, offload_bytes
@@ -25,6 +26,10 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
 Origin = Callable[[str | None], str]
+
+EVERYTHING = 2**62
+"""Bytes of copies that a prefill server launches in a step: others wait for these, and hardly anybody for its tokens.
+"""
 
 
 def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
@@ -45,7 +50,8 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
         with _named(directory):
             return DiskTier(directory, limit, key, report)
 
-    return PrefixCache(cache, host, disk, eviction), key.origin
+    step_bytes = EVERYTHING if config.role == "prefill" else STEP_BYTES
+    return PrefixCache(cache, host, disk, eviction, step_bytes), key.origin
 
 
 def check_disk_dir(config: EngineConfig) -> None:
@@ -72,6 +78,8 @@ def in_words(config: EngineConfig, layout: Layout) -> str:
         tiers.append(f"{nbytes / GIB:.2f} GiB of host memory ({config.eviction})")
     if config.kv_disk_dir is not None:
         tiers.append(f"{config.disk_gib:.2f} GiB in {config.kv_disk_dir}")
+    if config.role != "both":
+        tiers.append(f"role {config.role}")
     return ", ".join(tiers)
 
 

@@ -11,6 +11,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from shadowkv.cache.matches import Prompt
     from shadowkv.engine.grammar import Constraint
+    from shadowkv.engine.selections import TokenSelections
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class RequestOutput:
         times: of the request so far.
         prompt_logprobs: one per prompt token, None for the first, on the first output, if asked for.
         prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not computed anew.
+        stop_string: the request's stop string that ended the text, on the last output, if one did.
+        selections: what each new token attended to, if asked for; None for the first, which prefill chose.
     """
 
     request_id: str
@@ -58,6 +61,8 @@ class RequestOutput:
     cached_tokens: int
     times: RequestTimes
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_string: str | None = None
+    selections: list[TokenSelections | None] | None = None
 
 
 @dataclass(eq=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from typing import TypeVar, cast
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,14 +40,37 @@ class Runner:
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
+        self._kinds = kinds(self.layers, cache.layout.skips)
         self.sampler = Sampler(cache.ops)
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
-        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to)
+        together = model.group.size > 1
+        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to, together)
 
     @property
     def captures(self) -> int:
         """CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.captures
+
+    def drop_graphs(self) -> None:
+        """Gives back all CUDA graphs; no step is to follow."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    def unprepared(self, sequences: list[Sequence], joining: list[tuple[Sequence, int]]) -> DecodePlan | None:
+        """A step of nobody's rows, for ``prepare``, if the first one that ``sequences`` and those of ``joining`` take
+        together, whose prompts of so many tokens are being computed, will have no graph."""
+        if self.graphs is None:
+            return None
+        plan = self.cache.forecast_decode(sequences, joining)
+        return None if plan is None or self.graphs.has(plan) else plan
+
+    @torch.inference_mode()
+    def prepare(self, plan: DecodePlan) -> None:
+        """Captures the graph of a plan's shapes, once the device has done what it was given: PyTorch waits for that
+        before a capture, and the device then has nothing to do until the capture ends."""
+        assert self.graphs is not None
+        with suppress(torch.OutOfMemoryError):  # such steps run without a graph
+            self.graphs.decode(plan, [], [])
 
     def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """``prefill`` into the runner's cache."""
@@ -66,42 +90,88 @@ class Runner:
             found += logprobs_of(logits, wanted, [count] * len(wanted))
         return found
 
+    def share_chosen(self, sources: list[int] | None) -> None:
+        """Gives every rank rank 0's ``chosen``, where a step takes tokens of it."""
+        if sources is not None and any(source >= 0 for source in sources):
+            self.model.group.copy_first(self.chosen)
+
     @torch.inference_mode()
-    def decode(self, sequences: list[Sequence], tokens: list[int], sources: list[int] | None = None) -> Tensor:
+    def plan_attention(self, shapes: list[tuple[int, int]]) -> Iterator[None]:
+        """Attends with so many made-up queries to so many keys, one pair of numbers after the other: plans of attention
+        are made by that."""
+        ops, shape = self.cache.ops, self.cache.shape
+        longest = (max((n for n, _ in shapes), default=0), max((m for _, m in shapes), default=0))
+        q, k = (
+            torch.zeros(n, heads, shape.head_dim, dtype=self.cache.dtype, device=self.cache.device)
+            for n, heads in zip(longest, (shape.num_query_heads, shape.num_kv_heads))
+        )
+        for n, m in shapes:
+            ops.causal_attention(q[:n], k[:m], k[:m])
+            yield
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        sequences: list[Sequence],
+        tokens: list[int],
+        sources: list[int] | None = None,
+        record: AbstractContextManager[Any] | None = None,
+    ) -> Tensor:
         """One step: appends each sequence's token and returns float32 logits [B, V] of the next.
 
-        A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead.
+        A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead. A step within a
+        ``record`` is no CUDA graph; where it finds no memory, as graphs have it of their own, it runs unrecorded.
         """
-        plan = self.cache.plan_decode(sequences)
-        if self.graphs is not None:
-            logits = self.graphs.decode(plan, tokens, sources or [-1] * len(tokens))
-        else:
-            inputs = torch.tensor([tokens, sources or [-1] * len(tokens)], device=self.cache.device)
-            logits = self._step(plan, None, inputs)
+        plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
+        logits = None
+        if self.graphs is None or record is not None:
+            try:
+                with record or nullcontext():
+                    logits = self._step(plan, None, torch.tensor([tokens, sources], device=self.cache.device))
+            except torch.OutOfMemoryError:
+                if self.graphs is None or self.model.group.size > 1:
+                    raise
+        if logits is None:
+            assert self.graphs is not None
+            logits = self.graphs.decode(plan, tokens, sources)
         self.cache.end_decode(plan)
         return logits
 
-    def _step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor) -> Tensor:
+    def _step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
+        """A step, or a rehearsal of one (``CudaGraphs``): a layer of each kind."""
         batch = self.cache.decode_batch(plan, numbers)
         tokens, sources = inputs
         hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))
         micro_batches = batch.split(plan.micro_batches)
         parts = hidden.split([len(one.positions) for one in micro_batches])
-        results = _interleave(map(self._layer_by_layer, parts, micro_batches))
+        through = self._kinds if rehearsal else self.layers
+        results = _interleave(self._layer_by_layer(*one, through) for one in zip(parts, micro_batches, strict=True))
         if len(results) == 1:
             return self.model.logits(*results[0])
         hiddens, added = zip(*results, strict=True)
         return self.model.logits(torch.cat(hiddens), torch.cat(added))
 
-    def _layer_by_layer(self, hidden: Tensor, batch: DecodeBatch) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Takes a micro-batch through all layers, and pauses where attention may have to wait."""
+    def _layer_by_layer(
+        self, hidden: Tensor, batch: DecodeBatch, layers: list[DecoderLayer]
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Takes a micro-batch through ``layers``, and pauses where attention may have to wait."""
         added = None
-        for layer in self.layers:
+        for layer in layers:
             finish = layer.begin(hidden, added, self.cache, batch)
             yield
             hidden, added = finish()
         assert added is not None, "a model without layers"
         return hidden, added
+
+
+def kinds(layers: list[DecoderLayer], skips: Callable[[int], bool]) -> list[DecoderLayer]:
+    """The first layer, which nothing is added to, and of the others one of each form: fp8 checkpoints may leave some
+    layers as they were, and the cache ``skips`` some."""
+    found: dict[tuple[object, ...], DecoderLayer] = {}
+    for number, layer in enumerate(layers[1:], 1):
+        form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())
+        found.setdefault((skips(number), *form), layer)
+    return [*layers[:1], *found.values()]
 
 
 def _interleave(generators: Iterable[Generator[None, None, Result]]) -> list[Result]:

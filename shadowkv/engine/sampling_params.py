@@ -31,6 +31,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: alternatives to report per token, 0 the chosen one alone; None is off.
         prompt_logprobs: the same for the prompt's tokens.
+        return_selections: whether to tell what each token attended to (``RequestOutput.selections``). On a GPU steps of
+            a batch with such a request are not CUDA graphs, which takes longer.
         cache_prompt: whether starts of the prompt are looked up in the prefix cache, and it is kept there.
         cache_salt: prompts of other salts share nothing with this one.
 
@@ -57,6 +59,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_selections: bool = False
     cache_prompt: bool = True
     cache_salt: str | None = None
 

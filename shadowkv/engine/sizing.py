@@ -74,16 +74,22 @@ GRAPHS_AT_WORK = 4
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes that decode steps take for each sequence of the batch, besides ``GRAPH_BYTES``.
 
-    Logits in float32, scratch of draws, and scratch of fetches: used by another stream, a graph keeps it for each of
-    its layers.
+    Logits in float32, scratch of draws, what parts decode of a sequence's state, a layer at a time, and scratch of
+    fetches: used by another stream, a graph keeps it for each of its layers.
     """
-    chosen_from = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES
+    least = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + sum(part.reading_bytes() for part in layout.parts)
     if not layout.buffer_fields:
-        return chosen_from
+        return least
     spec, shape, (values,) = layout.spec, layout.shape, layout.host_fields
     selected = int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
     row_bytes = math.prod(values.shape[2:]) * values.dtype.itemsize
-    return chosen_from + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
+    return least + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
+
+
+def sealing_bytes(layout: Layout) -> int:
+    """Device bytes that parts take to seal pages, one after the other, where that is more than what ``prefill_bytes``
+    leaves for storing."""
+    return max(part.sealing_bytes() for part in layout.parts)
 
 
 def staging_bytes(layout: Layout) -> int:
@@ -96,7 +102,7 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
     """Host bytes for the prefix cache's copies; 0 where there are none."""
     if config.kv_offload_gib or config.kv_disk_dir is None:
         return int(config.kv_offload_gib * GIB)
-    longest = layout.shape.num_layers * layout.snapshot_layer_bytes(layout.max_model_len)
+    longest = layout.snapshot_bytes(layout.max_model_len)
     least, most = WAY_GIB
     return min(max(WAY_SNAPSHOTS * longest, least * GIB), most * GIB)
 
@@ -104,7 +110,7 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
     """Device bytes that are left free for a prefill and decode steps of up to ``batch`` sequences, and for copies of
     cached prompts to host memory and back if these ``offload``."""
-    prefill = prefill_bytes(model, layout.max_model_len, layout.dtype)
+    prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + sealing_bytes(layout)
     return prefill + GRAPH_BYTES + batch * step_bytes(model, layout) + (staging_bytes(layout) if offload else 0)
 
 

@@ -24,6 +24,7 @@ from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.layers.group import RankFailure
 
 if TYPE_CHECKING:
     from shadowkv.engine.engine import Engine
@@ -38,7 +39,7 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
     """Warms ``engine`` up, which has no requests, on any device; leaves its cache empty and nothing counted.
 
     Ends early once ``stopped``, or on Ctrl-C, with KeyboardInterrupt. What goes wrong is logged, and first requests
-    will be slower; an error that leaves the device of no use is raised.
+    will be slower; an error that leaves the device, or another rank, of no use is raised.
     """
     began, shown = time.monotonic(), sys.stderr.isatty()
     if not shown:
@@ -53,7 +54,7 @@ def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None
                 interruptible()
                 if stopped():
                     return
-    except torch.AcceleratorError:
+    except (torch.AcceleratorError, RankFailure):
         raise
     except Exception as error:
         logger.warning("the warm-up ended early, first requests will be slower: %s", error, exc_info=error)
@@ -112,11 +113,10 @@ def _pieces(
         yield 1
     if not shapes:
         return
-    cache, q = engine.cache, _queries(engine)
-    k = q.new_zeros(max(m for _, m in shapes), cache.shape.num_kv_heads, cache.shape.head_dim)
-    for n, m in shapes:
-        with current(engine.device), torch.inference_mode():
-            cache.ops.causal_attention(q[:n], k[:m], k[:m])
+    planning = engine.runner.plan_attention(shapes)
+    for _ in shapes:
+        with current(engine.device):
+            next(planning)
         yield 1
     torch.cuda.synchronize(engine.device)
 

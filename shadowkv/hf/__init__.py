@@ -5,6 +5,6 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
-    raise ImportError("shadowkv.hf needs transformers 5 or later: pip install 'shadowkv[hf]'") from error
+    raise ImportError("shadowkv.hf needs transformers 5 or later: pip install 'shadowkv-engine[hf]'") from error
 
 __all__ = ["ShadowKVCache"]

@@ -147,6 +147,8 @@ class DecodeBatch:
         write_page: int64 [B], name of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         sealed: None where no row has sealed pages.
+        whole: of layers that are skipped, names of all pages of a sequence, sealed ones and those of its tail, int64
+            [B, S], and valid tokens of each, int64 [B, S]; None where no layer is or no row has sealed pages.
         sequence: int64 [R], the rows of the batch that those of ``sealed`` are of; None where they are the same.
         of_sequence: int64 [B, S], which rows of ``sealed`` each of the batch has, R for none; None where it has one at
             the most.
@@ -160,6 +162,7 @@ class DecodeBatch:
     sealed: SealedBatch | None
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
+    whole: tuple[Tensor, Tensor] | None = None
 
     def of_sealed(self, x: Tensor) -> Tensor:
         """[R, ...] of [B, ...], for the rows of ``sealed``."""
@@ -181,4 +184,5 @@ class DecodeBatch:
             self.write_page[rows],
             self.write_offset[rows],
             None if self.sealed is None else replace(self.sealed.part(rows), overlapped=True),
+            whole=None if self.whole is None else (self.whole[0][rows], self.whole[1][rows]),
         )

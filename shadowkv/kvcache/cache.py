@@ -24,6 +24,7 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
 from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
@@ -31,6 +32,7 @@ from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.rounding import padded, rounded
 from shadowkv.kvcache.sealing import Sealing
+from shadowkv.kvcache.selected_scores import selected_scores
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
@@ -234,11 +236,12 @@ class KVCache:
             self.decode.fetching.forget()
 
     def kept_energy(self, sequence: Sequence) -> Tensor | None:
-        """Share of the squared norm of a compressed sequence's keys that its low-rank form keeps, float32 [num_layers].
+        """Share of the squared norm of a compressed sequence's keys that its low-rank form keeps, float32 [layers].
 
-        The least of its segments. None where the policy has no low-rank keys or the sequence is dense.
+        The least of its segments, of the layers that are not skipped. None where the policy has no low-rank keys or the
+        sequence is dense.
         """
-        if "kept_energy" not in self.store.state or not sequence.path:
+        if "kept_energy" not in self.store.state or not (sequence.path and self.layout.compressed):
             return None
         self.pool.arrived(sequence)
         states = [segment.state for segment in sequence.path]
@@ -270,6 +273,11 @@ class KVCache:
         Raises ValueError if one of them is at its capacity.
         """
         return self.decode.plan(sequences)
+
+    def forecast_decode(self, sequences: Items[Sequence], joining: Items[tuple[Sequence, int]]) -> DecodePlan | None:
+        """Plans a step of nobody's rows, with the shapes of one that ``sequences`` will take together with those of
+        ``joining``, whose prompts of so many tokens are being computed; None where these are not known."""
+        return self.decode.forecast(sequences, joining)
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """What ``plan`` means to the device; ``numbers`` are the plan's, packed, where they are there already and what
@@ -341,12 +349,21 @@ class KVCache:
 
     def sealed_rows(self, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads them."""
+        if self.layout.skips(layer):
+            return self.exact_keys(layer, batch.pages[0]), self.exact_values(layer, batch.pages[0])
         shape = self.shape.num_kv_heads, batch.pages.shape[1] * PAGE, self.shape.head_dim
         keys, values = torch.empty(2, *shape, dtype=self.dtype, device=self.device)
         self.ops.rebuild_rows(self.parts.keys.source(self.store, layer, batch), 0, keys, False)
         values_source = self.parts.values.source(self.store, layer, batch)
         self.ops.rebuild_rows(values_source, 0, values, self.spec.place == "host")
         return keys, values
+
+    def selected_scores(
+        self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection, row: int
+    ) -> tuple[Tensor, Tensor]:
+        """Positions int64 [H, n] that a row of a selection hook's batch selected, -1 for none, and the scores by which
+        each query head attends to them, float32 [H, H_q / H, n]."""
+        return selected_scores(self.store, self.parts, layer, q, batch, selected, row)
 
     def exact_elsewhere(self, layer: int, batch: SealedBatch) -> Tensor:
         """Which chunks bool [R, H, P * C] of a batch's sealed pages are sink or outliers: attended to, not selected."""

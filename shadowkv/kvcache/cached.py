@@ -1,7 +1,8 @@
 """What a cached segment has sealed, as plain keys and values in large blocks: what a later turn's tokens attend to.
 
 Exact tokens (sink and outliers) take the places of their own approximations: attention asks for no order, so that a
-block needs no mask. Values on the host cross the bus one block ahead of attention.
+block needs no mask. Values on the host cross the bus one block ahead of attention. In layers that are skipped all are
+exact where they are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class CachedTokens:
 
     def blocks(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
         """Rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for."""
+        if self.store.layout.skips(layer):
+            for names in segment.row.pages[0].split(PAGES_AT_ONCE):
+                keys, values = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
+                yield keys, values
+            return
         row, static = segment.row, segment.static
         pages = row.pages.shape[1]
         step = min(PAGES_AT_ONCE, pages)
@@ -45,13 +51,13 @@ class CachedTokens:
             torch.arange(size[1], device=exact.device)[:, None],
             self._places(layer, row, exact.shape[2], step, len(spans)),
         )
-        keys, values = (part.source(self.store, layer, row) for part in (self.parts.keys, self.parts.values))
+        key_source, value_source = (x.source(self.store, layer, row) for x in (self.parts.keys, self.parts.values))
 
         def read_values(i: int) -> Callable[[], None]:
             """Starts reading a block's values; returns what makes this stream wait for them."""
             first, last = spans[i]
             out = buffers[i % 2][1, :, : (last - first) * PAGE]
-            return self.beside.start(lambda: self.ops.rebuild_rows(values, first, out, self.across_bus))
+            return self.beside.start(lambda: self.ops.rebuild_rows(value_source, first, out, self.across_bus))
 
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
@@ -59,7 +65,7 @@ class CachedTokens:
             if i + 1 < len(spans):  # into the buffer whose attention has been launched last
                 arrived = read_values(i + 1)
             block, count = buffers[i % 2], (last - first) * PAGE
-            self.ops.rebuild_rows(keys, first, block[0, :, :count], False)
+            self.ops.rebuild_rows(key_source, first, block[0, :, :count], False)
             wait()
             block[:, head, places[i]] = exact
             yield block[0, :, :count], block[1, :, :count]

@@ -20,6 +20,7 @@ from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
+from shadowkv.kvcache.rounding import nobodys_numbers
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
@@ -84,6 +85,32 @@ class Decode:
             sealing,
         )
 
+    def forecast(self, sequences: Items[Sequence], joining: Items[tuple[Sequence, int]]) -> DecodePlan | None:
+        """A plan of nobody's rows with the shapes of a step that ``sequences`` will take together with others, once
+        prompts of so many tokens are computed in those. None where shapes follow from more than that: from segments, of
+        which a sequence has several, or from the micro-batches of values on the host."""
+        if self.fetching is not None or not sequences:
+            return None
+        tables, layout = self.tables, self.store.layout
+        slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
+        segments = int(tables.segments[slots].max())
+        ring = np.where(tables.segments[slots] > 0, tables.ring_pages[slots], tables.length[slots] // PAGE + 1)
+        exact, sealed = int((tables.static_pages[slots] + ring).max()), int(tables.sealed[slots].max())
+        for sequence, length in joining:
+            at = sequence.standing
+            after = layout.growth.sealed(at, length, length == sequence.capacity)
+            segments = max(segments, at.segments + after.fits)
+            static = len(sequence.static) if at.segments else self.spec.static_pages
+            compressed = static + len(sequence.ring)
+            exact = max(exact, compressed if after.tokens else length // PAGE + 1)
+            sealed = max(sealed, after.tokens)
+        if segments > 1:
+            return None
+        count = len(sequences) + len(joining)
+        nobody = nobodys_numbers(tables)
+        rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in nobody)
+        return DecodePlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
+
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
         """The segments of a batch, and which of them each sequence has."""
         tables, spec = self.tables, self.spec
@@ -121,8 +148,10 @@ class Decode:
         slot, length, _, ring, static_pages = sequences
         pages = self.tables.exact[slot, : plan.exact_pages].long()
         counts = _exact_counts(sequences, self.tables.static_counts[slot, : plan.exact_pages])
-        sealed = sequence = None
+        sealed = sequence = whole = None
         if plan.sealed_pages:
+            if self.spec.skip_layers:
+                whole = self._whole(plan, segments, of_sequence, pages, counts, static_pages)
             # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
             # which a GPU alone has use for, are cut by rows of the whole batch.
             there = segments.end > segments.first
@@ -141,7 +170,27 @@ class Decode:
             sealed,
             sequence,
             of_sequence,
+            whole,
         )
+
+    def _whole(
+        self,
+        plan: DecodePlan,
+        segments: SegmentNumbers,
+        of_sequence: Tensor | None,
+        pages: Tensor,
+        counts: Tensor,
+        static_pages: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], of which those of sink
+        and outliers count nothing: these are in the sealed ones."""
+        sealed = self.tables.pages[segments.row, : plan.sealed_pages].long()
+        page = torch.arange(plan.sealed_pages, device=sealed.device)
+        filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
+        if of_sequence is not None:  # a row of nothing for sequences that have fewer segments than others
+            sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
+        static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
+        return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
 
     def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers) -> SealedBatch:
         pages = value_pages = self.tables.pages[segments.row, : plan.sealed_pages].long()
@@ -171,7 +220,7 @@ class Decode:
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         """Takes keys (before the rotation) and values [B, H, d] of the new tokens."""
-        if batch.sealed is None or self.fetching is not None:
+        if batch.sealed is None or self.fetching is not None or self.store.layout.skips(layer):
             self._append(layer, k, v, batch)
         else:  # where exact attention, which reads them, is as well
             self.beside.start(lambda: self._append(layer, k, v, batch))
@@ -184,6 +233,9 @@ class Decode:
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
         """Begins attention of queries [B, H_q, d] before the rotation; what is returned finishes it."""
         q = self.rotated(q, batch)
+        if batch.whole is not None and self.store.layout.skips(layer):
+            exact: Tensor = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], *batch.whole)[0]
+            return lambda: exact
         if batch.sealed is not None and self.fetching is not None:
             return self._begin_fetched(layer, q, batch, batch.sealed, self.fetching)
         out = self._attend(layer, q, batch)

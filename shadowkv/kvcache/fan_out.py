@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class FanOut:
         """Packs new tokens: for each prompt its sequences, one of each cache, and how many tokens they gain."""
         of_caches = list(zip(*(one for one, _ in sequences), strict=True))
         first = self.caches[0].prefill_batch([(one[0], count) for one, count in sequences])
+        bounds = {bound for cache in self.caches for run in cache.layout.runs for bound in (run.start, run.stop)}
+        first.runs = [range(*pair) for pair in pairwise(sorted(bounds))]  # alike in every cache
         self._batches = [first, *(first.of(list(others)) for others in of_caches[1:])]
         return first
 

@@ -59,6 +59,7 @@ class Fetching:
         assert whole is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
         self.store, self._counters = store, whole.counters
+        self._first = store.layout.compressed.start
         self._buffers = [
             ChunkBuffer(counters=whole.counters, **{name: getattr(whole, name)[layer] for name in per_layer})
             for layer in range(len(whole.rows))
@@ -82,7 +83,7 @@ class Fetching:
 
     def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
-        buffer = self._buffers[layer]
+        buffer = self._buffers[layer - self._first]
         where = self.store.page["values"][layer], batch.value_pages, batch.rows
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
         done = None if self._stream is None else self._stream.record_event()

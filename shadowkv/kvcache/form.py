@@ -13,6 +13,9 @@ from shadowkv.ops.rotate.tables import RopeConfig
 FORMAT = 1
 """Of snapshots and of all codecs' bytes: to be raised when either changes, as files outlive the program."""
 
+LATER = {"skip_layers": 0, "key_groups": 1}
+"""Fields of a policy that are younger than files which are still read, and what those have of them."""
+
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
     """A digest, in 64 hexadecimal digits, of format, sizes, rotation, fields and policy, without what says how much is
@@ -22,7 +25,7 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": asdict(spec),
+        "spec": {name: value for name, value in asdict(spec).items() if LATER.get(name) != value},
         "shape": asdict(layout.shape),
         "rope": asdict(rope),
         "dtype": str(layout.dtype),

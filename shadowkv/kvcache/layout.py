@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 
 from shadowkv.kvcache.growth import MOST_SEGMENTS, Growth, Standing
-from shadowkv.kvcache.memory import Blocks, Field, page_bytes
+from shadowkv.kvcache.memory import GRANULE, Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
@@ -21,12 +22,14 @@ class TierLayout:
 
     Attributes:
         block_bytes: of one layer.
+        skipped_bytes: the same of a layer that the policy skips; 0 where nothing of it is in the tier.
         pinned: whether it is the host's memory, which the device reads and writes across the bus.
         paged: whether its blocks are divided into pages.
     """
 
     name: str
     block_bytes: int
+    skipped_bytes: int = 0
     pinned: bool = False
     paged: bool = True
 
@@ -87,6 +90,8 @@ class Layout:
         host_fields: of pages of the host tier.
         state_fields: of a fitted state.
         buffer_fields: of a segment's buffer of fetched values.
+        compressed: the layers that the policy does not skip; all where it skips none.
+        runs: layers that are alike, one run behind the other: those skipped, the compressed ones, those skipped.
         tiers: those that pages and states lie in.
         growth: when tokens get a state of their own.
     """
@@ -102,6 +107,9 @@ class Layout:
     ) -> None:
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
+        layers, skipped = shape.num_layers, spec.skip_layers
+        self.compressed = range(skipped, layers - skipped)
+        self.runs = tuple(x for x in (range(skipped), self.compressed, range(layers - skipped, layers)) if x)
         heads = (shape.num_kv_heads, PAGE, shape.head_dim)
         self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
@@ -113,7 +121,8 @@ class Layout:
         self.host_fields: tuple[Field, ...] = ()
         self.state_fields: tuple[Field, ...] = ()
         if spec.seals:
-            self.host_fields = tuple(x for x in values if x.name == "values") if spec.place == "host" else ()
+            on_host = spec.place == "host" and self.compressed
+            self.host_fields = tuple(x for x in values if x.name == "values") if on_host else ()
             self.sealed_fields = (*on_device, *(x for x in values if x not in self.host_fields))
             self.state_fields = tuple(field for part in parts for field in part.state_fields())
         self.growth = Growth(spec, bool(self.state_fields))
@@ -123,7 +132,7 @@ class Layout:
         if spec.seals:
             self.exact_per_block, self.sealed_per_block, self.block_bytes = pack(self.exact_bytes, self.sealed_bytes)
         self.tiers = (
-            TierLayout("device", self.block_bytes),
+            TierLayout("device", self.block_bytes, self._skipped_bytes() if skipped else 0),
             TierLayout("host", page_bytes(self.host_fields), pinned=True),
             TierLayout("states", page_bytes(self.state_fields), paged=False),
         )
@@ -132,10 +141,20 @@ class Layout:
         """The same for other longest sequences."""
         return Layout(self.spec, self.shape, self.dtype, self.parts, max_model_len, self.fetch_buffer)
 
+    def skips(self, layer: int) -> bool:
+        """Whether a layer is one that the policy leaves exact."""
+        return layer not in self.compressed
+
+    def alike(self, most: int) -> Iterator[slice]:
+        """All layers in order, at most so many at a time and none that differ together."""
+        for run in self.runs:
+            for first in run[::most]:
+                yield slice(first, min(first + most, run.stop))
+
     def bytes_per_block(self) -> Blocks:
         """Bytes of one block of each tier over all layers, and of a segment's row: its buffer of fetched values."""
-        layers = self.shape.num_layers
-        sizes = {tier.name: layers * tier.block_bytes for tier in self.tiers}
+        layers, skipped = len(self.compressed), 2 * self.spec.skip_layers
+        sizes = {tier.name: layers * tier.block_bytes + skipped * tier.skipped_bytes for tier in self.tiers}
         return Blocks(sizes, rows=layers * sum(field.nbytes for field in self.buffer_fields))
 
     def fixed_blocks(self, sequences: int) -> Blocks:
@@ -206,12 +225,32 @@ class Layout:
         short, long = self.demand(1, capacity), self.demand(capacity, capacity)
         return Blocks({kind: max(short[kind], long[kind]) for kind in {**short, **long}})
 
+    def snapshot_bytes(self, capacity: int) -> int:
+        """Bytes of a snapshot of ``capacity`` tokens, at the most."""
+        exact = 2 * self.spec.skip_layers * self._exact_layer_bytes(capacity)
+        return len(self.compressed) * self._compressed_layer_bytes(capacity) + exact
+
     def snapshot_layer_bytes(self, capacity: int) -> int:
-        """Bytes of a layer of a snapshot of ``capacity`` tokens, at the most."""
+        """The same of any of its layers."""
+        exact = self._exact_layer_bytes(capacity) if self.spec.skip_layers else 0
+        return max(self._compressed_layer_bytes(capacity), exact)
+
+    def _exact_layer_bytes(self, capacity: int) -> int:
+        return math.ceil(capacity / PAGE) * self.exact_bytes
+
+    def _compressed_layer_bytes(self, capacity: int) -> int:
         pages = self.most_pages(capacity)
         sealed = pages.sealed * self.sealed_bytes + pages.host * page_bytes(self.host_fields)
         most = max(pages.dense * self.exact_bytes, sealed + (pages.static + pages.ring) * self.exact_bytes)
         return most + max(1, pages.segments) * page_bytes(self.state_fields)
+
+    def _skipped_bytes(self) -> int:
+        """Bytes of a block of the device tier in a layer that is skipped: its sealed pages are exact ones.
+
+        Names are further apart, by a multiple of 16 bytes, as vector loads need them.
+        """
+        apart = max(GRANULE, -(-self.exact_bytes // (self.sealed_bytes // GRANULE) // 16) * 16)
+        return self.block_bytes // GRANULE * apart
 
     def _buffer_fields(self) -> tuple[Field, ...]:
         """The fields of a segment's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""

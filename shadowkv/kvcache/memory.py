@@ -4,7 +4,8 @@ A block of the device tier is one exact page (64 tokens of K and V) or as many s
 short dense prompts and long compressed ones draw on the same bytes. A page is named by its *granule*: its
 byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
 granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds. Blocks of the tier of
-fitted states are named by their numbers.
+fitted states are named by their numbers. Layers that a policy skips have the same names further apart, so that an exact
+page fits where others have a sealed one.
 """
 
 from __future__ import annotations
@@ -136,15 +137,17 @@ class BlockPool:
 
 
 class Tier(BlockPool):
-    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``.
+    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``, and the same of layers with larger blocks.
 
     Args:
         device: where the arena's tensors can be used. For ``pinned`` memory, which is the host's, that is the GPU that
             reads and writes it across the bus.
         paged: whether blocks are divided into pages, so that names count granules; else they count blocks.
+        skipped_layers, skipped_bytes: layers besides those whose blocks have other bytes, and how many.
 
     Attributes:
         arena: uint8 [num_layers, bytes].
+        skipped: uint8 [skipped_layers, more bytes].
     """
 
     def __init__(
@@ -156,21 +159,20 @@ class Tier(BlockPool):
         device: torch.device,
         pinned: bool = False,
         paged: bool = True,
+        skipped_layers: int = 0,
+        skipped_bytes: int = 0,
     ) -> None:
-        self.num_layers, self.block_bytes = num_layers, block_bytes
+        self.num_layers, self.block_bytes, self.skipped_bytes = num_layers, block_bytes, skipped_bytes
+        self.bytes_per_block = num_layers * block_bytes + skipped_layers * skipped_bytes
         try:
             self.arena = _allocate((num_layers, (num_blocks + 1) * block_bytes), device, pinned)
+            self.skipped = _allocate((skipped_layers, (num_blocks + 1) * skipped_bytes), device, pinned)
         except (RuntimeError, MemoryError) as error:
-            wanted = num_layers * num_blocks * block_bytes / 2**30
+            wanted = num_blocks * self.bytes_per_block / 2**30
             raise MemoryError(
                 f"cannot allocate {wanted:.1f} GiB for the {name} tier of the KV cache: {error}"
             ) from error
         super().__init__(name, num_blocks, block_bytes // GRANULE if paged and block_bytes else 1)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block over all layers."""
-        return self.num_layers * self.block_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -184,22 +186,32 @@ class Tier(BlockPool):
 
     def views(self, fields: Names[Field]) -> dict[str, Tensor]:
         """For each field the view ``[num_layers, names, *shape]`` of pages that lay ``fields`` out in order."""
-        views: dict[str, Tensor] = {}
-        offset = 0
-        for field in fields:
-            views[field.name] = self._view(offset, field)
-            offset += field.nbytes
-        return views
+        return _views(self.arena, self.block_bytes // self.step, fields)
 
-    def _view(self, offset: int, field: Field) -> Tensor:
-        if not self.block_bytes:
-            return self.arena.new_empty(self.num_layers, 0, *field.shape, dtype=field.dtype)
-        size, flat, apart = field.dtype.itemsize, self.arena.view(field.dtype), self.block_bytes // self.step
-        strides = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
-        count = max(0, (self.arena.shape[1] - offset - math.prod(field.shape) * size) // apart + 1)
-        start = flat.storage_offset() + offset // size
-        shape = (self.num_layers, count, *field.shape)
-        return flat.as_strided(shape, (flat.stride(0), apart // size, *strides), start)
+    def skipped_views(self, fields: Names[Field]) -> dict[str, Tensor]:
+        """The same ``[skipped_layers, names, *shape]``."""
+        return _views(self.skipped, self.skipped_bytes // self.step, fields)
+
+
+def _views(arena: Tensor, apart: int, fields: Names[Field]) -> dict[str, Tensor]:
+    """Of an arena uint8 [layers, bytes] in which names are so many bytes apart."""
+    views: dict[str, Tensor] = {}
+    offset = 0
+    for field in fields:
+        views[field.name] = _view(arena, apart, offset, field)
+        offset += field.nbytes
+    return views
+
+
+def _view(arena: Tensor, apart: int, offset: int, field: Field) -> Tensor:
+    layers = arena.shape[0]
+    if not arena.numel():
+        return arena.new_empty(layers, 0, *field.shape, dtype=field.dtype)
+    size, flat = field.dtype.itemsize, arena.view(field.dtype)
+    strides = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
+    count = max(0, (arena.shape[1] - offset - math.prod(field.shape) * size) // apart + 1)
+    start = flat.storage_offset() + offset // size
+    return flat.as_strided((layers, count, *field.shape), (flat.stride(0), apart // size, *strides), start)
 
 
 def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:

@@ -57,7 +57,7 @@ class Prefill:
         for sequence, count in sequences:
             new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        return PrefillBatch(new, self.store.compute, self.shape, self.store.k[0].dtype)
+        return PrefillBatch(new, self.store.compute, self.shape, self.store.k.dtype, self.layout.runs)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
@@ -124,12 +124,12 @@ class Prefill:
     def _seal_tails(self, tails: list[tuple[Sequence, Places]], length: int) -> None:
         shape = self.shape
         step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
-        for first in range(0, shape.num_layers, step):
-            layers = slice(first, min(first + step, shape.num_layers))
-            none = self.store.k[layers].new_empty(layers.stop - first, 0, shape.num_kv_heads, shape.head_dim)
+        for layers in self.layout.alike(step):
+            count = layers.stop - layers.start
+            none = self.store.k[layers].new_empty(count, 0, shape.num_kv_heads, shape.head_dim)
             learning = [one.observed for sequence, one in tails if one.observed is not None and not sequence.observed]
             if learning:  # their queries are gone
-                gone = none.new_empty(len(none), len(learning), 0, shape.num_query_heads, shape.head_dim)
+                gone = none.new_empty(count, len(learning), 0, shape.num_query_heads, shape.head_dim)
                 states = torch.cat(learning)
                 self._observe(layers, states, gone, torch.zeros_like(states))
             self._write(layers, [places for _, places in tails], [(none, none, none)] * len(tails))
@@ -171,6 +171,8 @@ class Prefill:
 
     def _observe(self, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Lets the parts learn from the last queries [L, n, w, H_q, d] of new tokens."""
+        if self.layout.skips(layers.start):
+            return
         for part in self.parts:
             part.observe(self.store, layers, states, queries, first)
 
@@ -180,6 +182,18 @@ class Prefill:
         places = all_places[0]
         joined = [self._behind_exact(layers, one, *tokens) for one, tokens in zip(all_places, new, strict=True)]
         keys, rotated, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
+        count = places.sealed
+        if self.layout.skips(layers.start):
+            pages = torch.cat([one.pages for one in all_places])
+            self.store.write_exact(layers, pages, _in_pages(rotated, count), _in_pages(values, count))
+        else:
+            self._seal(layers, all_places, keys, rotated, values)
+        for i, one in enumerate(all_places):
+            self._write_exact(layers, one.exact, rotated[:, i, count:], values[:, i, count:])
+
+    def _seal(self, layers: slice, all_places: list[Places], keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+        """Seals the first of tokens [L, n, S, H, d], with states that are fitted first where they are new."""
+        places = all_places[0]
         states, count, excluded = torch.cat([one.state for one in all_places]), places.sealed, None
         if places.fits:
             seen = keys
@@ -198,12 +212,10 @@ class Prefill:
             )
         if len(all_places) > 1:
             states = states.repeat_interleave(count // PAGE)
-        tokens = (x[:, :, :count].unflatten(2, (-1, PAGE)).flatten(1, 2) for x in (keys, rotated, values))
+        tokens = (_in_pages(x, count) for x in (keys, rotated, values))
         names = ("page_starts", "pages", "value_pages")
         where = (torch.cat([getattr(one, name) for one in all_places]) for name in names)
         self.sealing.write(SealedTokens(layers, states, *where, *tokens), excluded)
-        for i, one in enumerate(all_places):
-            self._write_exact(layers, one.exact, rotated[:, i, count:], values[:, i, count:])
 
     def _behind_exact(
         self, layers: slice, places: Places, keys: Tensor, rotated: Tensor, values: Tensor
@@ -250,11 +262,10 @@ class Prefill:
 
     def _write_exact(self, layers: slice, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
         """Writes tokens [L, n, H, d] to exact pages."""
-        for exact, tokens in ((self.store.k, rotated), (self.store.v, values)):
+        for exact, tokens in ((self.store.k[layers], rotated), (self.store.v[layers], values)):
             # A GPU scatters numbers one by one: of 8 bytes, there are few.
             wide = exact.dtype if exact.shape[-1] * exact.itemsize % 8 else torch.int64
-            written = tokens.to(exact.dtype).transpose(0, 1).view(wide)
-            exact[layers].view(wide)[:, rows.pages, :, rows.offsets] = written
+            exact.view(wide)[:, rows.pages, :, rows.offsets] = tokens.to(exact.dtype).transpose(0, 1).view(wide)
 
     def _commit(self, sequence: Sequence, places: Places) -> None:
         self.pool.arrived(sequence)
@@ -357,3 +368,8 @@ class Prefill:
 def _stacked(tokens: Items[Tensor]) -> Tensor:
     """[L, n, S, H, d] of n times [L, S, H, d], which are not copied where there is one."""
     return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)
+
+
+def _in_pages(tokens: Tensor, count: int) -> Tensor:
+    """The first ``count`` of tokens [L, n, S, H, d] as pages [L, n * count / 64, 64, H, d]."""
+    return tokens[:, :, :count].unflatten(2, (-1, PAGE)).flatten(1, 2)

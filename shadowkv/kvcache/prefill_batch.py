@@ -133,11 +133,14 @@ class PrefillBatch:
         keys, rotated, values: [g, T, H, d], scratch of the layers at work, reused by the next.
         queries: the same of the last tokens of each sequence, one behind the other: [g, Q, H_q, d], rotated.
         last: int64 [Q], the rows of the batch that those are of.
+        runs: layers that are alike: only such are stored together.
         storing: the layer at whose end new sequences are being stored, or were last, while it attends.
     """
 
-    def __init__(self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype) -> None:
-        self.new = new
+    def __init__(
+        self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype, runs: Items[range]
+    ) -> None:
+        self.new, self.runs = new, runs
         self.num_tokens = new[-1].stop
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
@@ -145,7 +148,6 @@ class PrefillBatch:
         numbers = torch.from_numpy(np.concatenate((positions, self._last, starts))).to(device)
         self.positions, self.last, starts_there = numbers.split([len(positions), len(self._last), len(starts)])
         self.starts = starts_there.int()
-        self.num_layers = shape.num_layers
         observed = len(self._last)
         cached = sum(s.cached for s in new)  # their keys may be rebuilt for a subspace that the new ones share
         self.layers_at_once = layers_at_once(shape, self.num_tokens + cached, observed)
@@ -203,14 +205,17 @@ class PrefillBatch:
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""
-        place = layer % self.layers_at_once
-        if place + 1 < self.layers_at_once and layer + 1 < self.num_layers:
+        place = self.place(layer)
+        if place + 1 < self.layers_at_once and layer + 1 != self._run(layer).stop:
             return None
         return slice(layer - place, layer + 1)
 
     def place(self, layer: int) -> int:
         """Which of the layers in scratch ``layer`` is."""
-        return layer % self.layers_at_once
+        return (layer - self._run(layer).start) % self.layers_at_once
+
+    def _run(self, layer: int) -> range:
+        return next(run for run in self.runs if layer in run)
 
     def last_of(self, segment: NewTokens) -> np.ndarray:
         """Rows of ``queries`` that are a segment's."""

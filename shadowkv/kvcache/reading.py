@@ -29,20 +29,21 @@ class Reading:
         places = Places(pool.store, header, header.cut(header.length), sequence)
         self._held = {kind: pool.pools[kind].blocks_of(names) for kind, names in places.held.items()}
         self._places, self._open = places.found(), True
-        starts = [*(field.offset for field in header.fields[1:]), header.layer_bytes]
-        stops = [field.offset + field.nbytes for field in header.fields]
-        self._gaps = [slice(*gap) for gap in zip(stops, starts, strict=bool(stops)) if gap[0] < gap[1]]
         for kind, blocks in self._held.items():
             pool.pools[kind].retain(blocks)
         sequence.readings.append(header.length)
 
     def read_layer(self, layer: int, out: Tensor) -> None:
-        """Copies a layer into ``out``, uint8 [layer_bytes] where the cache computes, which begins at a multiple of 16
+        """Copies a layer into ``out``, uint8 [bytes of it] where the cache computes, which begins at a multiple of 16
         bytes; what is no field becomes 0. The host does not wait."""
-        for place in self._places:
+        for place in self._places(layer):
             place.read(layer, out)
-        for gap in self._gaps:
-            out[gap].zero_()
+        fields = self.header.fields_of(layer)
+        starts = [*(field.offset for field in fields[1:]), self.header.bytes_of(layer)]
+        stops = [field.offset + field.nbytes for field in fields]
+        for stop, start in zip(stops, starts, strict=bool(stops)):
+            if stop < start:
+                out[stop:start].zero_()
 
     def close(self) -> None:
         """Lets go of what it reads: what the device does from now on must come after the layers that were read."""

@@ -28,6 +28,6 @@ class Restoring:
 
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
         """Copies a layer of the chain's snapshot number ``link`` to its place, as much of it as is used: ``data`` is
-        uint8 [layer_bytes] where the cache computes and begins at a multiple of 16 bytes. The host does not wait."""
-        for place in self._places[link]:
+        uint8 [bytes of it] where the cache computes and begins at a multiple of 16 bytes. The host does not wait."""
+        for place in self._places[link](layer):
             place.write(layer, data)

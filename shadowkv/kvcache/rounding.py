@@ -20,6 +20,12 @@ def round_up(count: int) -> int:
     return -(-count // step) * step
 
 
+def nobodys_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
+    """Of a row that fills up a batch: a sequence whose ring has a page, and its segment, which is empty."""
+    row = tables.padding_row
+    return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(row, tables.state[row], 0, 0, 0, 0, 0, 0)
+
+
 def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> DecodePlan:
     """``plan`` for a batch of up to ``max_batch`` sequences, more where it has more."""
     count, rows, most = plan.shape[:3]
@@ -27,8 +33,8 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
     exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), tables.exact.shape[1])
     sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
     budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
-    sequences = _padded(plan.sequences, SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), batch)  # a ring has a page
-    row, of_sequence = tables.padding_row, plan.of_sequence
+    sequence, segment = nobodys_numbers(tables)
+    of_sequence = plan.of_sequence
     if of_sequence is None:
         wanted, owner = batch, np.arange(count, batch)
     else:
@@ -37,11 +43,10 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
         none = np.full((batch, columns), wanted)
         none[:count, :most] = np.where(of_sequence < rows, of_sequence, wanted)
         of_sequence = none
-    nobody = SegmentNumbers(row, tables.state[row], owner, 0, 0, 0, 0, 0)
     return replace(
         plan,
-        sequences=SequenceNumbers(*sequences),
-        segments=SegmentNumbers(*_padded(plan.segments, nobody, wanted)),
+        sequences=SequenceNumbers(*_padded(plan.sequences, sequence, batch)),
+        segments=SegmentNumbers(*_padded(plan.segments, segment._replace(sequence=owner), wanted)),
         of_sequence=of_sequence,
         exact_pages=exact,
         sealed_pages=sealed,

@@ -78,7 +78,12 @@ class Sealing:
                 (tables.exact, (slots, column)), (tables.pages, (row, place)), (tables.value_pages, (row, place))
             )
         )  # fmt: skip
-        rotated, values = self.store.k[:, exact].transpose(2, 3), self.store.v[:, exact].transpose(2, 3)
         positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
-        keys = self.store.ops.rotate(rotated, positions.expand(len(rotated), -1, -1), self.store.rotary, inverse=True)
-        self.write(SealedTokens(slice(None), states, number * PAGE, pages, value_pages, keys, rotated, values))
+        for layers in self.store.layout.alike(self.store.layout.shape.num_layers):
+            rotated, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
+            if self.store.layout.skips(layers.start):
+                self.store.write_exact(layers, pages, rotated, values)
+                continue
+            turned = positions.expand(len(rotated), -1, -1)
+            keys = self.store.ops.rotate(rotated, turned, self.store.rotary, inverse=True)
+            self.write(SealedTokens(layers, states, number * PAGE, pages, value_pages, keys, rotated, values))

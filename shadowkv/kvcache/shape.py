@@ -36,3 +36,11 @@ class ModelShape:
     def kv_dim(self) -> int:
         """Dimensions of all kv heads of a layer joined (H * d)."""
         return self.num_kv_heads * self.head_dim
+
+
+def share(count: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:
+    """A rank's share of ``count`` things, first and last + 1, in whole multiples but for the end of all: sizes differ
+    by one multiple at most."""
+    each, more = divmod(-(-count // multiple), size)
+    start = rank * each + min(rank, more)
+    return min(count, start * multiple), min(count, (start + each + (rank < more)) * multiple)

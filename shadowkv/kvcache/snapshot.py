@@ -1,8 +1,8 @@
 """Snapshots: what stands behind a fork point of a cached sequence, as bytes, and the header that says what they are.
 
-The bytes are [num_layers, layer_bytes], so that a layer travels in one piece. Snapshots form chains: each begins where
-what is used of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
-kept without that state.
+The bytes are those of one layer behind those of another, so that a layer travels in one piece. Snapshots form chains:
+each begins where what is used of the one before it ends, and the first at 0. What is sealed on a state that an earlier
+snapshot has is kept without that state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowkv.kvcache import strict_json
 from shadowkv.kvcache.snapshot_check import reasons
-from shadowkv.kvcache.snapshot_fields import SnapshotField
+from shadowkv.kvcache.snapshot_fields import LAYER_ALIGNED, SnapshotField, aligned
 from shadowkv.kvcache.spec import PAGE
 
 
@@ -60,6 +60,10 @@ class Cut(NamedTuple):
     tail_tokens: int
     observed: bool
 
+    def end(self, start: int) -> int:
+        """Position after its last token, where the snapshot begins at ``start``."""
+        return (self.segments[-1].sealed(start) if self.segments else start) + self.tail_tokens
+
 
 @dataclass(frozen=True)
 class SnapshotHeader:
@@ -75,7 +79,10 @@ class SnapshotHeader:
         fields: of a layer, one behind the other: ``segments.0.pages.latents`` [num_pages, ...],
             ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
             [2, tail_tokens, H, d], ``observed.basis`` [...]: rotated keys and values where there are two.
-        num_layers, layer_bytes: the size of its bytes.
+        num_layers: all of the model's.
+        layer_bytes: of those that have these fields.
+        skip_layers: so many of the first and of the last layers have others:
+        exact_fields: ``tokens`` [2, length - start, H, d], rotated keys and values.
     """
 
     form: str
@@ -87,6 +94,8 @@ class SnapshotHeader:
     fields: tuple[SnapshotField, ...]
     num_layers: int
     layer_bytes: int
+    skip_layers: int = 0
+    exact_fields: tuple[SnapshotField, ...] = ()
 
     def __post_init__(self) -> None:
         for reason in reasons(self):
@@ -95,7 +104,32 @@ class SnapshotHeader:
     @property
     def nbytes(self) -> int:
         """Bytes over all layers."""
-        return self.num_layers * self.layer_bytes
+        return self.span(self.num_layers - 1).stop
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """Runs of equally many bytes, and the bytes of one: its layers, or all of them in one where they differ."""
+        return (1, self.nbytes) if self.skip_layers else (self.num_layers, self.layer_bytes)
+
+    def skips(self, layer: int) -> bool:
+        """Whether a layer has ``exact_fields``."""
+        return not self.skip_layers <= layer < self.num_layers - self.skip_layers
+
+    def fields_of(self, layer: int) -> tuple[SnapshotField, ...]:
+        """Of any layer."""
+        return self.exact_fields if self.skips(layer) else self.fields
+
+    def bytes_of(self, layer: int) -> int:
+        """Of any layer, a multiple of 256."""
+        if not self.skips(layer):
+            return self.layer_bytes
+        return aligned(sum(field.nbytes for field in self.exact_fields), LAYER_ALIGNED)
+
+    def span(self, layer: int) -> slice:
+        """Where a layer's bytes are."""
+        skipped = min(layer, self.skip_layers) + max(0, layer - (self.num_layers - self.skip_layers))
+        start = skipped * self.bytes_of(0) + (layer - skipped) * self.layer_bytes
+        return slice(start, start + self.bytes_of(layer))
 
     @property
     def exact(self) -> int:
@@ -129,17 +163,25 @@ class Snapshot:
     """A header and its bytes.
 
     Attributes:
-        data: uint8 [num_layers, layer_bytes], on any device.
+        data: uint8 [*header.runs], on any device.
     """
 
     header: SnapshotHeader
     data: Tensor
 
     def __post_init__(self) -> None:
-        wanted = (self.header.num_layers, self.header.layer_bytes)
+        wanted = self.header.runs
         if self.data.dtype != torch.uint8 or self.data.shape != wanted:
             raise ValueError(f"a snapshot's bytes are uint8 {wanted}, not {self.data.dtype} {tuple(self.data.shape)}")
 
+    def layer(self, number: int) -> Tensor:
+        """A layer's bytes, uint8 [n]."""
+        return self.data.flatten()[self.header.span(number)]
+
     def arrays(self) -> dict[str, Tensor]:
-        """All fields by name, [num_layers, *shape]."""
-        return {one.name: torch.stack([one.of(layer) for layer in self.data]) for one in self.header.fields}
+        """All fields by name, [layers, *shape], of the layers that have them."""
+        found: dict[str, list[Tensor]] = {}
+        for number in range(self.header.num_layers):
+            for field in self.header.fields_of(number):
+                found.setdefault(field.name, []).append(field.of(self.layer(number)))
+        return {name: torch.stack(layers) for name, layers in found.items()}

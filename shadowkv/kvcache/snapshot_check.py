@@ -88,6 +88,21 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
         yield f"there are no fields {', '.join(sorted(missing))}"
     size = aligned(offset, LAYER_ALIGNED)
     yield from _out_of(("bytes of a layer", header.layer_bytes, size, size))
+    yield from _of_exact_fields(header)
+
+
+def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
+    yield from _out_of(("skipped layers at either end", header.skip_layers, 0, header.num_layers // 2))
+    count = header.length - header.start
+    there = 1 if header.skip_layers and count else 0
+    yield from _out_of(("number of fields of skipped layers", len(header.exact_fields), there, there))
+    for one in header.exact_fields:
+        if (one.name, one.offset, one.shape[:2], len(one.shape)) != ("tokens", 0, (2, count), 4):
+            yield f"{one.name[:100]!r} {one.shape} is not what skipped layers have of {count} tokens"
+        if one.dtype not in DTYPES:
+            yield f"dtype {one.dtype[:100]!r} of {one.name} is not one of {', '.join(DTYPES)}"
+        yield from _out_of(*((f"size of an axis of {one.name}", size, 1, MOST["tokens"]) for size in one.shape))
+        yield from _out_of((f"end of {one.name}", one.nbytes, 0, MOST["bytes of a layer"]))
 
 
 def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:

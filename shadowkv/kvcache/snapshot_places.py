@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.by_layer import ByLayer
 from shadowkv.kvcache.placing import Numbers, exact_rows
 from shadowkv.kvcache.prefill_batch import ExactRows
 from shadowkv.kvcache.sequence import Segment, Sequence
@@ -41,7 +42,7 @@ class PagesPlace:
     """Sealed pages: ``names`` int64 [n] of ``memory`` [num_layers, names, ...]."""
 
     field: SnapshotField
-    memory: Tensor
+    memory: Tensor | ByLayer
     names: Tensor
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -56,7 +57,7 @@ class StatePlace:
     """A fitted state: number ``name`` of ``memory`` [num_layers, states, ...]."""
 
     field: SnapshotField
-    memory: Tensor
+    memory: Tensor | ByLayer
     name: int
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -71,7 +72,7 @@ class TokensPlace:
     """Exact tokens: ``rows`` of keys and of values [num_layers, names, H, 64, d]."""
 
     field: SnapshotField
-    memory: tuple[Tensor, Tensor]
+    memory: tuple[Tensor | ByLayer, Tensor | ByLayer]
     rows: ExactRows
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -98,8 +99,9 @@ class Places:
     """
 
     def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: Sequence) -> None:
-        self._store, self._fields = store, {field.name: field for field in header.fields}
-        self._numbers, self._found = Numbers(), list[Callable[[Tensor], Place]]()
+        self._store, self._numbers = store, Numbers()
+        self._fields = {field.name: field for field in (*header.fields, *header.exact_fields)}
+        self._found, self._exact = list[Callable[[Tensor], Place]](), list[Callable[[Tensor], Place]]()
         self.held: dict[str, list[int]] = {"device": [], "host": [], "states": []}
         path = {segment.first: segment for segment in sequence.path}
         for number, one in enumerate(used.segments):
@@ -111,13 +113,16 @@ class Places:
                 self._add_tokens(f"{name}.static", segment.static, 0, segment.static_tokens)
         ring = sequence.ring if sequence.path else sequence.dense
         self._add_tokens("tail", ring, header.exact, header.exact + used.tail_tokens)
+        if header.exact_fields:
+            self._add_exact(sequence.pages, ring, header.start, used.end(header.start))
         if used.observed and sequence.state_reserve:
             self._add_state("observed", sequence.state_reserve[0])
 
-    def found(self) -> list[Place]:
-        """All of them; what they need to know is brought to the device in one copy that nobody waits for."""
+    def found(self) -> Callable[[int], list[Place]]:
+        """All of them, by layer; what they need to know is brought to the device in one copy that nobody waits for."""
         there = self._numbers.launched(self._store.compute)
-        return [place(there) for place in self._found]
+        compressed, exact = ([place(there) for place in places] for places in (self._found, self._exact))
+        return lambda layer: exact if self._store.layout.skips(layer) else compressed
 
     def _add_pages(self, name: str, segment: Segment, some: slice) -> None:
         pages, values = segment.pages[some], segment.value_pages[some]
@@ -144,12 +149,18 @@ class Places:
         rows = exact_rows(self._numbers, ring, start, stop)
         self._found.append(lambda x: TokensPlace(self._fields[name], (self._store.k, self._store.v), rows(x)))
 
+    def _add_exact(self, sealed: list[int], ring: list[int], start: int, stop: int) -> None:
+        """Tokens of layers that are skipped: in pages that others have sealed, which come first, and in the ring."""
+        later = range(len(sealed), -(-stop // PAGE))
+        rows = exact_rows(self._numbers, [*sealed, *(ring[page % len(ring)] for page in later)], start, stop)
+        self._exact.append(lambda x: TokensPlace(self._fields["tokens"], (self._store.k, self._store.v), rows(x)))
 
-def _pages_place(field: SnapshotField, memory: Tensor, names: slice, numbers: Tensor) -> Place:
+
+def _pages_place(field: SnapshotField, memory: Tensor | ByLayer, names: slice, numbers: Tensor) -> Place:
     return PagesPlace(field, memory, numbers[names])
 
 
-def _state_place(field: SnapshotField, memory: Tensor, name: int, numbers: Tensor) -> Place:
+def _state_place(field: SnapshotField, memory: Tensor | ByLayer, name: int, numbers: Tensor) -> Place:
     return StatePlace(field, memory, name)
 
 

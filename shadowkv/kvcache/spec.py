@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.shape import ModelShape, share
 
 PAGE = 64
 """Tokens in a page, of every pool and tier."""
@@ -62,11 +62,15 @@ class KVSpec:
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
         rank: dimensions of the low-rank keys; None picks by model (see ``resolve``).
+        key_groups: groups of kv heads, each with low-rank keys of its own, as tensor-parallel ranks have them; the
+            dimensions are shared out by heads, rounded up to a multiple of 32 (see ``key_ranks``).
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
         prefill: ``dense`` or ``sparse``; None is dense where no engine picks.
         centred: whether coded keys are stored without the mean key of their prompt, taken off before the rotation: for
             the same error they need about one bit less. Its share of the logits is added when they are attended to.
+        skip_layers: so many of the first layers and as many of the last stay as they are: keys and values exact on the
+            device, all of them attended to (TurboQuant in vLLM has 2).
     """
 
     keys: str = "dense"
@@ -80,9 +84,11 @@ class KVSpec:
     outliers: int = 0
     local: int = 32
     rank: int | None = None
+    key_groups: int = 1
     dense_below: int | None = None
     prefill: str | None = None
     centred: bool = False
+    skip_layers: int = 0
 
     def resolve(self, shape: ModelShape) -> KVSpec:
         """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
@@ -124,8 +130,21 @@ class KVSpec:
             reasons.append(f"dense_below={self.dense_below} tokens is negative")
         if self.low_rank and not 1 <= (self.rank or 0) <= shape.kv_dim:
             reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
+        if not 1 <= self.key_groups <= shape.num_kv_heads:
+            reasons.append(
+                f"key_groups={self.key_groups} is not between 1 and the model's {shape.num_kv_heads} kv heads"
+            )
+        if not self.low_rank and self.key_groups > 1:
+            reasons.append(f"key_groups={self.key_groups} has no meaning with keys={self.keys!r}, which are no latents")
         if not self.low_rank and self.rank is not None:
             reasons.append(f"rank={self.rank} has no meaning with keys={self.keys!r}")
+        if not 0 <= 2 * self.skip_layers <= shape.num_layers:
+            half = shape.num_layers // 2
+            reasons.append(
+                f"skip_layers={self.skip_layers} at either end is not between 0 and half of the layers, {half}"
+            )
+        if self.skip_layers and not self.seals:
+            reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
         if self.centred and (self.low_rank or self.keys == "dense"):
             reasons.append(f"centred has no meaning with keys={self.keys!r}, which are not coded row by row")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
@@ -148,6 +167,22 @@ class KVSpec:
     def low_rank(self) -> bool:
         """Whether keys are kept as latents of all kv heads joined."""
         return self.keys.startswith("low-rank")
+
+    def key_ranks(self, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
+        """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1. Of a resolved spec."""
+        assert self.rank is not None, "the spec must be resolved"
+        heads = [share(shape.num_kv_heads, group, self.key_groups) for group in range(self.key_groups)]
+        if self.key_groups == 1:
+            return [(self.rank, heads[0])]
+        return [(self._group_rank(shape, last - first), (first, last)) for first, last in heads]
+
+    def of_heads(self, shape: ModelShape, heads: int) -> KVSpec:
+        """A resolved spec for ``heads`` of a model's kv heads, whose keys are a group of their own."""
+        return replace(self, rank=self._group_rank(shape, heads), key_groups=1) if self.low_rank else self
+
+    def _group_rank(self, shape: ModelShape, heads: int) -> int:
+        rank = -(-(self.rank or 0) * heads // shape.num_kv_heads)
+        return min(-(-rank // 32) * 32, heads * shape.head_dim)
 
     @property
     def seals(self) -> bool:
@@ -235,14 +270,22 @@ class KVSpec:
         prefill = [f"{self.prefill} prefill"] if self.prefill else []
         if not self.seals:
             return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
-        keys = f"{self.keys} keys" + (f" (rank {self.rank} of {shape.kv_dim})" if self.rank is not None else "")
+        keys = f"{self.keys} keys" + (f" (rank {self._rank_in_words(shape)})" if self.rank is not None else "")
         keys += " without their mean" if self.centred else ""
         values = f"{self.values} values on the {self.place}"
         words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
         if self.index != "none":
             words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
-        words += [f"newest {self.local} tokens exact, all up to {self.dense_limit}", *prefill]
+        words.append(f"newest {self.local} tokens exact, all up to {self.dense_limit}")
+        if self.skip_layers:
+            words.append(f"first and last {self.skip_layers} layers exact")
+        words += prefill
         return ", ".join(words)
+
+    def _rank_in_words(self, shape: ModelShape) -> str:
+        return " + ".join(
+            f"{rank} of {(last - first) * shape.head_dim}" for rank, (first, last) in self.key_ranks(shape)
+        )
 
     def _budget_in_words(self) -> str:
         words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"

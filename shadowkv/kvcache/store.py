@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.by_layer import ByLayer
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.prefill_batch import ExactRows
@@ -22,27 +23,32 @@ class Store:
 
     Attributes:
         tiers: by name; those where the policy keeps nothing have no bytes.
-        k, v: [num_layers, names, H, 64, d], exact pages.
-        page: per field [num_layers, names, *field.shape], sealed pages.
-        state: per field [num_layers, states, *field.shape], fitted states.
-        buffer: fetched chunks of all layers, [num_layers, rows, *field.shape] but for the counters; None without one.
+        k, v: [num_layers, names, H, 64, d], exact pages; in layers that are skipped sealed pages too.
+        page: per field [num_layers, names, *field.shape], sealed pages of the layers that are not skipped.
+        state: per field [num_layers, states, *field.shape], their fitted states.
+        buffer: fetched chunks of those layers, [layers, rows, *field.shape] but for the counters; None without one.
     """
 
     def __init__(
         self, layout: Layout, ops: Ops, rotary: RotaryTables, slots: int, memory: Blocks, device: torch.device
     ) -> None:
-        layers, fixed = layout.shape.num_layers, layout.fixed_blocks(slots)
+        layers, fixed = len(layout.compressed), layout.fixed_blocks(slots)
         self._rotations: dict[str, Tensor] = {}
         self.layout, self.ops, self.rotary, self.compute = layout, ops, rotary, device
         self.tiers: dict[str, Tier] = {}
         for one in layout.tiers:
             pinned, count = one.pinned and device.type == "cuda", memory[one.name] if one.paged else fixed[one.name]
-            self.tiers[one.name] = Tier(one.name, layers, one.block_bytes, count, device, pinned, one.paged)
+            skipped = layout.shape.num_layers - layers if one.skipped_bytes else 0
+            self.tiers[one.name] = Tier(
+                one.name, layers, one.block_bytes, count, device, pinned, one.paged, skipped, one.skipped_bytes
+            )
         on_device, on_host = self.tiers["device"], self.tiers["host"]
-        exact = on_device.views(layout.exact_fields)
-        self.k, self.v = exact["k"], exact["v"]
-        self.page = {**on_device.views(layout.sealed_fields), **on_host.views(layout.host_fields)}
-        self.state = self.tiers["states"].views(layout.state_fields)
+        exact, skipped_pages = on_device.views(layout.exact_fields), on_device.skipped_views(layout.exact_fields)
+        self.k, self.v = (self._exact(exact[name], skipped_pages[name]) for name in ("k", "v"))
+        sealed = {**on_device.views(layout.sealed_fields), **on_host.views(layout.host_fields)}
+        self.page = {name: self._compressed(pages) for name, pages in sealed.items()}
+        states = self.tiers["states"].views(layout.state_fields)
+        self.state = {name: self._compressed(state) for name, state in states.items()}
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
@@ -52,6 +58,20 @@ class Store:
             counters = torch.zeros(2, dtype=torch.int64, device=device)
             self.buffer = ChunkBuffer(counters=counters, **{x.name: rows_of(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
+
+    def _exact(self, pages: Tensor, skipped: Tensor) -> Tensor | ByLayer:
+        """Exact pages of all layers, of those of the compressed layers and of the skipped ones."""
+        if not len(skipped):
+            return pages
+        first, (compressed, last) = len(skipped) // 2, (self.layout.compressed, self.layout.shape.num_layers)
+        return ByLayer(
+            ((range(first), skipped[:first]), (compressed, pages), (range(compressed.stop, last), skipped[first:]))
+        )
+
+    def _compressed(self, tensor: Tensor) -> Tensor | ByLayer:
+        """What only compressed layers have, indexed by layers of the model."""
+        skips = self.layout.spec.skip_layers
+        return ByLayer(((self.layout.compressed, tensor),)) if skips else tensor
 
     def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
         """The fixed rotation of that name, float32 [d, d], where the cache computes: ``matrix`` makes it once."""
@@ -80,12 +100,20 @@ class Store:
         Args:
             first: int64 [R], positions of their first tokens.
         """
+        if self.layout.skips(layer):
+            chunks = pages.shape[1] * PAGE // self.layout.spec.chunk
+            return pages.new_zeros(len(pages), self.layout.shape.num_kv_heads, chunks, dtype=torch.bool)
         if "excluded" in self.page:
             return self.page["excluded"][layer][pages].transpose(1, 2).flatten(2)
         spec = self.layout.spec  # has no outliers
         chunk = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device)
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
         return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)
+
+    def write_exact(self, layers: slice, pages: Tensor, rotated: Tensor, values: Tensor) -> None:
+        """Writes whole exact pages [L, n, 64, H, d] of some layers."""
+        self.k[layers][:, pages] = rotated.transpose(2, 3).to(self.k.dtype)
+        self.v[layers][:, pages] = values.transpose(2, 3).to(self.v.dtype)
 
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
         """Writes pages [L, n, *field.shape] of some layers."""

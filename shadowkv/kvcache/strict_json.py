@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
@@ -18,7 +18,8 @@ def to_json(value: Any) -> str:
 
 
 def from_json(kind: type[Value], text: str | bytes) -> Value:
-    """A ``kind`` from what ``to_json`` has made of one; raises ValueError with what is wrong."""
+    """A ``kind`` from what ``to_json`` has made of one, now or before it had all the fields that have defaults; raises
+    ValueError with what is wrong."""
     if len(text) > MOST_BYTES:
         raise ValueError(f"the text has {len(text)} bytes, more than {MOST_BYTES}")
     try:
@@ -50,10 +51,11 @@ def _read(kind: Any, plain: Any, name: str) -> Any:
 
 def _read_object(kind: Any, plain: Any, name: str) -> Any:
     wanted = [field.name for field in fields(kind)]
-    if not isinstance(plain, dict) or set(plain) != set(wanted):
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    if not isinstance(plain, dict) or not needed <= set(plain) <= set(wanted):
         raise ValueError(f"{name} is {_shown(plain)}, not an object with exactly {', '.join(wanted)}")
     kinds = get_type_hints(kind)
-    return kind(**{field: _read(kinds[field], plain[field], f"{name}.{field}") for field in wanted})
+    return kind(**{field: _read(kinds[field], value, f"{name}.{field}") for field, value in plain.items()})
 
 
 def _shown(value: Any) -> str:

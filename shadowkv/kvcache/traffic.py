@@ -13,7 +13,7 @@ from shadowkv.kvcache.spec import PAGE
 
 @dataclass(frozen=True)
 class StepReads:
-    """Bytes that one sequence reads in one layer of a decode step.
+    """Bytes that one sequence reads in one layer of a decode step, one that the policy does not skip.
 
     Attributes:
         exact: exact keys and values: sink, outliers and tail, or everything where the sequence is dense.
@@ -47,8 +47,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     ``hit_rate`` is the share of selected chunks whose values a step finds in a device buffer; it matters only where
     values live on the host.
     """
-    spec = layout.spec
-    exact_token = sum(field.nbytes for field in layout.exact_fields) / PAGE
+    spec, exact_token = layout.spec, layout.exact_bytes / PAGE
     if not spec.seals or context <= spec.dense_limit:
         return StepReads(exact=context * exact_token)
     pages = spec.sealed_pages(context)
@@ -70,3 +69,14 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
         values=values - missed,
         host_values=missed,
     )
+
+
+def attention_seconds(
+    layout: Layout, parts: Parts, context: int, hit_rate: float, device_bandwidth: float, host_bandwidth: float
+) -> float:
+    """The shortest time of the reads of a sequence's step in all layers, which follow one another; as ``step_reads``
+    and ``StepReads.seconds``."""
+    reads = step_reads(layout, parts, context, hit_rate)
+    skipped = StepReads(exact=context * layout.exact_bytes / PAGE)
+    counts = (len(layout.compressed), reads), (2 * layout.spec.skip_layers, skipped)
+    return sum(count * one.seconds(device_bandwidth, host_bandwidth) for count, one in counts)

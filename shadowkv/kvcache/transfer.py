@@ -41,17 +41,19 @@ class Transfer:
             raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
         content = self._content(sequence, start, stop)
         fields, layer_bytes = self._laid_out(content)
-        sealed = content.segments[-1].sealed(start) if content.segments else start
+        length = content.end(start)
         return SnapshotHeader(
             form=self.form,
             start=start,
-            length=sealed + content.tail_tokens,
+            length=length,
             segments=content.segments,
             tail_tokens=content.tail_tokens,
             observed=content.observed,
             fields=fields,
             num_layers=self.layout.shape.num_layers,
             layer_bytes=layer_bytes,
+            skip_layers=self.layout.spec.skip_layers,
+            exact_fields=self._exact_fields(length - start),
         )
 
     def open_reading(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> Reading:
@@ -84,19 +86,18 @@ class Transfer:
         """A snapshot on the device that computes."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
-            size = header.num_layers, header.layer_bytes
-            data = torch.empty(size, dtype=torch.uint8, device=self.store.compute)
-            for layer, out in enumerate(data):
-                reading.read_layer(layer, out)
-        return Snapshot(header, data)
+            snapshot = Snapshot(header, torch.empty(header.runs, dtype=torch.uint8, device=self.store.compute))
+            for layer in range(header.num_layers):
+                reading.read_layer(layer, snapshot.layer(layer))
+        return snapshot
 
     def load(self, chain: Items[tuple[Snapshot, int]], capacity: int) -> Sequence:
         """A new sequence of snapshots; see ``KVCache.load``."""
         links = [Link(snapshot.header, stop) for snapshot, stop in chain]
         restoring = self.restore(links, links[-1].stop, capacity)
         for number, (snapshot, _) in enumerate(chain):
-            for layer, data in enumerate(snapshot.data):
-                restoring.write_layer(number, layer, data.to(self.store.compute))
+            for layer in range(snapshot.header.num_layers):
+                restoring.write_layer(number, layer, snapshot.layer(layer).to(self.store.compute))
         return restoring.sequence
 
     def _content(self, sequence: Sequence, start: int, stop: int | None) -> Cut:
@@ -123,6 +124,13 @@ class Transfer:
     def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
         """The fields of a layer of ``content``, and its bytes."""
         return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
+
+    def _exact_fields(self, tokens: int) -> tuple[SnapshotField, ...]:
+        """The fields of a layer that is skipped."""
+        if not (self.layout.spec.skip_layers and tokens):
+            return ()
+        shape = 2, tokens, self.layout.shape.num_kv_heads, self.layout.shape.head_dim
+        return laid_out([("tokens", shape, self.layout.dtype)])[0]
 
     def _arrays(self, content: Cut) -> Iterator[Field]:
         """By name where caches may keep them in other orders, as places differ."""
@@ -166,7 +174,9 @@ class Transfer:
         if header.form != self.form:
             raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
         size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
-        if (header.fields, header.layer_bytes, header.num_layers) != (*size, self.layout.shape.num_layers):
+        exact = self.layout.spec.skip_layers, self._exact_fields(header.length - header.start)
+        there = header.fields, header.layer_bytes, header.num_layers, header.skip_layers, header.exact_fields
+        if there != (*size, self.layout.shape.num_layers, *exact):
             raise ValueError("the fields of the snapshot are not those that this cache stores of such a sequence")
         spec = self.layout.spec
         for one in header.segments:

@@ -38,14 +38,14 @@ class Attention(nn.Module):
     def __init__(self, spec: LayerSpec, layer: int) -> None:
         super().__init__()
         shape = spec.shape
-        self.layer = layer
+        self.layer, self.group = layer, spec.group
         self.num_query_heads = shape.num_query_heads
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.query_dim = shape.num_query_heads * shape.head_dim
         self.qkv_dim = self.query_dim + 2 * shape.kv_dim
-        self.qkv = projection(spec, spec.hidden_size, self.qkv_dim, bias=spec.qkv_bias)
-        self.out = projection(spec, self.query_dim, spec.hidden_size, bias=spec.out_bias)
+        self.qkv = projection(spec, "attention.qkv", spec.hidden_size, self.qkv_dim, bias=spec.qkv_bias)
+        self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
         if spec.qk_norm:
             self.query_norm, self.key_norm = (
                 RMSNorm(shape.head_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device, ops=spec.ops)
@@ -79,4 +79,4 @@ class Attention(nn.Module):
         if self.query_norm is not None:
             q = self.query_norm(q)
         attended = cache.begin(self.layer, q, batch)
-        return lambda: self.out(attended().flatten(-2))
+        return lambda: self.group.sum(self.out(attended().flatten(-2)))

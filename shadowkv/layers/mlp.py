@@ -13,10 +13,10 @@ class MLP(nn.Module):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.ops = spec.ops
-        self.gate_up = projection(spec, spec.hidden_size, 2 * spec.intermediate_size)
-        self.down = projection(spec, spec.intermediate_size, spec.hidden_size)
+        self.ops, self.group = spec.ops, spec.group
+        self.gate_up = projection(spec, "mlp.gate_up", spec.hidden_size, 2 * spec.intermediate_size)
+        self.down = projection(spec, "mlp.down", spec.intermediate_size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+        return self.group.sum(self.down(self.ops.silu_mul(self.gate_up(x))))

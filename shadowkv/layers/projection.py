@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from shadowkv.layers.block_linear import BlockLinear
 from shadowkv.layers.fp8_linear import FP8Linear
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.spec import LayerSpec
 
-Projection = Linear | FP8Linear
+Projection = Linear | FP8Linear | BlockLinear
 
 
-def projection(spec: LayerSpec, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
-    """A projection whose weights are quantised where the spec says so."""
+def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
+    """A projection whose weights are quantised where the spec says so; ``name`` is its own within the layer."""
+    dtype, device, ops = spec.dtype, spec.device, spec.ops
     if spec.quantization == "fp8":
-        return FP8Linear(in_features, out_features, bias=bias, dtype=spec.dtype, device=spec.device, ops=spec.ops)
-    return Linear(in_features, out_features, bias=bias, dtype=spec.dtype, device=spec.device)
+        return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device, ops=ops)
+    if runs := spec.runs.get(f"{name}.weight"):
+        return BlockLinear(in_features, out_features, runs, bias=bias, dtype=dtype, device=device, ops=ops)
+    return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

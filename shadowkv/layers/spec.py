@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.layers.block_matrix import Run
+from shadowkv.layers.group import Group
 from shadowkv.ops import Ops
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer; every layer of a model is alike.
+    """One decoder layer; every layer of a model is alike but for ``runs``.
 
     Attributes:
         shape: heads and head dimensions.
@@ -24,9 +27,11 @@ class LayerSpec:
         qk_norm: queries and keys are RMS-normalised per head before the rotation.
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         quantization: of the projections' weights: ``fp8``, or None where they are not quantised.
-        dtype: of every weight that is not.
+        runs: of the rows of weights that stay in blocks as a GGUF file stores them, by name within the layer.
+        dtype: of every weight that is not quantised.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
         ops: what the layers compute with.
+        group: the ranks whose outputs are added up; sizes are those of this one's part.
     """
 
     shape: ModelShape
@@ -38,6 +43,8 @@ class LayerSpec:
     qk_norm: bool
     post_norms: bool
     quantization: str | None
+    runs: Mapping[str, tuple[Run, ...]]
     dtype: torch.dtype
     device: torch.device
     ops: Ops
+    group: Group

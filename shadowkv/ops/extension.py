@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.ops.dequantise_blocks.reference import columns_of
+
 NAME = "shadowkv._cpu"
 
 CUDA_FOLDER = Path(__file__).resolve().parent.parent / "_cuda"
@@ -32,7 +34,15 @@ def load_cpu() -> bool:
     except OSError as error:
         warnings.warn(f"{spec.origin} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
         return False
-    fakes = {fake.__name__[1:]: fake for fake in (_attend_selected, _paged_attention, _sign_scores, _select_by_sketch)}
+    functions = (
+        _attend_selected,
+        _dequantise_blocks,
+        _paged_attention,
+        _quantised_matmul,
+        _select_by_sketch,
+        _sign_scores,
+    )
+    fakes = {fake.__name__[1:]: fake for fake in functions}
     if not all(hasattr(torch.ops.shadowkv, name) for name in fakes):
         warnings.warn(f"{spec.origin} is of an older version, reinstall shadowkv", stacklevel=2)
         return False
@@ -62,6 +72,14 @@ def _sign_scores(whole: Tensor, unit: Tensor, signs: Tensor, scale: Tensor, page
 def _select_by_sketch(whole: Tensor, unit: Tensor, coarse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = (*coarse.shape[:2], rest[-1])
     return coarse.new_empty(shape, dtype=torch.int64), coarse.new_empty(shape, dtype=torch.float32)
+
+
+def _quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
+    return x.new_empty(len(x), len(blocks))
+
+
+def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
+    return blocks.new_empty(len(blocks), columns_of(blocks, form), dtype=torch.float32)
 
 
 @cache

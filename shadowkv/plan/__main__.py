@@ -1,4 +1,4 @@
-"""``python -m shadowkv.plan``: memory, largest batch and time floor of KV policies, without weights or a GPU."""
+"""``shadowkv plan``: memory, largest batch and time floor of KV policies, without weights or a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import DEFAULT_MODEL, QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, parse_budget
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
@@ -27,19 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(_run(args))
     except (ValueError, OSError, RuntimeError) as error:
-        first, *reasons = (line.removeprefix("  - ") for line in str(error).splitlines())
-        print(f"error: {first} {'; '.join(reasons)}".rstrip(), file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m shadowkv.plan", description=__doc__)
+    parser = Parser(prog="shadowkv plan", description=__doc__)
     add = parser.add_argument
     add(
         "--model",
@@ -71,6 +65,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FACTOR",
         help="as of the server: chunks of that device buffer, in those that a step selects (default: %(default)s)",
     )
+    many = parser.add_argument_group("more than one GPU")
+    many.add_argument(
+        "--tensor-parallel-size",
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs that the model is cut up for; figures are the first one's (default: %(default)s)",
+    )
+    many.add_argument("--replicas", type=int, default=1, metavar="M", help="of that (default: %(default)s)")
     machine = parser.add_argument_group("machine; defaults were measured on an H200")
     for flag, default, unit, text in (
         ("--gpu-memory-gib", GPU_MEMORY_GIB, "GIB", "device memory (default: %(default)s)"),
@@ -92,6 +96,7 @@ def _run(args: argparse.Namespace) -> str:
     import torch
 
     from shadowkv.models.loader import load_config
+    from shadowkv.models.sharding import Shard
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text
 
@@ -109,7 +114,8 @@ def _run(args: argparse.Namespace) -> str:
         args.kv_offload_gib,
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
-    planner = Planner(config, dtype, args.context, machine, args.hit_rate, args.fetch_buffer)
+    shard = Shard(config, 0, args.tensor_parallel_size)
+    planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas)
     plans = [planner.plan(name, spec) for name, spec in specs.items()]
     if args.json:
         return json.dumps(as_json(args.model, planner, plans), indent=2)
@@ -122,10 +128,11 @@ def _check(args: argparse.Namespace) -> None:
         host_memory_gib=args.host_memory_gib,
         kv_offload_gib=args.kv_offload_gib,
         fetch_buffer=args.fetch_buffer,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
-        for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs")
+        for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs", "replicas")
         if not getattr(args, name) > 0
     ]
     if not 0 <= args.hit_rate <= 1:

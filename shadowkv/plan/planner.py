@@ -10,9 +10,10 @@ from shadowkv.engine.sizing import GIB, GRAPH_BYTES, LargestBatch, largest_batch
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import KVSpec
-from shadowkv.kvcache.traffic import StepReads, step_reads
-from shadowkv.models.config import ModelConfig
+from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
+from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
+from shadowkv.models.sharding import Shard
 from shadowkv.plan.memory import SequenceBytes, sequence_bytes
 
 
@@ -55,7 +56,7 @@ class Plan:
         sequence_bytes: what one sequence takes.
         device_saving: device bytes of ``full`` over this policy's.
         largest_batch: sequences that fit.
-        reads: bytes per sequence and layer of a step.
+        reads: bytes per sequence of a step, in a layer that is not skipped.
         equivalent_bandwidth_tbs: full K and V of the context over the time that a step's attention needs, TB/s.
         single: floor of a step with one sequence.
         largest: floor of a step with the largest batch; None where not one fits.
@@ -76,28 +77,34 @@ class Plan:
 class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
+    Of a model that is cut up the figures are one rank's, and what ranks send each other takes no time.
+
     Attributes:
+        shard: that rank's part; ``config`` is the model as it sees it.
+        replicas: how often all of it is there.
         weights: how they are stored, in words.
         weight_bytes: of the whole model.
         weight_bytes_read: of what a step reads: an embedding table that is not the head too gives only rows.
         usable_bytes: of the device beside the weights, negative where those alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            take for each sequence comes on top.
+            take for each sequence, and some policies to seal, comes on top.
         cache_bytes: what is left for the cache.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        shard: Shard,
         dtype: torch.dtype,
         context: int,
         machine: Machine,
         hit_rate: float,
         fetch_buffer: float,
+        replicas: int = 1,
     ) -> None:
+        self.shard, self.replicas, config = shard, replicas, shard.config
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
         self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
-        model = Decoder(config, dtype, "meta")
+        model = Decoder(config, dtype, "meta", group=Group(shard.rank, shard.size))
         self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
         self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
         self.prefill_bytes = prefill_bytes(config, context, dtype)
@@ -108,17 +115,16 @@ class Planner:
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""
         machine, shape = self.machine, self.config.shape
-        spec = spec.resolve(shape)
+        spec = self.shard.policy(spec)
         parts = build_parts(spec, shape, self.dtype)
         layout = Layout(spec, shape, self.dtype, parts, self.context, self.fetch_buffer)
         need = sequence_bytes(layout, self.context)
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
         offload = machine.kv_offload_gib > 0
         batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
-        reads = step_reads(layout, parts, self.context, self.hit_rate)
-        # Layers are alike and follow one another: the slower tier of one is the slower tier of all.
-        device_bandwidth = machine.device_bandwidth_tbs * 1e12
-        attention = shape.num_layers * reads.seconds(device_bandwidth, machine.host_bandwidth_gbs * 1e9)
+        what = layout, parts, self.context, self.hit_rate
+        reads, device_bandwidth = step_reads(*what), machine.device_bandwidth_tbs * 1e12
+        attention = attention_seconds(*what, device_bandwidth, machine.host_bandwidth_gbs * 1e9)
         weights = self.weight_bytes_read / device_bandwidth
 
         def floor(size: int) -> StepFloor:

@@ -19,6 +19,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     head = [
         f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
         f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
+        *_ranks(planner),
         f"context  {planner.context} tokens per sequence, prompt and output together",
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
         f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
@@ -31,6 +32,12 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         "",
     ]
     rows = [("", [plan.kv for plan in plans]), *_rows(plans, machine.kv_offload_gib)]
+    if planner.replicas > 1:
+        largest, count = [plan.largest for plan in plans], planner.replicas
+        rows += [
+            (f"largest batches of {count} replicas", [str(plan.largest_batch.both * count) for plan in plans]),
+            ("  tokens/s at that floor", ["-" if f is None else f"{f.tokens_per_second * count:.0f}" for f in largest]),
+        ]
     label = max(len(name) for name, _ in rows)
     widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(plans))]
     table = [
@@ -38,6 +45,14 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         for name, cells in rows
     ]
     return "\n".join(head + table)
+
+
+def _ranks(planner: Planner) -> list[str]:
+    size, replicas = planner.shard.size, planner.replicas
+    if size == replicas == 1:
+        return []
+    cut = f"the first of {size} ranks' part of it, without what they send each other; " if size > 1 else ""
+    return [f"GPUs     {size * replicas}: {cut}{replicas} replica{'s' if replicas > 1 else ''}"]
 
 
 def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str]]]:
@@ -82,6 +97,8 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "dtype": str(planner.dtype).removeprefix("torch."),
         "quantization": planner.config.quantization,
         "context_tokens": planner.context,
+        "tensor_parallel_size": planner.shard.size,
+        "replicas": planner.replicas,
         "weight_bytes": planner.weight_bytes,
         "weight_bytes_read_per_step": planner.weight_bytes_read,
         "prefill_reserve_bytes": planner.prefill_bytes,

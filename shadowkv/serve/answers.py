@@ -43,8 +43,44 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
+class KVTransfer(Answer):
+    """What a proxy passes on to a decode server; only where a request asked for it."""
+
+    do_remote_prefill: Literal[True]
+    do_remote_decode: Literal[False]
+    remote_snapshots: list[str]
+
+
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class LayerSelections(Answer):
+    """Cells of tokens that a ``layer`` selected from, which stands for a group of layers, from the first to the one
+    before the last number; and the shares of its attention to all that it selected."""
+
+    layers: list[int]
+    layer: int
+    cells: list[int]
+    weights: list[float]
+
+
+class TokenSelections(Answer):
+    """What a token of an answer attended to, of ``length`` tokens before it.
+
+    Cell n has ``cell`` tokens, from position n x ``cell`` on. ``exact`` are runs [first, end) of positions that all
+    layers attended to besides.
+    """
+
+    length: int
+    cell: int
+    everything: bool
+    exact: list[list[int]]
+    groups: list[LayerSelections]
+
+
+Selections = list[TokenSelections | None]
+"""Of each token; null for the first, which prefill chose. Only where ``return_selections`` asks for them."""
 
 
 class CompletionLogprobs(Answer):
@@ -63,6 +99,7 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    selections: Selections = []
 
 
 class Completion(Answer):
@@ -74,6 +111,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: KVTransfer | None = None
 
 
 class TokenLogprob(Answer):
@@ -129,6 +167,7 @@ class ChatChoice(Answer):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
+    selections: Selections = []
 
 
 class ChatCompletion(Answer):
@@ -140,6 +179,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    kv_transfer_params: KVTransfer | None = None
 
 
 class ServedModel(Answer):
@@ -204,3 +244,46 @@ class Version(Answer):
     """Answer of ``/version``."""
 
     version: str
+
+
+class DocumentText(Answer):
+    """Answer of ``/page/document``: its text, and how many pages it has, 0 where it has none."""
+
+    text: str
+    pages: int
+
+
+class TierBytes(Answer):
+    """Of a tier of the KV cache or of the prefix cache."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+class Segment(Answer):
+    """Tokens of a prompt that were computed in one go, and the tiers that they are in: device, host, disk."""
+
+    uid: str
+    first: int
+    tokens: int
+    sealed: bool
+    running: bool
+    tiers: list[str]
+
+
+class ServerStats(Answer):
+    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts lie."""
+
+    policy: str
+    compared: str | None
+    running: int
+    waiting: int
+    prompt_tokens: float
+    generated_tokens: float
+    looked_up_tokens: float
+    hit_tokens: float
+    first_tokens: float
+    first_token_seconds: float
+    tiers: dict[str, TierBytes]
+    segments: list[Segment]
+    segment_count: int

@@ -1,4 +1,4 @@
-"""The HTTP API: completions, chat completions and models as in the OpenAI API; health, version and metrics."""
+"""The HTTP API: the routes of all APIs, models, health, version and metrics, and what clients are told of errors."""
 
 from __future__ import annotations
 
@@ -13,94 +13,90 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from shadowkv import __version__
-from shadowkv.serve.answers import ChatCompletion, Completion, Health, ModelList, ServedModel, Version
+from shadowkv.serve.answers import Health, ModelList, ServedModel, Version
+from shadowkv.serve.anthropic.routes import messages_routes
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
 from shadowkv.serve.body_route import BodyRefused, BodyRoute
 from shadowkv.serve.cache_routes import cache_routes
-from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
-from shadowkv.serve.endpoints import ChatCompletions, Completions, Endpoint
-from shadowkv.serve.errors import INTERNAL_ERROR, as_api_error, error_response
-from shadowkv.serve.event_stream import EventStream
+from shadowkv.serve.choice_routes import choice_routes
+from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
+from shadowkv.serve.errors import INTERNAL_ERROR, error_response
 from shadowkv.serve.guard import BodyTooLarge, Guard, too_large
 from shadowkv.serve.head import HeadAsGet
-from shadowkv.serve.jobs import answer, chunks, prepare
 from shadowkv.serve.metrics import Metrics
-from shadowkv.serve.openapi import FOR_EVERY_BODY, Application, responses
-from shadowkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from shadowkv.serve.openapi import Application, responses
+from shadowkv.serve.page_assets import page_assets
+from shadowkv.serve.page_routes import page_routes
+from shadowkv.serve.request_log import RequestLog
+from shadowkv.serve.request_record import current_record
+from shadowkv.serve.responder import Responder
+from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.token_routes import token_routes
+from shadowkv.serve.tracing import Tracing
+from shadowkv.serve.unserved_routes import unserved_routes
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
 
 
-def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | None = None) -> FastAPI:
-    """The application; ``served_name`` is the model's name to clients."""
+def build_app(
+    engine: AsyncEngine,
+    served_name: str,
+    settings: ServerSettings | None = None,
+    compared: AsyncEngine | None = None,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        served_name: the model's name to clients.
+        compared: another engine of the same model; its name has its policy behind an @.
+    """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
+    documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
+    engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
+    tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(bodies.close)
+        await asyncio.to_thread(documents.close)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
-    app.state.bodies = bodies
+    app.state.bodies, app.state.documents = bodies, documents
     app.router.route_class = BodyRoute
-    app.add_middleware(Guard, settings=settings)
-    app.add_middleware(HeadAsGet)
+    add_middleware(app, settings, tracing)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections beneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
-    statuses, stream = (*FOR_EVERY_BODY, 504), "text/event-stream"
-    completions = Completions(engine.tokenizer)
-    chat_completions = ChatCompletions(engine.tokenizer, settings)
-    model = {
-        "id": served_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "shadowkv",
-        "max_model_len": engine.max_model_len,
-    }
+    about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}
+    models = {name: {"id": name, **about, "max_model_len": one.max_model_len} for name, one in engines.items()}
 
-    async def respond(endpoint: Endpoint, body: GenerationRequest, request: Request) -> Response:
-        deadline = time.monotonic() + settings.request_timeout if settings.request_timeout else None
+    respond = Responder(engines, served_name, settings, metrics)
+    for routes in (choice_routes, responses_routes, messages_routes):
+        app.include_router(routes(engine, settings, respond))
+    app.include_router(page_assets())
+    app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
+    app.include_router(unserved_routes())
 
-        async def work() -> Response:
-            try:
-                job = await prepare(engine, endpoint, body, served_name)
-                job.deadline, job.metrics = deadline, metrics
-                if body.stream:
-                    return EventStream(chunks(job), settings.keep_alive_interval)
-                whole = await answer(job)
-                # The log-probabilities of a long prompt take a while to write down.
-                return await asyncio.to_thread(JSONResponse, whole) if job.echo else JSONResponse(whole)
-            except Exception as error:
-                return error_response(as_api_error(error))
-
-        return await unless_disconnected(request.receive, work()) or Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    @app.post(Completions.url, response_model=None, responses=responses(Completion, *statuses, text=stream))
-    async def post_completions(body: CompletionRequest, request: Request) -> Response:
-        return await respond(completions, body, request)
-
-    @app.post(ChatCompletions.url, response_model=None, responses=responses(ChatCompletion, *statuses, text=stream))
-    async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await respond(chat_completions, body, request)
-
-    @app.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 503))
+    @app.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 429, 503))
     async def get_models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [*models.values()]}
 
-    @app.get("/v1/models/{name:path}", response_model=None, responses=responses(ServedModel, 401, 404, 503))
+    @app.get("/v1/models/{name:path}", response_model=None, responses=responses(ServedModel, 401, 404, 429, 503))
     async def get_model(name: str) -> dict[str, Any]:
-        if name != served_name:
+        if name not in models:
             raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
-        return model
+        return models[name]
 
     @app.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     async def get_health() -> Response:
@@ -115,38 +111,59 @@ def build_app(engine: AsyncEngine, served_name: str, settings: ServerSettings | 
     async def get_metrics() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    _handle_errors(app)
+    handle_errors(app)
     return app
 
 
-def _handle_errors(app: FastAPI) -> None:
+def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None) -> None:
+    """Adds what stands between clients and the routes, the log and the guard among them."""
+    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(HeadAsGet)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_credentials=settings.allow_credentials,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestLog, log=not settings.disable_uvicorn_access_log, tracing=tracing)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Has exceptions answered as clients of each path expect it."""
+
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         # No body, or of another type; that is refused on purpose: a web page may post any other type to a local server
         # without the browser asking first.
         text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
-        return error_response(ApiError(text))
+        return error_response(ApiError(text), request.url.path)
 
     @app.exception_handler(BodyRefused)
     async def on_refused(request: Request, refused: BodyRefused) -> Response:
-        return error_response(refused.error)
+        return error_response(refused.error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        response = error_response(ApiError(message, status=error.status_code))
+        response = error_response(ApiError(message, status=error.status_code), request.url.path)
         response.headers.update(error.headers or {})  # Allow, of a method that the path has not (RFC 9110, 15.5.6)
         return response
 
     @app.exception_handler(BodyTooLarge)
     async def on_large(request: Request, error: BodyTooLarge) -> Response:
-        return too_large(error.detail)
+        return too_large(error.detail, request.url.path)
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
         # It is raised again after the answer, and logged by the server.
-        return error_response(ApiError(INTERNAL_ERROR, status=500))
+        response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
+        if (record := current_record()) is not None:  # sent from outside of the middleware that puts the id in
+            response.headers["X-Request-Id"] = record.id
+        return response
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)

@@ -153,6 +153,14 @@ class BatchFiles:
             self.rewritten.unlink(missing_ok=True)
         return answered
 
+    def kept(self, count: int) -> str:
+        """After a run that was cut short: how many answers there are, and where."""
+        if not count:
+            self.partial.unlink(missing_ok=True)
+            return "no answers yet"
+        where = self.partial if self.partial.exists() else self.target
+        return f"{count} answers are in {where}; --resume goes on from there"
+
     def finish(self) -> None:
         """Makes the partial file the output."""
         _rename(self.partial, self.target)

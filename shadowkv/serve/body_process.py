@@ -1,7 +1,8 @@
 """``python -m shadowkv.serve.body_process BYTES``: reads long bodies for the server, with memory of its own.
 
-Frames of a length in 8 bytes and as many bytes: in come a pickled request type and a body, out goes the request or
-the ApiError, pickled. The process ends when its input does, so that no server leaves one behind.
+Frames of a length in 8 bytes and as many bytes: in come a pickled function and a body, out go what it makes of the
+body, or the ApiError, and names of unknown parameters, pickled. The process ends when its input does, so that no server
+leaves one behind.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from typing import IO
 
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.request_body import read_body
+from shadowkv.serve.unknown import unknown
 
 LENGTH = struct.Struct("<Q")
 
@@ -47,17 +48,18 @@ def limit_memory(size: int) -> None:
 
 def main(source: IO[bytes], target: IO[bytes]) -> None:
     """Reads bodies until there are no more."""
+    unknown.collects = True
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            model, raw = pickle.loads(read_frame(source)), read_frame(source)
+            work, raw = pickle.loads(read_frame(source)), read_frame(source)
             try:
                 try:
-                    answer = pickle.dumps(read_body(raw, model))
+                    answer = pickle.dumps((work(raw), unknown.take()))
                 except MemoryError:
                     message = f"reading this body of {len(raw)} bytes takes more memory than a body may; send less"
                     raise ApiError(message, status=413, code="body_too_large") from None
             except ApiError as error:
-                answer = pickle.dumps(error)
+                answer = pickle.dumps((error, unknown.take()))
             del raw
             write_frame(target, answer)
             del answer

@@ -12,7 +12,9 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event, Timer
 from typing import TypeVar
 
@@ -20,8 +22,10 @@ from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body import Body
 from shadowkv.serve.body_process import read_frame, write_frame
 from shadowkv.serve.request_body import read_body
+from shadowkv.serve.unknown import unknown
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 SHORT_BYTES = 2**18
 """Of a body that is read here: its hold on the interpreter's lock lasts milliseconds."""
@@ -41,9 +45,11 @@ class BodyReader:
 
     Args:
         max_body_bytes: of the longest body that will come.
+        seconds: that reading may take; None is what bodies of JSON may, by their length.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, seconds: float | None = None) -> None:
+        self._seconds = seconds
         self._memory = MEMORY_BYTES + MEMORY_PER_BYTE * max_body_bytes
         self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # so many processes are at work at the most
         self._idle: list[_Process] = []
@@ -54,7 +60,11 @@ class BodyReader:
         """The request that a body holds; raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await asyncio.to_thread(read_body, raw, model)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read_long, raw, model)
+        return await self.apart(raw, partial(read_body, model=model))
+
+    async def apart(self, raw: bytes, work: Callable[[bytes], T]) -> T:
+        """What ``work``, which can be pickled, makes of a body in a process; raises ApiError."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._apart, raw, work)
 
     def close(self) -> None:
         """Ends the processes; bodies at work are refused."""
@@ -63,14 +73,15 @@ class BodyReader:
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def _read_long(self, raw: bytes, model: type[B]) -> B:
+    def _apart(self, raw: bytes, work: Callable[[bytes], T]) -> T:
+        seconds = SECONDS + SECONDS_PER_MIB * len(raw) / 2**20 if self._seconds is None else self._seconds
         try:
             process = self._idle.pop()
         except IndexError:  # and not asked for before: another thread may take the last one
             process = _Process(self._memory)
         self._working.add(process)
         try:
-            found = process.read(raw, model)
+            found = process.read(raw, work, seconds)
         finally:
             self._working.discard(process)
             if self._closed or process.has_ended:
@@ -100,9 +111,9 @@ class _Process:
         """Whether it is of no more use."""
         return self._process.poll() is not None
 
-    def read(self, raw: bytes, model: type[B]) -> B | ApiError:
+    def read(self, raw: bytes, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
         """What the process made of a body; an ApiError of our own, and the process ended, where it made nothing."""
-        late, seconds = Event(), SECONDS + SECONDS_PER_MIB * len(raw) / 2**20
+        late = Event()
 
         def stop() -> None:
             late.set()
@@ -111,9 +122,10 @@ class _Process:
         timer = Timer(seconds, stop)
         timer.start()
         try:
-            write_frame(self._stdin, pickle.dumps(model))
+            write_frame(self._stdin, pickle.dumps(work))
             write_frame(self._stdin, raw)
-            found: B | ApiError = pickle.loads(read_frame(self._stdout))
+            found: T | ApiError
+            found, names = pickle.loads(read_frame(self._stdout))
         except (EOFError, OSError):
             self.end()
             if late.is_set():
@@ -126,6 +138,8 @@ class _Process:
             timer.join()
             if late.is_set():  # even if the answer came just in time: the process is about to be gone
                 self.end()
+        for name in names:
+            unknown.tell(name)
         return found
 
     def end(self) -> None:

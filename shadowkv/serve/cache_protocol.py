@@ -9,7 +9,8 @@ from pydantic import Field, PlainValidator, model_validator
 from shadowkv.cache.save_name import SAVE_NAME, check_save_name
 from shadowkv.serve.body import Body, Name, Text, refusal, wrong
 from shadowkv.serve.messages import Conversation, Turns
-from shadowkv.serve.protocol import Salt, TokenPrompt, Tokens, prompts_of
+from shadowkv.serve.prompts import TokenPrompt, Tokens, prompts_of
+from shadowkv.serve.protocol import Salt
 
 
 def _save_name(value: Any) -> str:

@@ -15,8 +15,10 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.answers import RestoredPrompt, SavedPrompt
 from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.cache_protocol import RestoreRequest, SaveRequest
+from shadowkv.serve.chats import ChatCompletions
+from shadowkv.serve.completions import Completions
 from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
-from shadowkv.serve.endpoints import ChatCompletions, Completions, Endpoint
+from shadowkv.serve.endpoints import Endpoint
 from shadowkv.serve.errors import as_api_error, error_response
 from shadowkv.serve.jobs import check_model, engine_request
 from shadowkv.serve.merge import DeadlineExceeded
@@ -52,7 +54,7 @@ def cache_routes(engine: AsyncEngine, served_name: str, settings: ServerSettings
                 check_model(body.model, served_name)
                 saved = await _within(settings.request_timeout, work())
             except Exception as error:
-                return error_response(as_api_error(error))
+                return error_response(as_api_error(error), request.url.path)
             seconds = time.monotonic() - began
             return JSONResponse({"name": body.name, "tokens": saved.tokens, "bytes": saved.nbytes, "seconds": seconds})
 

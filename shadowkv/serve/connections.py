@@ -61,6 +61,10 @@ class ConnectionConfig(uvicorn.Config):
             backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=self.settings.timeout_keep_alive,
             h11_max_incomplete_event_size=self.settings.h11_max_incomplete_event_size,
+            ssl_certfile=self.settings.ssl_certfile,
+            ssl_keyfile=self.settings.ssl_keyfile,
+            ssl_ca_certs=self.settings.ssl_ca_certs,
+            ssl_cert_reqs=self.settings.ssl_cert_reqs,
             **options,
         )
 
@@ -91,8 +95,9 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._socket = transport.get_extra_info("socket")
         # Writing counts as paused as soon as anything is held back here, so that the clock sees every such case, a
-        # small answer and one on a connection that is being closed included.
-        transport.set_write_buffer_limits(high=0)
+        # small answer and one on a connection that is being closed included. TLS pauses at its limit, and not above it:
+        # with 0 it would never go on.
+        transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.config.metrics.connections.inc()
@@ -222,7 +227,7 @@ class Connection(H11Protocol):
         if not (self._surplus and full) or scope["path"] in OPEN_PATHS:
             return await self._served(scope, receive, send)
         self.config.metrics.cut("limit_concurrency")
-        response = error_response(ApiError(self._too_many(), status=503, code="limit_concurrency"))
+        response = error_response(ApiError(self._too_many(), status=503, code="limit_concurrency"), scope["path"])
         response.headers.update({"Retry-After": str(RETRY_SECONDS), "Connection": "close"})
         await response(scope, receive, send)
 
@@ -240,7 +245,8 @@ class Connection(H11Protocol):
         asked = self.cycle is not None and not self.cycle.response_complete
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or not (asked or self.conn.trailing_data[0]):
             return
-        body = json.dumps(ApiError(message, status=status, code=reason).body()).encode()
+        path = self.cycle.scope["path"] if asked else ""
+        body = json.dumps(ApiError(message, status=status, code=reason).body(path)).encode()
         headers = [
             *self.server_state.default_headers,
             (b"content-type", b"application/json"),

@@ -11,6 +11,7 @@ from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.request import RequestError
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.merge import DeadlineExceeded
+from shadowkv.serve.request_record import current_record
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ SAVES = {
 """Status and code of what cannot be saved or restored by name."""
 
 RETRY_SECONDS = 2
-"""What a full queue advises."""
+"""What a full queue advises, and a key with as many requests as it may have."""
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -43,11 +44,13 @@ def as_api_error(error: Exception) -> ApiError:
     if (kind := next((kind for kind in SAVES if isinstance(error, kind)), None)) is not None:
         status, code = SAVES[kind]
         return ApiError(str(error), status=status, param="name" if status < 500 else None, code=code)
-    logger.error("a request failed", exc_info=error)
+    record = current_record()
+    logger.error("%s failed", "a request" if record is None else f"request {record.id}", exc_info=error)
     return ApiError(INTERNAL_ERROR, status=500)
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """The response for it."""
-    headers = {"Retry-After": str(RETRY_SECONDS)} if error.code == "queue_full" else None
-    return JSONResponse(error.body(), error.status, headers)
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """The response for it, to a request of that path."""
+    again = error.code in ("queue_full", "rate_limit_exceeded")
+    headers = {"Retry-After": str(RETRY_SECONDS)} if again else None
+    return JSONResponse(error.body(path), error.status, headers)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.disconnect import unless_disconnected
 from shadowkv.serve.errors import as_api_error, error_response
 
@@ -22,38 +24,77 @@ TURNS = 8
 """Turns of the event loop in which a refusal, which waits for nothing, is sure to be told."""
 
 
+@dataclass
+class Events:
+    """What a stream says, and how its API writes that down.
+
+    Attributes:
+        chunks: what to send, as JSON.
+        failure: the chunk that tells of an error.
+        named: whether an event has its ``type`` as its name.
+        end: what comes last.
+        sign_of_life: what is sent in between, so that proxies do not hang up.
+    """
+
+    chunks: AsyncGenerator[dict[str, Any], None]
+    failure: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    named: bool = False
+    end: str = "data: [DONE]\n\n"
+    sign_of_life: str = ": keep-alive\n\n"
+
+    async def texts(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[str, None]:
+        """All events, beginning with a chunk that has been asked for. An error is the last one but the end, since the
+        status has long been sent."""
+        try:
+            yield self._event(await first)
+            async for chunk in self.chunks:
+                yield self._event(chunk)
+        except Exception as error:
+            yield self._event(self.failure(as_api_error(error)))
+        yield self.end
+
+    def _event(self, data: dict[str, Any]) -> str:
+        return event_text(data, self.named)
+
+
+def event_text(data: dict[str, Any], named: bool) -> str:
+    """An event of a stream, which has its ``type`` as its name where it is to have one."""
+    name = f"event: {data['type']}\n" if named else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events, closed when the client is gone.
+    """Server-sent events, closed when the client is gone.
 
     Starlette's own response, depending on the server, notices that only when it next sends, which a long prefill puts
     off for minutes, and never closes its iterator.
 
     Args:
-        chunks: what to send, as JSON.
-        keep_alive: seconds of silence after which a comment is sent, so that proxies do not hang up; 0 is never.
+        events: what to send.
+        keep_alive: seconds of silence after which a sign of life is sent; 0 is never.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], keep_alive: float) -> None:
+    def __init__(self, events: Events, keep_alive: float) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._chunks, self._keep_alive = chunks, keep_alive
+        self._events, self._keep_alive = events, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks):
-            first = asyncio.ensure_future(anext(self._chunks))
+        async with aclosing(self._events.chunks) as chunks:
+            first = asyncio.ensure_future(anext(chunks))
             try:
                 await asyncio.wait((first,), timeout=PROMPTLY)
                 for _ in range(TURNS):  # on a busy loop the time may be up before anything has had its turn
                     await asyncio.sleep(0)
                 error = first.exception() if first.done() else None
                 if isinstance(error, Exception):
-                    return await error_response(as_api_error(error))(scope, receive, send)
-                self.body_iterator = self._events(first)
-                lively = _Lively(send, self._keep_alive)
+                    return await error_response(as_api_error(error), scope["path"])(scope, receive, send)
+                self.body_iterator = self._events.texts(first)
+                lively = _Lively(send, self._keep_alive, self._events.sign_of_life.encode())
                 try:
                     await self.stream_response(lively)
                 finally:
@@ -62,22 +103,12 @@ class EventStream(StreamingResponse):
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
 
-    async def _events(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[str, None]:
-        """An error is the last event but one, since the status has long been sent."""
-        try:
-            yield _event(await first)
-            async for chunk in self._chunks:
-                yield _event(chunk)
-        except Exception as error:
-            yield _event(as_api_error(error).body())
-        yield "data: [DONE]\n\n"
-
 
 class _Lively:
-    """``send`` with a comment after every ``interval`` seconds of silence, until the last message or ``stop``."""
+    """``send`` with a sign of life after every ``interval`` seconds of silence, until the last message or ``stop``."""
 
-    def __init__(self, send: Send, interval: float) -> None:
-        self._send, self._interval, self._last = send, interval, monotonic()
+    def __init__(self, send: Send, interval: float, sign: bytes) -> None:
+        self._send, self._interval, self._sign, self._last = send, interval, sign, monotonic()
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, message: Message) -> None:
@@ -86,22 +117,18 @@ class _Lively:
         await self._send(message)
         self._last = monotonic()
         if message["type"] == "http.response.start" and self._interval:
-            self._task = asyncio.create_task(self._comment())
+            self._task = asyncio.create_task(self._say())
 
     def stop(self) -> None:
-        """No more comments."""
+        """No more of them."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _comment(self) -> None:
+    async def _say(self) -> None:
         while True:
             wait = self._last + self._interval - monotonic()
             if wait > 0:
                 await asyncio.sleep(wait)
                 continue
-            await self._send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+            await self._send({"type": "http.response.body", "body": self._sign, "more_body": True})
             self._last = monotonic()
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"

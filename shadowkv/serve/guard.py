@@ -1,20 +1,28 @@
-"""Refuses what must not reach the API: requests without the key, and bodies that are too long."""
+"""Refuses what must not reach the API: requests without a key or with too many beside them, and bodies that are too
+long."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
+from collections import Counter
+from collections.abc import Sequence
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.errors import error_response
+from shadowkv.serve.page_assets import PAGE_PATHS
 from shadowkv.serve.settings import ServerSettings
 
 OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 """What probes and monitoring ask for, without a key."""
+
+STATS_PATH = "/page/stats"
+"""What the page asks for every second: it is neither counted beside the requests of its key nor logged."""
 
 LINGER_SECONDS = 5.0
 MAX_DIGITS = 18
@@ -29,27 +37,44 @@ class Guard:
 
     Args:
         app: what is guarded.
-        settings: the key and the limit.
+        settings: the keys and the limits.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._limit = app, settings.max_body_bytes
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._keys = [key.encode() for key in settings.api_key]
+        self._most, self._running = settings.max_concurrent_requests_per_key, Counter[int]()
         self._too_large = f"the body is longer than the limit of {settings.max_body_mib:g} MiB"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        if self._key and scope["path"] not in OPEN_PATHS and not _has_key(given, self._key):
-            text = "the API key is wrong" if given else "this server needs the header Authorization: Bearer <API key>"
+        if not self._keys or scope["path"] in OPEN_PATHS | PAGE_PATHS:
+            return await self._unless_too_large(scope, receive, send)
+        headers, path = dict(scope["headers"]), scope["path"]
+        given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # of Anthropic's clients
+        key = _which(given, bare, self._keys)
+        if key is None:
+            wrong = "the API key is wrong"
+            text = wrong if given or bare else "this server needs the header Authorization: Bearer <API key>"
             error = ApiError(text, status=401, code="invalid_api_key")
-            refusal = JSONResponse(error.body(), 401, {"WWW-Authenticate": "Bearer"})
-            return await refusal(scope, receive, send)
-        length = headers.get(b"content-length", b"0")
+            return await JSONResponse(error.body(path), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        if path == STATS_PATH:
+            return await self._unless_too_large(scope, receive, send)
+        if self._most and self._running[key] >= self._most:
+            text = f"{self._most} requests with this API key are at work (--max-concurrent-requests-per-key)"
+            error = ApiError(f"{text}; try again later", status=429, code="rate_limit_exceeded")
+            return await error_response(error, path)(scope, receive, send)
+        self._running[key] += 1
+        try:
+            await self._unless_too_large(scope, receive, send)
+        finally:
+            self._running[key] -= 1
+
+    async def _unless_too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or len(length) > MAX_DIGITS or int(length) > self._limit:
-            return await too_large(self._too_large)(scope, receive, send)
+            return await too_large(self._too_large, scope["path"])(scope, receive, send)
         await self._app(scope, self._limited(receive), send)
 
     def _limited(self, receive: Receive) -> Receive:
@@ -68,16 +93,18 @@ class Guard:
         return limited
 
 
-def _has_key(credentials: bytes, key: bytes) -> bool:
-    """Whether an Authorization header has the key; its scheme may be in any case (RFC 9110, 11.1)."""
+def _which(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:
+    """Which key an Authorization header has, its scheme in any case (RFC 9110, 11.1), or an x-api-key, if any."""
     scheme, _, given = credentials.partition(b" ")
-    # The key's comparison takes as long for any key of its length.
-    return scheme.lower() == b"bearer" and hmac.compare_digest(given.lstrip(b" "), key)
+    given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
+    # A comparison takes as long for any key of its length, and all of them are made.
+    found = [n for n, key in enumerate(keys) if hmac.compare_digest(given, key) | hmac.compare_digest(bare, key)]
+    return found[0] if found else None
 
 
-def too_large(message: str) -> JSONResponse:
-    """The refusal of a body."""
-    return _Lingering(ApiError(message, status=413, code="body_too_large").body(), 413, {"Connection": "close"})
+def too_large(message: str, path: str) -> JSONResponse:
+    """The refusal of a body that was sent to that path."""
+    return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
 
 
 class _Lingering(JSONResponse):

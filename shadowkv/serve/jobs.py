@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -14,25 +13,36 @@ from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenL
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.endpoints import Endpoint, Piece
+from shadowkv.serve.errors import as_api_error
+from shadowkv.serve.kv_transfer import Transfer
 from shadowkv.serve.logprobs import scored_prompt
 from shadowkv.serve.merge import merge
-from shadowkv.serve.protocol import GenerationRequest
+from shadowkv.serve.protocol import GenerationRequest, Sampling
 from shadowkv.serve.reasoning import ReasoningParser
+from shadowkv.serve.request_record import current_record
 from shadowkv.serve.tokenization import in_turn
 from shadowkv.serve.tool_parser import ToolParser
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+    from shadowkv.engine.selections import TokenSelections
     from shadowkv.serve.metrics import Metrics
 
 
 @dataclass
 class Job:
-    """A request that was found good: each of a prompt's ``n`` choices is one request to the engine."""
+    """A request that was found good: each of a prompt's ``n`` choices is one request to the engine.
+
+    Attributes:
+        request: what is asked for, as a request of one of the two APIs that all others are turned into.
+        body: as it was asked for.
+        thinking_tokens: of all choices so far, those of thoughts.
+    """
 
     engine: AsyncEngine
     endpoint: Endpoint
     request: GenerationRequest
+    body: Sampling
     model: str
     choices: list[Request]
     reasoning: list[ReasoningParser | None]
@@ -45,10 +55,15 @@ class Job:
 
     def __post_init__(self) -> None:
         self.id = f"{self.endpoint.id_prefix}-{uuid.uuid4().hex}"
+        self.transfer = Transfer(self.engine, self.request.kv_transfer_params)
         self.counts: dict[int, RequestOutput] = {}
+        self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine says of each choice; raises ApiError where one fails."""
+        """What the engine says of each choice; raises ApiError where one fails. It ends when what other servers go on
+        with is where they find it."""
+        prompts = self.choices[:: self.request.n]
+        await self.transfer.receive(sum(len(one.prompt_token_ids) for one in prompts))
         streams = [self.engine.generate(choice) for choice in self.choices]
         if self.metrics is not None:
             streams = [self.metrics.watch(stream) for stream in streams]
@@ -60,6 +75,7 @@ class Job:
                 first = index not in self.counts
                 self.counts[index] = output
                 yield index, self._with_prompt(index, output) if first else output
+        await self.transfer.send(prompts)
 
     def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
         """A choice's first output, with the prompt in front if it is to be echoed."""
@@ -69,7 +85,44 @@ class Job:
         text = self.echo[index // self.request.n] + output.text
         return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
 
-    def read(self, index: int, text: str, end: str | None) -> Piece:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The answer as it comes; raises ApiError or EngineDead."""
+        asked = self.choices[0].params.logprobs is not None
+        offsets: dict[int, int] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                logprobs = (output.logprobs or []) if asked else None
+                piece = self._read(index, output.text, output.finish_reason)
+                reasoning = self.reasoning[index]
+                if reasoning is not None and reasoning.is_thinking:
+                    self.thinking_tokens += len(output.token_ids)
+                piece.selections = output.selections
+                told = piece.text or piece.thought or piece.calls or logprobs or piece.selections
+                if not (told or piece.finish_reason):
+                    continue
+                piece.first, piece.offset = index not in offsets, offsets.get(index, 0)
+                offsets[index] = piece.offset + self.endpoint.width(logprobs or [])
+                piece.logprobs, piece.stop_string = logprobs, output.stop_string
+                yield piece
+
+    async def whole(self) -> list[Piece]:
+        """The whole answer, a piece for each choice; raises ApiError or EngineDead."""
+        count, asked = len(self.choices), self.choices[0].params.logprobs is not None
+        texts: list[list[str]] = [[] for _ in range(count)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+        selections: list[list[TokenSelections | None]] = [[] for _ in range(count)]
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                texts[index].append(output.text)
+                logprobs[index] += output.logprobs or ()
+                selections[index] += output.selections or ()
+        pieces = [self._read(index, "".join(texts[index]), self.counts[index].finish_reason) for index in range(count)]
+        for piece in pieces:
+            piece.logprobs = logprobs[piece.index] if asked else None
+            piece.selections = selections[piece.index] if self.request.return_selections else None
+        return pieces
+
+    def _read(self, index: int, text: str, end: str | None) -> Piece:
         """More text of a choice as what is thought, said and called in it, and how the choice has ended, if it has."""
         reasoning, parser, last = self.reasoning[index], self.parsers[index], end is not None
         thought, said = ("", text) if reasoning is None else reasoning.push(text, last)
@@ -105,9 +158,17 @@ def check_model(asked: str | None, model: str) -> None:
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRequest, model: str) -> Job:
+async def prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
     """The request's job, nothing of it started; raises ApiError."""
-    check_model(request.model, model)
+    check_model(body.model, model)
+    try:
+        return await _prepare(engine, endpoint, body, model)
+    except (ApiError, RequestError) as error:
+        raise as_api_error(error).renamed(endpoint.names) from error
+
+
+async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
+    request = endpoint.request(body)
     if not engine.is_alive:
         raise ApiError("the engine is not running", status=503, code="engine_dead")
     sizes = endpoint.sizes(request)
@@ -125,12 +186,20 @@ async def prepare(engine: AsyncEngine, endpoint: Endpoint, request: GenerationRe
             raise ApiError(f"tools: {error}", param="tools") from error
 
     def encode() -> Job:
-        prompts, params = endpoint.prompts(request, engine.max_model_len), request.sampling()
-        choices = [engine_request(engine, prompt, one) for prompt in prompts for one in params]
-        reasoning = [endpoint.reasoning_parser(request, prompt) for prompt in prompts for _ in params]
-        return Job(engine, endpoint, request, model, choices, reasoning, parsers, endpoint.echo(request, prompts))
+        prompts = endpoint.prompts(request, engine.max_model_len)
+        choices = [
+            engine_request(engine, prompt, one)
+            for prompt in prompts
+            for one in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
+        ]
+        reasoning = [endpoint.reasoning_parser(request, prompt) for prompt in prompts for _ in range(request.n)]
+        echo = endpoint.echo(request, prompts)
+        return Job(engine, endpoint, request, body, model, choices, reasoning, parsers, echo)
 
-    return await in_turn(sum(sizes), encode)
+    job = await in_turn(sum(sizes), encode)
+    if (record := current_record()) is not None:
+        job.id, record.job = f"{endpoint.id_prefix}-{record.id}", job
+    return job
 
 
 def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
@@ -141,48 +210,3 @@ def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParam
         too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
         code = "context_length_exceeded" if too_long else None
         raise ApiError(str(error), param=error.param, code=code) from error
-
-
-async def answer(job: Job) -> dict[str, Any]:
-    """The whole answer; raises ApiError or EngineDead."""
-    count, asked = len(job.choices), job.choices[0].params.logprobs is not None
-    texts: list[list[str]] = [[] for _ in range(count)]
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
-    async with aclosing(job.outputs()) as outputs:
-        async for index, output in outputs:
-            texts[index].append(output.text)
-            logprobs[index] += output.logprobs or ()
-
-    def shape() -> list[dict[str, Any]]:
-        choices = []
-        for index in range(count):
-            piece = job.read(index, "".join(texts[index]), job.counts[index].finish_reason)
-            piece.logprobs = logprobs[index] if asked else None
-            choices.append(job.endpoint.choice(piece))
-        return choices
-
-    # The log-probabilities of a long prompt take a while to write down.
-    choices = await asyncio.to_thread(shape) if job.echo else shape()
-    return {**job.head(job.endpoint.kind), "choices": choices, "usage": job.usage()}
-
-
-async def chunks(job: Job) -> AsyncGenerator[dict[str, Any], None]:
-    """The answer as it comes; raises ApiError or EngineDead."""
-    head = job.head(job.endpoint.chunk_kind) | ({"usage": None} if job.request.include_usage else {})
-    asked = job.choices[0].params.logprobs is not None
-    offsets: dict[int, int] = {}
-    async with aclosing(job.outputs()) as outputs:
-        async for index, output in outputs:
-            logprobs = (output.logprobs or []) if asked else None
-            piece = job.read(index, output.text, output.finish_reason)
-            if not (piece.text or piece.thought or piece.calls or logprobs or piece.finish_reason):
-                continue
-            first, offset = index not in offsets, offsets.get(index, 0)
-            offsets[index] = offset + job.endpoint.width(logprobs or [])
-            piece.logprobs, piece.first, piece.offset = logprobs, first, offset
-            delta = job.endpoint.delta
-            pieces = await asyncio.to_thread(delta, piece) if first and job.echo else delta(piece)
-            for choice in pieces:
-                yield {**head, "choices": [choice]}
-    if job.request.include_usage:
-        yield {**head, "choices": [], "usage": job.usage()}

@@ -54,5 +54,14 @@ MAX_STOP_TOKEN_IDS = 1_024
 MAX_LOGIT_BIASES = 1_024
 """Entries of ``logit_bias`` (OpenAI: 300): each is added to the logits at every step."""
 
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
+"""Pairs of ``metadata`` that an answer repeats, and the characters of each, as in the OpenAI API."""
+
+MAX_SNAPSHOTS = 4_096
+"""Snapshots that a request names: those of a chat, a turn each."""
+
+MAX_UNKNOWN = 256
+"""Names of unknown parameters that the log tells of, in all."""
+
 TOKENIZE_TOKENS = 2**18
 """About as many tokens ``/tokenize`` gives at the most, or as many as the model's context has if that is longer."""

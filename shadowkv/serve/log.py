@@ -41,9 +41,10 @@ def escaped(text: str) -> str:
 
 
 def set_up_log() -> None:
-    """Warnings and errors of every library go to stderr in this form, and what the engine says of its start; a log that
-    is set up already is left alone."""
+    """Warnings and errors of every library go to stderr in this form, what the engine says of its start, and a line for
+    each request; a log that is set up already is left alone."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("shadowkv.engine").setLevel(logging.INFO)
+    for name in ("shadowkv.engine", "shadowkv.serve.request_log"):
+        logging.getLogger(name).setLevel(logging.INFO)

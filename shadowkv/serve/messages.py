@@ -32,7 +32,7 @@ def _as_parts(value: Any) -> Any:
 Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def parsed_arguments(text: str) -> dict[str, Any]:
     """A call's arguments, which templates write down in their own way."""
     try:
         value = strict_json.parse(text.encode()) if text.strip() else {}
@@ -47,7 +47,7 @@ def _arguments(text: str) -> dict[str, Any]:
 if TYPE_CHECKING:
     Arguments = dict[str, Any]
 else:
-    Arguments = Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(_arguments)]
+    Arguments = Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(parsed_arguments)]
 
 
 class CalledFunction(Body):
@@ -159,19 +159,35 @@ Turns = Annotated[
 ]
 
 
+Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to think."""
+
+
 class Conversation(Body):
     """What makes a chat's prompt."""
 
     messages: Turns | None = None
     tools: Tools = Field([])
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] = Field({})
+    chat_template_kwargs: Variables = Field({})
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
-        for name in ("tools", "chat_template_kwargs"):
+        for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
             if self.messages is None and getattr(self, name):
                 raise refusal(name, f"{name} is for messages; leave it out, a prompt has no template")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is told beside messages and tools. Effort is a variable, as in vLLM; templates that do not
+        know it may know of thinking as such."""
+        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return {**effort, **self.chat_template_kwargs}
 
     @property
     def characters(self) -> int:

@@ -40,6 +40,16 @@ PREFIX_COUNTERS = {
 }
 """Of the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
 
+FIGURES = {
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "generated_tokens",
+    "prefix_cache_queries_total": "looked_up_tokens",
+    "prefix_cache_hits_total": "hit_tokens",
+    "time_to_first_token_seconds_count": "first_tokens",
+    "time_to_first_token_seconds_sum": "first_token_seconds",
+}
+"""Samples that the page shows, and their names there."""
+
 LOWER = ("host", "disk")
 TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
@@ -48,11 +58,34 @@ TIERS_OF = {
 """Tiers that a figure is about, where it is not about all."""
 
 
-class Metrics:
-    """One server's metrics, in a registry of its own."""
+class ConnectionMetrics:
+    """Metrics of connections, in a registry of their own."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        text = "Connections that the server ended, by the limit that they went beyond."
+        labels = ["model_name", "reason"]
+        self._cut = Counter("shadowkv:connections_cut", text, labels, registry=self.registry)
+        for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency"):
+            self._cut.labels(model, reason)
+        text = "Connections that are open."
+        self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
+
+    def text(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def cut(self, reason: str) -> None:
+        """Counts a connection that the server ended."""
+        self._cut.labels(self._model, reason).inc()
+
+
+class Metrics(ConnectionMetrics):
+    """One server's metrics, those of its connections among them."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__(model)
         self.registry.register(_EngineFigures(engine, model))
         ProcessCollector(registry=self.registry)
 
@@ -64,7 +97,6 @@ class Metrics:
             full = f"shadowkv:{name}_seconds"
             return Histogram(full, text, ["model_name"], buckets=buckets, registry=self.registry).labels(model)
 
-        self._model = model
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found there, and not computed anew.")
@@ -72,25 +104,18 @@ class Metrics:
         self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self._ended.labels(model, reason)
-        text = "Connections that the server ended, by the limit that they went beyond."
-        self._cut = counter("connections_cut", text, "reason")
-        for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency"):
-            self._cut.labels(model, reason)
-        text = "Connections that are open."
-        self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
         self._to_first = histogram("time_to_first_token", "From arrival in the engine to the first token.")
         self._between = histogram("inter_token_latency", "Between two outputs of a request.", TOKEN_SECONDS)
         self._whole = histogram("e2e_request_latency", "From arrival in the engine to the last token.")
         self._queue = histogram("request_queue_time", "From arrival in the engine to the start of prefill.")
         self._prefill = histogram("request_prefill_time", "From the start of prefill to the first token.")
 
-    def text(self) -> bytes:
-        """The page that Prometheus reads."""
-        return generate_latest(self.registry)
-
-    def cut(self, reason: str) -> None:
-        """Counts a connection that the server ended."""
-        self._cut.labels(self._model, reason).inc()
+    def figures(self) -> dict[str, float]:
+        """Some of it as numbers, all of them from the start."""
+        wanted = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
+        found = self.registry.restricted_registry(list(wanted)).collect()
+        samples = [sample for metric in found for sample in metric.samples]
+        return {wanted[sample.name]: sample.value for sample in samples if sample.name in wanted}
 
     async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
         """``stream``, counted as it goes by."""

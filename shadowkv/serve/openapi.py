@@ -16,25 +16,33 @@ STATUSES = {
     408: "The rest of the request did not come in time.",
     409: "What is saved under the name is of another model or policy, or its file is not what was written.",
     413: "The body is too long.",
+    429: "As many requests with this API key are at work as may.",
     500: "The server has failed.",
     503: "The server is full, or the engine is not running.",
     504: "The request took longer than it may.",
 }
-FOR_EVERY_BODY = (400, 401, 404, 408, 413, 500, 503)
+FOR_EVERY_BODY = (400, 401, 404, 408, 413, 429, 500, 503)
+FOR_EVERY_TEXT = (*FOR_EVERY_BODY, 504)
+"""Of routes that generate text."""
+
+EVENT_STREAM = "text/event-stream"
 
 
-def responses(answer: type[BaseModel] | None, *statuses: int, text: str | None = None) -> dict[int | str, Any]:
+def responses(
+    answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
+) -> dict[int | str, Any]:
     """FastAPI's ``responses`` of a route.
 
     Args:
         answer: the body of a 200 as JSON.
         statuses: the other ones, of ``STATUSES``.
+        error: the body of those.
         text: media type in which a 200 may come as well: a stream of server-sent events, or metrics.
     """
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:
         well["content"] = {text: {}}  # OpenAPI 3.1 has no schema for the events of a stream
-    return {200: well, **{status: {"model": Error, "description": STATUSES[status]} for status in statuses}}
+    return {200: well, **{status: {"model": error, "description": STATUSES[status]} for status in statuses}}
 
 
 class Application(FastAPI):

@@ -1,34 +1,34 @@
 """Bodies of the requests: the OpenAI API's parameters that are supported, and vLLM's extra ones.
 
-A parameter that would change the answer and is not supported is an error, never ignored. Every list is bounded
-(``limits.py``) and checked up to its first wrong item: an error for each of a million takes seconds and gigabytes.
+A parameter that is known to change the answer and is not supported is an error, never ignored; one that nobody knows
+has no effect. Every list is bounded (``limits.py``) and checked up to its first wrong item: an error for each of a
+million takes seconds and gigabytes.
 """
 
 from __future__ import annotations
 
 import re
-from array import array
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
-from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
+from shadowkv.serve.body import Body, Name, Text, at_most, refusal
+from shadowkv.serve.kv_transfer_protocol import KVTransferParams
 from shadowkv.serve.limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_NAME_CHARS,
-    MAX_PROMPT_TOKENS,
-    MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TEXT_CHARS,
-    MAX_TOKEN_ID,
 )
 from shadowkv.serve.messages import Conversation, Turns
+from shadowkv.serve.prompts import Prompt, TokenIds, Tokens, prompts_of
 from shadowkv.serve.request_schema import RESPONSE_FORMAT
 from shadowkv.serve.response_format import json_schema
 from shadowkv.serve.tools import Choice, ToolChoice, calls_schema
@@ -71,13 +71,13 @@ Salt = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 
 
-class GenerationRequest(Body):
-    """What completions and chat completions have in common."""
+Stops = Annotated[StopStrings, BeforeValidator(_one_or_many, json_schema_input_type=StopString | StopStrings)]
+
+
+class Sampling(Body):
+    """What all requests for text have in common."""
 
     model: Name | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    best_of: int | None = None
-    max_tokens: int | None = None
     min_tokens: int = SamplingParams.min_tokens
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
@@ -87,17 +87,25 @@ class GenerationRequest(Body):
     presence_penalty: float = SamplingParams.presence_penalty
     frequency_penalty: float = SamplingParams.frequency_penalty
     logit_bias: LogitBias = Field({})
-    stop: Annotated[StopStrings, BeforeValidator(_one_or_many, json_schema_input_type=StopString | StopStrings)] = (
-        Field([])
-    )
     stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     ignore_eos: bool = False
     seed: Int64 | None = None
     cache_prompt: bool = SamplingParams.cache_prompt
     cache_salt: Salt | None = None
-    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream: bool = False
+
+
+class GenerationRequest(Sampling):
+    """What completions and chat completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    max_tokens: int | None = None
+    stop: Stops = Field([])
+    response_format: Annotated[str | None, PlainValidator(json_schema, json_schema_input_type=ResponseFormat)] = None
     stream_options: StreamOptions | None = None
+    return_selections: bool = SamplingParams.return_selections
+    kv_transfer_params: KVTransferParams | None = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
@@ -105,12 +113,15 @@ class GenerationRequest(Body):
             raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options is only allowed with stream")
-        self._first_choice()
+        self._first_choice({}, None)
         return self
 
-    @property
-    def limit(self) -> int | None:
-        """Tokens to generate at the most."""
+    def limit(self, room: int | None) -> int | None:
+        """Tokens to generate at the most; None is as many as the server reserves.
+
+        Args:
+            room: tokens that the context has left; None is any number.
+        """
         return self.max_tokens
 
     @property
@@ -149,15 +160,22 @@ class GenerationRequest(Body):
         """Whether a choice calls a tool once at the most."""
         return False
 
-    def sampling(self) -> list[SamplingParams]:
-        """One per choice; those of a seeded request have the seeds of ``choice_seed``."""
-        first = self._first_choice()
+    def sampling(
+        self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
+    ) -> list[SamplingParams]:
+        """One per choice of a prompt; those of a seeded request have the seeds of ``choice_seed``.
+
+        Args:
+            defaults: parameters as the model's authors advise them, where the request does not say.
+            room: tokens that the context has left behind the prompt; None is any number.
+        """
+        first = self._first_choice(defaults, room)
         seeds = [None if self.seed is None else choice_seed(self.seed, choice) for choice in range(1, self.n)]
         return [first, *(replace(first, seed=seed) for seed in seeds)]
 
-    def _first_choice(self) -> SamplingParams:
+    def _first_choice(self, defaults: Mapping[str, float], room: int | None) -> SamplingParams:
         own: dict[str, Any] = {
-            "max_tokens": self.limit,
+            "max_tokens": self.limit(room),
             "logprobs": self.alternatives,
             "prompt_logprobs": self.prompt_alternatives,
             "json_schema": self.output_schema,
@@ -167,6 +185,7 @@ class GenerationRequest(Body):
             "stop_token_ids": tuple(self.stop_token_ids),
         }
         others = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys() - own.keys()}
+        others |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         try:
             return SamplingParams(**own, **others)
         except ValueError as error:
@@ -174,51 +193,8 @@ class GenerationRequest(Body):
             raise refusal(str(error).split()[0].split("=")[0], str(error)) from error
 
 
-Tokens = array
-"""Token ids in 32 bits each: a list of a million takes as many objects, and as long to send between processes."""
-
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-TokenList = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
-TokenPrompt = Annotated[TokenList, Field(min_length=1)]
-Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
-
-
-def prompts_of(value: Any) -> list[str | Tokens]:
-    """Every form of ``prompt`` as a list of texts and token ids.
-
-    Not left to a union type: that would try a list of a million tokens as each member, with an error per item.
-    """
-    prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
-    at_most(MAX_PROMPTS, "prompts", len(prompts))
-    at_most(MAX_TEXT_CHARS, "characters", sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
-    at_most(MAX_PROMPT_TOKENS, "token ids", sum(len(prompt) for prompt in prompts if isinstance(prompt, list)))
-    for prompt in prompts:
-        if not isinstance(prompt, str) and not _is_tokens(prompt):
-            raise wrong("prompt must be a string, a list of token ids, or a list of either")
-        if isinstance(prompt, list) and not prompt:
-            raise wrong("prompt must not be empty")
-    return [prompt if isinstance(prompt, str) else _packed(prompt) for prompt in prompts]
-
-
-def _tokens(value: Any) -> Tokens:
-    if not _is_tokens(value):
-        raise wrong("must be a list of token ids")
-    at_most(MAX_PROMPT_TOKENS, "token ids", len(value))
-    return _packed(value)
-
-
-TokenIds = Annotated[Tokens, PlainValidator(_tokens, json_schema_input_type=TokenList)]
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {int}
-
-
-def _packed(ids: list[int]) -> Tokens:
-    for token in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token <= MAX_TOKEN_ID:
-            raise wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is no token id")
-    return array("i", ids)
+COMPLETION_TOKENS = 16
+"""Of a completion that does not say how many, as in the OpenAI API."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -227,6 +203,11 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[str | Tokens], PlainValidator(prompts_of, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     echo: bool = False
+
+    def limit(self, room: int | None) -> int | None:
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return COMPLETION_TOKENS if room is None else max(1, min(COMPLETION_TOKENS, room))
 
     @property
     def alternatives(self) -> int | None:
@@ -274,8 +255,7 @@ class ChatRequest(GenerationRequest, Conversation):
         """``tool_choice``, or what stands for it where it is left out."""
         return self.tool_choice or Choice("auto" if self.tools else "none")
 
-    @property
-    def limit(self) -> int | None:
+    def limit(self, room: int | None) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

@@ -23,6 +23,11 @@ class ReasoningParser(TextReader):
         self._thought: list[str] = []
         self._answer = self._said
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what was read last is of the thoughts."""
+        return self._said is self._thought
+
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
         """What more text makes certain: of the thoughts, and of the answer."""
         self._go_on(text, last)

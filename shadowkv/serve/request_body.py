@@ -26,6 +26,8 @@ def read_body(raw: bytes, model: type[B]) -> B:
 def validated(value: Any, model: type[B]) -> B:
     """The request that a JSON value holds; raises ApiError."""
     try:
-        return model.model_validate(value)
+        body = model.model_validate(value)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from error
+    body.finish()
+    return body

@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of bodies beyond the types of fields: ranges, nulls, parameters that ask for nothing."""
+"""What bodies may have beyond their fields, and what ``/openapi.json`` adds: ranges, nulls, neutral values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ from typing import Any
 
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    + ("prediction", "include_obfuscation")
+    + ("prediction", "include_obfuscation", "provider_specific_fields")
 )
-"""Parameters that do not change the answer."""
+"""Parameters that do not change the answer, and need no word in the log; the last is what LiteLLM adds to messages that
+it sends back."""
+
+UNSUPPORTED = frozenset(
+    # Of the OpenAI API.
+    ("audio", "conversation", "input", "instructions", "logprobs", "max_completion_tokens")
+    + ("max_output_tokens", "max_tokens", "messages", "moderation", "previous_response_id", "prompt")
+    + ("reasoning", "refusal", "response_format", "stop", "text", "top_logprobs", "web_search_options")
+    # Of Anthropic's.
+    + ("container", "mcp_servers", "output_config", "output_format", "stop_sequences", "system", "thinking")
+    # Of vLLM, llama.cpp and others, and of other routes here.
+    + ("add_special_tokens", "parse_special")
+    + ("allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier", "dynatemp_range")
+    + ("grammar", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json")
+    + ("guided_regex", "json_schema", "logits_processors", "media_io_kwargs", "mirostat")
+    + ("mm_processor_kwargs", "n_predict", "prompt_embeds", "prompt_logprobs", "reasoning_effort")
+    + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
+    + ("typical_p", "vllm_xargs", "xtc_probability")
+)
+"""Parameters of this API or others that change the answer, and are refused where they are not supported."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -23,8 +42,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_selections": (False,),
+    "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "background": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
     "tool_calls": ([],),
     "annotations": ([],),
 }
@@ -54,7 +82,7 @@ RESPONSE_FORMAT: dict[str, Any] = {
 
 
 def complete(schema: dict[str, Any]) -> None:
-    """Pydantic's ``json_schema_extra`` of every body: nothing else is taken, and null is the same as left out."""
+    """Pydantic's ``json_schema_extra`` of every body: null is the same as left out, and unknown fields are dropped."""
     properties = schema["properties"]
     for name, value in properties.items():
         branches = value.get("anyOf", [value])
@@ -70,4 +98,3 @@ def complete(schema: dict[str, Any]) -> None:
         values = NEUTRAL[name]
         unique = [value for index, value in enumerate(values) if value not in values[:index]]
         properties[name] = {"enum": [*unique, None], "description": "Not supported, and these ask for nothing."}
-    schema["additionalProperties"] = False

@@ -21,7 +21,11 @@ def json_schema(value: Any) -> str | None:
         return ANY_OBJECT
     if kind != "json_schema":
         raise _refusal("its type must be text, json_object or json_schema")
-    named = value.get("json_schema")
+    return checked_schema(value.get("json_schema"))
+
+
+def checked_schema(named: Any) -> str:
+    """The schema, as JSON text, of an object that has it as its ``schema``; raises PydanticCustomError."""
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise _refusal("json_schema needs a schema, an object")
@@ -35,4 +39,4 @@ def json_schema(value: Any) -> str | None:
 
 
 def _refusal(message: str) -> PydanticCustomError:
-    return PydanticCustomError("response_format", "{message}", {"message": f"response_format: {message}"})
+    return PydanticCustomError("response_format", "{message}", {"message": message})

@@ -7,13 +7,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi import FastAPI
 
 from shadowkv.serve.api import build_app
 from shadowkv.serve.connections import ConnectionConfig
@@ -21,6 +23,8 @@ from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
+
+Stop = Callable[[], Awaitable[object]]
 
 ENGINE_SECONDS = 5.0
 CONNECTION_SECONDS = 5
@@ -35,15 +39,15 @@ WAITING_CONNECTIONS = 2048
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with the engine's end as part of its own.
+    """uvicorn's server, with the end of what answers, such as an engine, as part of its own.
 
     The first signal stops it: no more connections, and requests at work have ``drain`` seconds to end. The second one
     ends the process there and then, but for SIGHUP, which shell and terminal may both send.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, url: str, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, stops: Sequence[Stop], url: str, drain: float) -> None:
         super().__init__(config)
-        self._engine, self._url, self._drain = engine, url, drain
+        self._stops, self._url, self._drain = stops, url, drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -79,19 +83,29 @@ class _Server(uvicorn.Server):
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
         # Before the connections' end: what is still at work ends with an error instead of keeping the server up.
-        await asyncio.to_thread(self._engine.shutdown, ENGINE_SECONDS)
+        await asyncio.gather(*(stop() for stop in self._stops))
         await super().shutdown(sockets)
 
 
-def serve(engine: AsyncEngine, served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
-    """Serves on a bound socket; raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
+def serve(engines: Sequence[AsyncEngine], served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
+    """Serves the first engine on a bound socket, with a second one that its answers are compared with, if there is one;
+    raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
+    engines[0].tokenizer.chat_encoder.prepare()  # a second in which nobody is answered: now, not at somebody's request
+    app = build_app(engines[0], served_name, settings, *engines[1:])
+    run(app, [partial(asyncio.to_thread, engine.shutdown, ENGINE_SECONDS) for engine in engines], listener)
+
+
+def run(app: FastAPI, stops: Sequence[Stop], listener: socket.socket) -> None:
+    """Serves an application, whose state has ``settings`` and ``metrics`` as that of ``build_app`` has, on a bound
+    socket; ``stops`` end what is still at work when the time to drain is over."""
+    settings: ServerSettings = app.state.settings
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    engine.tokenizer.chat_encoder.prepare()  # a second in which nobody is answered: now, not at somebody's request
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     config = ConnectionConfig(
-        build_app(engine, served_name, settings),
+        app,
         log_config=None,  # the process's own
         log_level="warning",
         timeout_graceful_shutdown=CONNECTION_SECONDS,
     )
-    _Server(config, engine, url, settings.shutdown_timeout).run(sockets=[listener])
+    _Server(config, stops, url, settings.shutdown_timeout).run(sockets=[listener])

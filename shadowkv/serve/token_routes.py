@@ -13,7 +13,8 @@ from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_route import BodyRoute
 from shadowkv.serve.jobs import check_model
 from shadowkv.serve.openapi import FOR_EVERY_BODY, responses
-from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest, Tokens
+from shadowkv.serve.prompts import Tokens
+from shadowkv.serve.protocol import DetokenizeRequest, TokenizeRequest
 from shadowkv.serve.tokenization import check_length, encode, in_turn, tokenize_limit
 from shadowkv.serve.tool_prompt import template_input
 
@@ -66,7 +67,7 @@ def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
         check_model(body.model, served_name)
         return await in_turn(len(body.tokens), lambda: detokenize(body.tokens))
 
-    @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 503))
+    @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
     async def get_tokenizer_info() -> dict[str, Any]:
         template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
         return {"eos_token": None, **tokenizer.special_tokens, "vocab_size": tokenizer.vocab_size, **template}

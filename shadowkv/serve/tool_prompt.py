@@ -17,8 +17,8 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
     """Messages, and the variables beside them, of a chat template (Jinja source)."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
     if "tool" in (template or ""):
-        return turns, {"tools": tools or None, **conversation.chat_template_kwargs}
-    return in_words(turns, tools), dict(conversation.chat_template_kwargs)
+        return turns, {"tools": tools or None, **conversation.template_variables}
+    return in_words(turns, tools), conversation.template_variables
 
 
 def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:

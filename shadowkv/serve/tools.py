@@ -76,7 +76,7 @@ class Tool(Body):
         return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
 
 
-def _within_limits(value: Any) -> Any:
+def within_limits(value: Any) -> Any:
     """All tools together, before any is looked at for itself."""
     return within(MAX_TOOLS_CHARS, value)
 
@@ -99,7 +99,7 @@ else:
 Tools = Annotated[
     list[TemplateTool],
     Field(max_length=MAX_TOOLS, fail_fast=True),
-    BeforeValidator(_within_limits),
+    BeforeValidator(within_limits),
     AfterValidator(_different),
 ]
 

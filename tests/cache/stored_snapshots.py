@@ -76,6 +76,11 @@ def put(tier: DiskTier, ids: np.ndarray, parent: Head | None = None, **others: A
     return head
 
 
+def keep(tier: DiskTier, name: str, head: Head, tokens: int | None = None) -> None:
+    """Saves all that leads to a snapshot under a name."""
+    tier.keep(name, tokens or head.length, tier.chain(head.name)).result(10)
+
+
 def read(tier: DiskTier, entry: Entry, ids: np.ndarray) -> bytes:
     """The data of an entry."""
     buffers = [bytearray(700), bytearray(entry.head.nbytes - 700)]

@@ -178,7 +178,7 @@ def test_searches_go_on_while_a_disk_hangs(tmp_path):
     begin = time.monotonic()
     for _ in range(1000):
         assert found(tier, names_of(IDS)) == []
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 10  # the disk hangs for 20
     disk.go_on.set()
     assert tier.wait_scanned(5) and found(tier, names_of(IDS))
     assert tier.close()

@@ -230,7 +230,7 @@ def test_puts_never_wait_and_are_refused_when_too_many_do(tmp_path):
     futures = [tier.put(heads[0], prompts[0], [data_of(heads[0])])]
     twice = tier.put(heads[0], prompts[0], [data_of(heads[0])])
     futures += [tier.put(head, ids, [data_of(head)]) for head, ids in zip(heads[1:], prompts[1:])]
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 10  # the disk hangs for 20
     assert [future.done() for future in futures] == [False, False, True, True]
     assert twice.result(0) is False and tier.stats().refused == 3
     disk.go_on.set()

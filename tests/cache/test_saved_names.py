@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 from faulty_disks import FullDisk, ReadOnlyDisk, failure
-from stored_snapshots import KEY, LIMIT, head_of, opened, prompt, put
-from test_cache_command import run
+from stored_snapshots import KEY, LIMIT, head_of, keep, opened, prompt, put
+from test_cache_command import damage, run
 
 from shadowkv.cache.errors import SnapshotGone, UnknownName, UnusableName
 from shadowkv.cache.filesystem import FileSystem
@@ -22,11 +22,6 @@ from shadowkv.cache.names import Names, Save
 
 IDS = prompt(7, 400)
 SIZE = head_of(IDS[:128]).file_bytes
-
-
-def keep(tier, name, head, tokens=None):
-    """Keeps what leads to a snapshot."""
-    tier.keep(name, tokens or head.length, tier.chain(head.name)).result(10)
 
 
 def test_what_a_name_keeps_is_found_again_after_a_restart(tmp_path):
@@ -260,6 +255,31 @@ def test_commands_know_names(tmp_path, capsys):
     assert "is no name to save as" in run(capsys, "forget", "--dir", tmp_path, "../x")[2]
     assert run(capsys, "forget", "--dir", tmp_path, "bad", "mine")[0] == 0
     assert run(capsys, "prune", "--dir", tmp_path, "--max-gib", "0")[1].startswith("1 files removed")
+
+
+def test_verify_tells_of_names(tmp_path, capsys):
+    with opened(tmp_path) as tier:
+        first = put(tier, IDS[:128])
+        keep(tier, "whole", first)
+        keep(tier, "mine", put(tier, IDS[:256], first))
+    assert run(capsys, "verify", "--dir", tmp_path)[:2] == (0, "2 snapshots are good, 0 bad\n")
+    damage(next(path for path in tmp_path.glob(file_name("*")) if path.name != first.file_name))
+    (tmp_path / "names" / "bad.json").write_text("{}")
+    code, text, _ = run(capsys, "verify", "--dir", tmp_path)
+    bad, lost, end = text.splitlines()[1:]
+    assert code == 1 and "bad.json is not what was written" in bad and bad.endswith("; save it anew; left there")
+    assert lost == "what is saved as 'mine' is not all there, or not what was saved; left there"
+    assert end == "1 snapshots are good, 1 bad; 2 names are bad"
+    assert run(capsys, "verify", "--dir", tmp_path, first.name)[0] == 0
+    text = run(capsys, "verify", "--dir", tmp_path, "--remove", "--json")[1]
+    assert {one["name"]: one["action"] for one in json.loads(text)["bad_names"]} == {
+        "bad": "removed",
+        "mine": "left there",
+    }
+    # Its snapshot has gone by now, and may come again.
+    code, text, _ = run(capsys, "verify", "--dir", tmp_path)
+    assert (code, len(text.splitlines())) == (1, 2) and "'mine'" in text
+    assert sorted(os.listdir(tmp_path / "names")) == ["mine.json", "whole.json"]
 
 
 def test_prune_all_removes_names_too(tmp_path, capsys):

@@ -10,7 +10,7 @@ from session import Session
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.loading import load_from_config
-from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.presets import CACHE_DTYPES, preset
 from shadowkv.models.loader import LoadedModel
 
 CONFIG = {
@@ -32,11 +32,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def test_generated_tokens_are_coded_too_and_logits_stay_close(wide: LoadedModel) -> None:
     picked, wanted = zip(*Session(wide, preset("full"), 520).greedy(PROMPT, 24))
     exact, error = torch.stack(wanted), {}
-    for kv in ("fp8", "turboquant-4", "polar-int4", "turboquant-3", "tq3_0"):
-        session = Session(wide, preset(kv), 520)
+    for kv in ("fp8", "turboquant_k8v4", "turboquant-4", "polar-int4", "turboquant-3", "tq3_0"):
+        session = Session(wide, preset(CACHE_DTYPES.get(kv, kv)), 520)
         found = session.force(PROMPT, list(picked))
         assert session.sequence is not None and session.sequence.sealed == 384, "a page is sealed on the way"
         assert torch.equal(found[0], exact[0]), "prefill is exact"
         error[kv] = ((found - exact).norm() / exact.norm()).item()
     print(f"relative errors of logits: {error}")
-    assert 0 < error["fp8"] < error["turboquant-4"] < error["turboquant-3"] < 0.4, error
+    assert 0 < error["fp8"] < error["turboquant_k8v4"] < error["turboquant-4"] < error["turboquant-3"] < 0.4, error

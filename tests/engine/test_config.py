@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from shadowkv.engine.config import EngineConfig, parse_budget
-from shadowkv.kvcache.presets import PRESETS
+from shadowkv.kvcache.presets import CACHE_DTYPES, PRESETS
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 
@@ -22,8 +22,10 @@ SET = EngineConfig(
     kv_disk_dir="cache",
     kv_disk_gib=8.0,
     eviction="graph",
+    role="prefill",
     max_queued_seqs=77,
     default_max_tokens=77,
+    generation_config="vllm",
     kv="quest",
     kv_rank=12,
     kv_budget=0.25,
@@ -37,6 +39,7 @@ SET = EngineConfig(
     dtype="bfloat16",
     quantization="fp8",
     device="cpu",
+    tensor_parallel_size=2,
     rope_theta=5e6,
     enforce_eager=True,
     skip_warmup=True,
@@ -84,7 +87,7 @@ def test_no_flags_give_the_defaults():
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
 def test_one_flag_changes_one_field(name):
     value = getattr(SET, name)
-    others = {"kv_disk_dir": "cache"} if name == "kv_disk_gib" else {}  # which has no meaning by itself
+    others = {"kv_disk_dir": "cache"} if name in ("kv_disk_gib", "role") else {}  # which have no meaning by themselves
     flags = [*flag(name, value), *(word for other in others.items() for word in flag(*other))]
     assert parse(*flags) == replace(EngineConfig(), **{name: value}, **others)
 
@@ -99,8 +102,12 @@ def test_batch_is_another_name_of_max_num_seqs():
 
 def test_policies_have_vllms_names_of_a_caches_dtype():
     assert parse("--kv-cache-dtype", "auto") == EngineConfig()
-    for name in ("fp8", "fp8_e4m3", "turboquant_4bit", "turboquant_k3v4_nc"):
-        assert parse("--kv-cache-dtype", name).spec().resolve(ModelShape(2, 8, 4, 64)).seals, name
+    for name in CACHE_DTYPES:
+        spec = parse("--kv-cache-dtype", name).spec().resolve(ModelShape(2, 8, 4, 64))
+        assert spec.seals == (name != "bfloat16") and spec.index == "none", name
+    for name in ("float16", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4"):  # vLLM's too
+        with pytest.raises(argparse.ArgumentError, match=f"'{name}' is not one of auto, bfloat16"):
+            parse("--kv-cache-dtype", name)
     assert parse("--kv-cache-dtype", "bfloat16") == EngineConfig(kv="full")
     with pytest.raises(argparse.ArgumentError, match="not allowed with argument --kv"):
         parse("--kv", "full", "--kv-cache-dtype", "fp8")
@@ -156,6 +163,8 @@ def test_errors_list_every_value_that_cannot_be():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({"role": "decode"}, "role='decode' needs kv_disk_dir"),
+        ({"role": "some"}, "role='some' is not one of both, prefill, decode"),
         ({"kv_disk_dir": ""}, "kv_disk_dir must not be empty"),
         ({"kv_disk_gib": 8.0}, "kv_disk_gib=8.0 has no meaning without kv_disk_dir"),
         ({"kv_disk_dir": "x", "enable_prefix_caching": False}, "no meaning"),

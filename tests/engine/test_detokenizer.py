@@ -138,3 +138,9 @@ def test_a_long_text_cut_anywhere_gives_the_same_result(fresh):
         texts, stopped = run(pieces, ("<|end|>",))
         assert stopped
         assert "".join(texts) == wanted
+
+
+def test_the_stop_string_that_comes_first_is_known():
+    detokenizer = Detokenizer(Pieces(["ab", "xSTOP", "END"]), ("END", "STOP"))
+    assert [detokenizer.push(token) for token in range(2)] == ["ab", "x"]
+    assert detokenizer.stop_string == "STOP"

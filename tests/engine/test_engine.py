@@ -111,24 +111,24 @@ def test_answers_do_not_depend_on_who_else_runs(make: Any) -> None:
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make: Any) -> None:
     engine = make(kv="shadowkv", max_model_len=1000)
     with pytest.raises(RequestError, match=r"1000 tokens.*990 tokens.*20 more") as caught:
-        engine.validate(prompt(0, 990), SamplingParams(max_tokens=20))
+        engine.requests.validate(prompt(0, 990), SamplingParams(max_tokens=20))
     assert caught.value.param == "max_tokens"
     with pytest.raises(RequestError, match="1500 tokens") as caught:
-        engine.validate(prompt(0, 1500), SamplingParams())
+        engine.requests.validate(prompt(0, 1500), SamplingParams())
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="empty"):
-        engine.validate([], GREEDY)
+        engine.requests.validate([], GREEDY)
     with pytest.raises(RequestError, match="token id 300"):
-        engine.validate([5, 300], GREEDY)
+        engine.requests.validate([5, 300], GREEDY)
     leave_blocks(engine, 3, 3)
     with pytest.raises(RequestError, match="blocks"):
-        engine.validate(prompt(0, 900), GREEDY)
+        engine.requests.validate(prompt(0, 900), GREEDY)
 
 
 def test_without_max_tokens_a_default_is_reserved_not_the_context(make: Any) -> None:
     engine = make(kv="full", default_max_tokens=32)
-    assert engine.max_tokens(100, SamplingParams()) == 32
-    assert engine.max_tokens(2040, SamplingParams()) == 8
+    assert engine.requests.max_tokens(100, SamplingParams()) == 32
+    assert engine.requests.max_tokens(2040, SamplingParams()) == 8
 
 
 def test_contexts_that_never_seal_start(make: Any) -> None:
@@ -211,7 +211,7 @@ def test_nan_logits_fail_their_request_alone(make: Any, monkeypatch: pytest.Monk
     engine = make(kv="full")
     decode = engine.runner.decode
 
-    def poisoned(sequences: list[Any], last: list[int], sources: list[int]) -> torch.Tensor:
+    def poisoned(sequences: list[Any], last: list[int], sources: list[int], record: None) -> torch.Tensor:
         logits = decode(sequences, last, sources).clone()
         if len(sequences) == 2:
             logits[0] = float("nan")
@@ -328,7 +328,7 @@ def test_times_and_stats(make: Any) -> None:
 def test_stop_tokens_outside_the_vocabulary_are_refused(make: Any) -> None:
     engine = make(kv="full")
     with pytest.raises(RequestError, match="token id 300") as caught:
-        engine.validate([5], SamplingParams(min_tokens=1, max_tokens=8, stop_token_ids=(300,)))
+        engine.requests.validate([5], SamplingParams(min_tokens=1, max_tokens=8, stop_token_ids=(300,)))
     assert caught.value.param == "stop_token_ids"
 
 

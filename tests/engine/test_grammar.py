@@ -135,7 +135,7 @@ def test_a_dead_end_on_the_way_is_said(compiler: GrammarCompiler) -> None:
 
 def test_a_schema_and_ignore_eos_contradict(llm: LLM) -> None:
     with pytest.raises(RequestError, match="ignore_eos"):
-        llm.engine.validate([5], SamplingParams(json_schema="{}", ignore_eos=True))
+        llm.engine.requests.validate([5], SamplingParams(json_schema="{}", ignore_eos=True))
 
 
 def strings(count: int, **more: Any) -> dict[str, Any]:
@@ -192,3 +192,13 @@ def test_large_schemas_that_are_not_costly_are_followed() -> None:
 )
 def test_repetitions_are_counted_as_if_they_were_written_out(pattern: str, size: int) -> None:
     assert unrolled(pattern) == size
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "string"}])
+def test_strings_have_no_control_characters(compiler: GrammarCompiler, schema: Any) -> None:
+    constraint = compiler.constraint(json.dumps(schema))
+    assert constraint.accept(ord('"'))
+    logits = torch.zeros(300)
+    constraint.mask(logits)
+    may_come = set((logits == 0).nonzero().flatten().tolist())
+    assert not may_come & {*range(32), ord("\n")} and {ord("a"), ord(" "), 0x7F} <= may_come

@@ -25,14 +25,16 @@ def draws(logits: torch.Tensor, count: int, first_seed: int = 0, **params: objec
 
 
 def assert_drawn_from(tokens: list[int], shares: torch.Tensor) -> None:
-    """Pearson's chi-square test at about one false alarm in 10^5."""
+    """Pearson's chi-square test at less than one false alarm in 10^6: a chi-square of f degrees of freedom is above
+    f + 2 sqrt(f x) + 2 x with a chance of at most exp(-x) (Laurent and Massart, 2000, lemma 1)."""
     expected = shares.double() * len(tokens)
     seen = torch.bincount(torch.tensor(tokens), minlength=len(shares)).double()
     possible = expected > 0
     assert seen[~possible].sum() == 0
     statistic = float(((seen - expected)[possible] ** 2 / expected[possible]).sum())
     freedom = int(possible.sum()) - 1
-    assert statistic < freedom + 6 * math.sqrt(2 * freedom) + 12, f"{statistic:.1f} at {freedom} degrees of freedom"
+    most = freedom + 2 * math.sqrt(freedom * 14) + 2 * 14
+    assert statistic < most, f"{statistic:.1f} at {freedom} degrees of freedom"
 
 
 def test_temperature_zero_takes_the_likeliest_token_whatever_the_seed(seed):

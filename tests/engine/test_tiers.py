@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,32 @@ def test_start_up_lines_name_the_tiers(make: Any, tmp_path: Path) -> None:
     assert line(kv_offload_gib=OFFLOAD, kv_disk_dir=str(tmp_path), kv_disk_gib=2.0, eviction="graph") == wanted
     wanted = f"prefixes on the device, 1.00 GiB of host memory (lru), {disk}"
     assert line(kv_disk_dir=str(tmp_path), kv_disk_gib=2.0) == wanted
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_policies_that_skip_layers_answer_as_before_from_every_tier(tiny: Path, tmp_path: Path, layers: int) -> None:
+    """With all layers skipped they answer as `full` does; else layers differ in bytes, in memory and in files."""
+    config = {**json.loads((tiny / "config.json").read_text()), "num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def open_engine(kv: str) -> Engine:
+        disk = None if kv == "full" else str(tmp_path / "cache")
+        options = {"max_num_seqs": 2, "max_cached_seqs": 2, "kv_dense_below": 0, "kv_disk_dir": disk}
+        return Engine(EngineConfig(model=str(tmp_path), load_format="dummy", kv=kv, **options))
+
+    question = DOCUMENT + prompt(3, 100)
+    engine = open_engine("turbo:values=dense,skip_layers=1")
+    computed = ask(engine, question)
+    settle(engine)
+    evict_device(engine)
+    from_host, cached_tokens = ask(engine, question)
+    assert computed[1] == 0 and cached_tokens >= len(DOCUMENT)
+    assert engine.scheduler.prefix_cache.counts.hit_tokens["host"] == cached_tokens
+    settle(engine)
+    engine.close()
+    engine = open_engine("turbo:values=dense,skip_layers=1")
+    assert ask(engine, question) == (from_host, cached_tokens)
+    assert engine.scheduler.prefix_cache.counts.hit_tokens["disk"] == cached_tokens
+    engine.close()
+    if layers == 2:
+        assert computed[0] == from_host == ask(open_engine("full"), question)[0]

@@ -15,7 +15,7 @@ from test_prefix_cache import fresh
 from test_tiers import ask
 from tiers import assert_nothing_left, settle
 
-KILLS = 5
+KILLS = 3
 
 SERVER = """
 import json, random, sys

@@ -22,7 +22,7 @@ SLAB_GIB = 2**22 / 2**30
 MOST_STEPS = 4000
 
 PAGES = {letter: prompt(number, PAGE) for number, letter in enumerate("abc")}
-EXAMPLES = {"full": 80, "turbo:dense_below=256,values=dense": 20, "turbo:values=dense": 20, "shadowkv": 20}
+EXAMPLES = {"full": 48, "turbo:dense_below=256,values=dense": 12, "turbo:values=dense": 12, "shadowkv": 12}
 
 DOCUMENTS = ["aabbaabbaabb", "aabbccaabbcc", "aabc"]
 

@@ -11,6 +11,7 @@ from refusals import refusal
 from stub_server import stub_server
 
 from shadowkv.eval import __main__ as command
+from shadowkv.eval import command as execution
 from shadowkv.eval.files import PredictionFile
 from shadowkv.eval.forks import Forks
 from shadowkv.models.loader import LoadedModel
@@ -19,7 +20,7 @@ from shadowkv.models.loader import LoadedModel
 @pytest.fixture
 def niah(tiny: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments of a run of two samples under three policies; ``tmp_path / "out"`` has its results."""
-    monkeypatch.setattr(command, "load_from_config", lambda config: loaded)
+    monkeypatch.setattr(execution, "load_from_config", lambda config: loaded)
     text = tmp_path / "text.txt"
     text.write_text("One sentence is here. Another one is there! And is this a third? " * 20)
     model = ["--model", str(tiny), "--load-format", "dummy", "--data", str(text), "--out", str(tmp_path / "out")]

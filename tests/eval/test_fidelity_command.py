@@ -10,6 +10,7 @@ import pytest
 from refusals import refusal
 
 from shadowkv.eval import __main__ as command
+from shadowkv.eval import command as execution
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.models.loader import LoadedModel
 
@@ -17,7 +18,7 @@ from shadowkv.models.loader import LoadedModel
 @pytest.fixture
 def arguments(tiny: Path, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two prompts; ``tmp_path / "out"`` has the results."""
-    monkeypatch.setattr(command, "load_from_config", lambda config: loaded)
+    monkeypatch.setattr(execution, "load_from_config", lambda config: loaded)
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + i * i % 23) for i in range(900)))
     model = ["--model", str(tiny), "--load-format", "dummy", "--text", str(text), "--out", str(tmp_path / "out")]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from driver import DEVICE, Stream, decode, make_cache, prefill, scatter
+from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
@@ -70,33 +72,77 @@ def stored(streams: list[Stream], points: list[int], number: int) -> bool:
     return bool(points[number]) and bool(streams[number].sequence.path) == bool(streams[number - 1].sequence.path)
 
 
-def same(cache: KVCache, stream: Stream, other: KVCache, sequence: Sequence) -> None:
-    """The same bytes, and the same outputs of what follows."""
-    made, wanted = other.export(sequence), cache.export(stream.sequence)
-    assert made.header == wanted.header
-    assert torch.equal(made.data, wanted.data)
-    twin = stream.again()
-    twin.sequence, twin.length = sequence, stream.length
+@dataclass
+class Ending:
+    """What is cached of a stream, and what follows.
+
+    Attributes:
+        start: the stream as it was, with its input.
+        snapshot: of all of it.
+        after: its outputs from there on, [tokens, layers, H_q, d].
+    """
+
+    start: Stream
+    snapshot: Snapshot
+    after: Tensor
+
+
+def ending(cache: KVCache, stream: Stream) -> Ending:
+    """Of a stream that goes on."""
+    start, snapshot = stream.again(), cache.export(stream.sequence)
+    start.length = stream.length
+    return Ending(start, snapshot, going_on(cache, stream))
+
+
+def going_on(cache: KVCache, stream: Stream) -> Tensor:
+    """Steps past the end of a page, a turn, and one more step: their outputs [tokens, layers, H_q, d]."""
     stream.outputs = []
     for _ in range(70):
         decode(cache, [stream])
-        decode(other, [twin])
-    for one, where in ((stream, cache), (twin, other)):
-        if one.length + 50 > one.sequence.capacity:
-            where.extend(one.sequence, one.length + 50, one.length + 60)
-        prefill(where, [(one, 50)])
-        decode(where, [one])
+    if stream.length + 50 > stream.sequence.capacity:
+        cache.extend(stream.sequence, stream.length + 50, stream.length + 60)
+    prefill(cache, [(stream, 50)])
+    decode(cache, [stream])
+    return stream.output()
+
+
+def same(wanted: Ending, cache: KVCache, sequence: Sequence) -> None:
+    """The same bytes, and the same outputs of what follows."""
+    made = cache.export(sequence)
+    assert made.header == wanted.snapshot.header
+    assert torch.equal(made.data, wanted.snapshot.data)
+    twin = wanted.start.again()
+    twin.sequence, twin.length = sequence, wanted.start.length
+    after = going_on(cache, twin)
     if DEVICE == "cpu":
-        assert torch.equal(twin.output(), stream.output())
+        assert torch.equal(after, wanted.after)
     else:
-        torch.testing.assert_close(twin.output(), stream.output(), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(after, wanted.after, atol=1e-4, rtol=1e-3)
+
+
+@dataclass
+class Conversation:
+    """Turns in their cache, whose pages tests share and nobody changes.
+
+    Attributes:
+        snapshots: the chain of them up to the last turn, and how much of each the next one has.
+        points: where each turn was forked from the one before.
+        end: of the last turn, which has gone on since.
+    """
+
+    cache: KVCache
+    streams: list[Stream]
+    points: list[int]
+    snapshots: list[tuple[Snapshot, int]]
+    end: Ending
 
 
 @lru_cache
-def conversation(kv: str, name: str) -> list[tuple[Snapshot, int]]:
-    """A chain of snapshots."""
+def conversation(kv: str, name: str) -> Conversation:
     cache = make_cache(SPECS[kv], slots=30)
-    return chain(cache, *turns(cache, name))
+    streams, points = turns(cache, name)
+    snapshots = chain(cache, streams, points)
+    return Conversation(cache, streams, points, snapshots, ending(cache, streams[-1]))
 
 
 def write(restoring: Restoring, snapshots: list[Snapshot], layer: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from copy import copy
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,19 +56,25 @@ def sealed_batch(cache: KVCache, streams: list[Stream]) -> SealedBatch:
     return sealed
 
 
+@lru_cache(maxsize=16)
+def drawn(seed: int, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [layers, MAX_LEN, H_q, d], keys and values [layers, MAX_LEN, H, d]; a test asks for few seeds, often."""
+    g = torch.Generator().manual_seed(seed)
+    layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    # Low-rank plus noise, as keys of a model are.
+    mixing = torch.randn(heads * dim // 2, heads * dim, generator=g)
+    low = torch.randn(layers, MAX_LEN, heads * dim // 2, generator=g) @ mixing / 4
+    k = (low + 0.1 * torch.randn(low.shape, generator=g)).unflatten(-1, (heads, dim))
+    v = torch.randn(layers, MAX_LEN, heads, dim, generator=g)
+    q = 2 * torch.randn(layers, MAX_LEN, shape.num_query_heads, dim, generator=g)
+    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
+
+
 class Stream:
     """One sequence's endless random input and every output it got."""
 
     def __init__(self, seed: int, sequence: Sequence | None = None) -> None:
-        g = torch.Generator().manual_seed(seed)
-        layers, heads, dim = SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim
-        # Low-rank plus noise, as keys of a model are.
-        mixing = torch.randn(heads * dim // 2, heads * dim, generator=g)
-        low = torch.randn(layers, MAX_LEN, heads * dim // 2, generator=g) @ mixing / 4
-        self.k = (low + 0.1 * torch.randn(low.shape, generator=g)).unflatten(-1, (heads, dim))
-        self.v = torch.randn(layers, MAX_LEN, heads, dim, generator=g)
-        self.q = 2 * torch.randn(layers, MAX_LEN, SHAPE.num_query_heads, dim, generator=g)
-        self.k, self.v, self.q = (x.to(DEVICE) for x in (self.k, self.v, self.q))
+        self.q, self.k, self.v = (x.clone() for x in drawn(seed, SHAPE))
         self.sequence = sequence
         self.length = 0
         self.outputs: list[Tensor] = []

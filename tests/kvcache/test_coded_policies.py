@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.codecs import OURS
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.parts.coded import CodedKeys
-from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.presets import CACHE_DTYPES, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.kvcache.store import Store
@@ -28,11 +28,15 @@ from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 CODECS = {codec.name: codec for codec in OURS if isinstance(codec, RowCodec)}
 NEW = [name for name in CODECS if not name.startswith("rotated")]
+MIXED = ["turboquant_k8v4", "turboquant_k3v4_nc"]
 LLAMA_70B = ModelShape(num_layers=80, num_query_heads=64, num_kv_heads=8, head_dim=128)
 
 
 def spec_of(name: str, other: str, place: str = "device") -> KVSpec:
-    """Keys and values in the format ``name``, where it is one of theirs, or else in the ``other``."""
+    """Keys and values in the format ``name``, where it is one of theirs, or else in the ``other``; or vLLM's policy of
+    that name."""
+    if name in MIXED:
+        return preset(CACHE_DTYPES[name])
     keys, values = (name if axis in CODECS[name].axes else other for axis in ("keys", "values"))
     return KVSpec(keys=keys, values=values, place=place)
 
@@ -86,7 +90,10 @@ def test_attention_on_codes_is_that_on_decoded_rows(name: str, dim: int) -> None
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [*((name, "device") for name in NEW), *((name, "host") for name in ("lloyd-3bit", "tq3_0", "fp8", "vq-4x256"))],
+    [
+        *((name, "device") for name in NEW + MIXED),
+        *((name, "host") for name in ("lloyd-3bit", "tq3_0", "fp8", "vq-4x256")),
+    ],
 )
 def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
     cache = make_cache(spec_of(name, "lloyd-4bit", place))
@@ -233,19 +240,19 @@ def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", NEW + MIXED)
 def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str, device: str) -> None:
     shape, spec = ModelShape(2, 32, 8, 128), spec_of(name, "tq3_0")
     parts = build_parts(spec.resolve(shape), shape, torch.bfloat16)
-    ops = frozenset(("attend_selected", "quantise_rows", "rebuild_rows"))
+    ops = frozenset(("attend_coded", "attend_selected", "quantise_rows", "rebuild_rows"))
     case = Case(
         ops, torch.bfloat16, 128, 32, 8, 128, key_codec=parts.keys.codec_id, value_codec=parts.values.codec_id,
         capability=(9, 0) if device == "cuda" else None, block_memory=232448,
     )  # fmt: skip
     chosen = Ops(device, case)
     known, codecs = set(), {parts.keys.codec_id, parts.values.codec_id}
-    if device == "cpu" and parts.keys.codec_id in LANES and load_cpu():
-        known = {"attend_selected"}
+    if device == "cpu" and codecs <= {*LANES} and load_cpu():
+        known = {"attend_coded", "attend_selected"}
     elif device == "cuda" and codecs <= {*LANES, CodecId.FP8}:
-        known = {"quantise_rows", "rebuild_rows"}
+        known = {"attend_coded", "quantise_rows", "rebuild_rows"}
     assert {op for op in ops if chosen.backends[op] != "reference"} == known

@@ -13,7 +13,8 @@ from shadowkv.ops.block_attention import reference
 from shadowkv.ops.registry import NAMES
 from shadowkv.ops.rotate.tables import RopeConfig
 
-pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+if DEVICE != "cuda":
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
 DTYPE = torch.bfloat16

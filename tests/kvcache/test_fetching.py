@@ -1,6 +1,7 @@
 """Values on the host come through a buffer of fetched chunks: the same answers, and only misses cross the bus."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def published(cache: KVCache) -> FetchCounts:
     return cache.fetches or FetchCounts()
 
 
+@lru_cache
 def run(spec: KVSpec, fetch_buffer: float, steps: int = 130) -> tuple[list[torch.Tensor], FetchCounts]:
     """Outputs of a ragged batch, some of it dense at first, through seals."""
     cache = make_cache(spec, fetch_buffer=fetch_buffer)

@@ -1,13 +1,21 @@
 """Low-rank keys of mixed widths (Shard): their bytes, how bits are shared out, what a policy takes."""
 
+import weakref
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
+import driver
 import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shadowkv.kvcache.codecs.latents import Int4Latents, MixedLatents
 from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import WIDTHS, allocate
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
@@ -153,3 +161,43 @@ def test_scores_are_sums_over_frequencies_of_latents() -> None:
     distance = angles[1] * (torch.arange(40) - at).double()[:, None]
     got = (along * distance.cos() + across * distance.sin()).sum(1)
     torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-10)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors made since, that were there at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.now, self.most = weakref.WeakSet[Any](), 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and (made := x.untyped_storage()) not in given | set(self.known):
+                self.known.add(made)
+                self.now += made.nbytes()
+                weakref.finalize(made, self._gone, made.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _gone(self, count: int) -> None:
+        self.now -= count
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sealing_and_reading_take_what_is_left_free_for_them(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of one state and of many, more than are projected at a time; rows of a step, each with a state."""
+    monkeypatch.setattr(driver, "SHAPE", replace(SHAPE, head_dim=64))
+    monkeypatch.setattr(driver, "ROPE", RopeConfig(64))
+    count = 90
+    cache = make_cache(preset("full:keys=low-rank-mixed,rank=96"), slots=count)
+    part, shape = cache.parts.keys, (2, count, 64, 2, 64)
+    pages, rows = torch.arange(count, device=DEVICE), torch.randn(shape, device=DEVICE)
+    tokens = SealedTokens(slice(None), pages if own else pages[:1], 64 * pages, pages, pages, rows, rows, rows)
+    with PeakBytes() as peak:
+        part.seal(cache.store, tokens)
+    assert peak.most <= part.sealing_bytes() < 3 * peak.most
+    with PeakBytes() as peak:
+        part.source(cache.store, 0, SimpleNamespace(states=pages, pages=pages[:, None], first=pages))
+    assert 0.5 * count * part.reading_bytes() < peak.most <= count * part.reading_bytes()

@@ -86,10 +86,10 @@ Serve = Callable[..., tuple[int, str]]
 
 
 def assert_refused(answer: tuple[int, str], name: str, reason: str = "") -> None:
-    """That the command ended with one line, which has the file's name and the reason."""
+    """That the command said what it loads, and ended with one line, which has the file's name and the reason."""
     code, stderr = answer
-    lines = stderr.splitlines()
-    assert code == 2 and len(lines) == 1, stderr
+    first, *lines = stderr.splitlines()
+    assert code == 2 and first.startswith("loading ") and len(lines) == 1, stderr
     assert lines[0].startswith("error: ") and name in lines[0] and reason in lines[0], stderr
     assert len(lines[0]) < 2000 and lines[0].isprintable()
     assert "Traceback" not in stderr

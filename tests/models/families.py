@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -64,10 +66,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, directory: Path, **save: Any) -> torch.nn.Module:
-    """Save the tiny model of a case to ``directory``; returns transformers' model of it, float32."""
+def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyType({}), **save: Any) -> torch.nn.Module:
+    """Save the tiny model of a case, in other ``sizes``, to ``directory``; returns transformers' own, float32."""
     torch.manual_seed(sum(name.encode()))
-    fields = {**TINY, **CASES[name]}
+    fields = {**TINY, **CASES[name], **sizes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").float().eval()
     # transformers starts with zero biases and unit norms, which would hide a bias or a norm that is left out.
     with torch.no_grad():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from gguf.quants import dequantize, quantize
 
 TENSORS = {
     "input_layernorm": "attn_norm",
@@ -32,8 +36,19 @@ def paired_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def write_model(path: Path, model: Any, extra: dict[str, torch.Tensor] | None = None, **fields: Any) -> Path:
-    """Write a transformers model; ``extra`` tensors and metadata ``fields`` (``rope.scaling.type=…``) come on top."""
+def write_model(
+    path: Path,
+    model: Any,
+    extra: dict[str, torch.Tensor] | None = None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    plain: bool = False,
+    **fields: Any,
+) -> Path:
+    """Write a transformers model; ``extra`` tensors and metadata ``fields`` (``rope.scaling.type=…``) come on top.
+
+    ``kinds`` are types of quantised tensors by the last part of their name in the file; ``plain`` writes the numbers
+    that those stand for.
+    """
     config = model.config
     arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
@@ -60,8 +75,31 @@ def write_model(path: Path, model: Any, extra: dict[str, torch.Tensor] | None = 
             tensor = paired_rows(tensor, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             tensor = paired_rows(tensor, config.num_key_value_heads)
-        writer.add_tensor(gguf_name(name), tensor.contiguous().numpy())
+        name = gguf_name(name)
+        kind = kinds.get(name.split(".")[-2]) if name.endswith(".weight") else None
+        if kind is None:
+            writer.add_tensor(name, tensor.contiguous().numpy())
+            continue
+        blocks, form = quantised(tensor.contiguous().numpy(), kind), gguf.GGMLQuantizationType[kind]
+        if plain:
+            writer.add_tensor(name, dequantize(blocks, form))
+        else:
+            writer.add_tensor(name, blocks, raw_dtype=form)
     return finish(writer)
+
+
+def quantised(tensor: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Blocks of a matrix; those of formats that the library does not write have codes of their own."""
+    form = gguf.GGMLQuantizationType[kind]
+    if not kind.endswith("_K"):
+        return quantize(tensor, form)
+    values, size = gguf.GGML_QUANT_SIZES[form]
+    blocks = np.random.default_rng(0).integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // values, size), np.uint8)
+    # Numbers of about 0.15, as those of the models.
+    scales = {"Q4_K": (0, (4e-4, 3e-3)), "Q5_K": (0, (2e-4, 3e-3)), "Q6_K": (208, (1e-4,))}
+    start, sizes = scales[kind]
+    blocks[..., start : start + 2 * len(sizes)] = np.array(sizes, np.float16).view(np.uint8)
+    return blocks.reshape(*tensor.shape[:-1], -1)
 
 
 def gguf_name(name: str) -> str:

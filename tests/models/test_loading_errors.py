@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from families import build
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from shadowkv.models import load_config, load_model
@@ -191,10 +193,21 @@ def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypat
     assert len(asked) == 1 and "*.safetensors" not in asked[0]
 
 
-def test_hub_failure_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+
+
+@pytest.mark.parametrize(
+    "failure, words",
+    [
+        (OSError("offline\nPlease check your connection."), "offline"),
+        (RepositoryNotFoundError("404\n\nNot found", response=ANSWER), "there is no such model, or it is private .*"),
+        (GatedRepoError("403\n\nAsk", response=ANSWER), "its terms must be agreed to .* HF_TOKEN"),
+    ],
+)
+def test_hub_failure_is_clear(failure: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        raise OSError("offline")
+        raise failure
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(OSError, match="no local path, and the hub did not deliver it: offline"):
+    with pytest.raises(OSError, match=f"no local path, and the hub did not deliver it: {words}$"):
         load_model("some-org/some-model")

@@ -109,7 +109,16 @@ class Case:
         nobody = torch.ones(slots, dtype=torch.bool).index_fill(0, self.slots, False)
         basis[nobody] = mean[nobody] = torch.nan
         used = self._used(pages).any(1)[..., None, None]
-        if codec.largest:
+        widths = None
+        if codec.bits:  # 4 on average, others of each state, in any order
+            pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8)
+            widths = pairs[torch.randint(3, (slots, rank // 2))].flatten(1)
+            steps, basis = codec.largest / 3 * latents, basis * 3 / codec.largest
+            latents = codec.encode(steps, widths[0])
+            for row, slot in zip(pages, self.slots, strict=True):
+                latents[row] = codec.encode(steps[row], widths[slot])
+            latents = latents.masked_fill(~used, 99)
+        elif codec.largest:
             latents, basis = codec.encode(codec.largest / 3 * latents), basis * 3 / codec.largest
             latents = latents.masked_fill(~used, 99)
         else:
@@ -117,7 +126,7 @@ class Case:
         rotary = RotaryTables(RopeConfig(self.dim, **rope), 64 * (PAGES + 2))
         centred = mean.to(dtype) if codec.largest else None
         first = 64 * torch.randint(3, self.slots.shape)
-        return LatentKeys(latents, codec, basis.to(dtype), centred, self.slots, pages, first, rotary)
+        return LatentKeys(latents, codec, basis.to(dtype), centred, self.slots, pages, first, rotary, widths)
 
     def _codes(self, bits: int) -> CodedRows:
         pages, scale_pages = self._pages(), self._pages()

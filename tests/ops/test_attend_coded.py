@@ -2,7 +2,6 @@
 
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -38,14 +37,6 @@ if ON_GPU or INTERPRETED:
     BACKENDS.append(kernel)
     if ON_GPU and cuda.available():
         BACKENDS.append(cuda)
-else:
-
-    def test_everything_in_the_interpreter() -> None:
-        pytest.importorskip("triton")
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.fixture(autouse=True)
@@ -88,16 +79,19 @@ class Stored:
             self.source: DenseRows | CodedRows = DenseRows(self._paged(poisoned, pages, shape, chunk), pages)
             return
         codec = ROW_CODECS[name]
-        rotation = random_rotation(dim, "keys").to(DEVICE)
-        codes, scale = codec.encode(stored, rotation)
+        rotation = random_rotation(dim, "keys").to(DEVICE) if codec.rotated else None
+        state = codec.fit(stored.transpose(1, 2).flatten(0, 1))
+        codes, scale = codec.encode(stored, rotation, tuple(x[:, None] for x in state))
         scale = scale.masked_fill(unread[:, None, :, None], torch.nan)
         own = pages.flatten()[torch.randperm(pages.numel(), device=DEVICE)].view_as(pages) if chunk == 8 else pages
         coded = self._paged(codes, pages, shape, chunk), self._paged(scale, own, shape, chunk).flatten(2, 3)
-        self.source = CodedRows(*coded, codec, dim, rotation, pages, own if chunk == 8 else None)
+        learned = tuple(torch.full((2 * batch, *x.shape), torch.nan, device=DEVICE) for x in state)
+        for of_slots, x in zip(learned, state, strict=True):
+            of_slots[slots] = x
+        self.source = CodedRows(*coded, codec, dim, rotation, pages, own if chunk == 8 else None, learned, slots)
         if rope is not None:
             assert mean is not None and first is not None
-            fields = {**vars(self.source), "slots": slots}
-            self.source = CentredKeys(**fields, mean=mean, first=first, rotary=rotary)
+            self.source = CentredKeys(**vars(self.source), mean=mean, first=first, rotary=rotary)
 
     def _paged(self, rows: Tensor, pages: Tensor, shape: tuple[int, ...], chunk: int) -> Tensor:
         """[N, H, C, c, x] of [B, H, n, x], the other pages NaN or 255."""
@@ -139,6 +133,8 @@ CASES = [
     ("rotated-3bit", "rows", 64, 3, 8, replace(TURNS, rotary_dim=32, interleaved=True)),
     ("rotated-4bit", "rotated-4bit", 64, 3, 8, replace(TURNS, scaling="yarn", factor=4.0, original_max_position=2048)),
     ("lloyd-3bit", "lloyd-3bit", 128, 5, 1, None),
+    ("fp8", "lloyd-4bit", 96, 3, 8, None),
+    ("fp8", "fp8", 64, 3, 8, TURNS),
 ]
 OF_CUDA = [
     ("lloyd-4bit", "lloyd-4bit", 128, 4, 8, None),

@@ -8,7 +8,8 @@ from test_cuda_attend_selected import DEVICE, check, log_weights, problem
 
 from shadowkv.ops.attend_selected import cuda, cuda_sm90
 
-pytestmark = pytest.mark.skipif(not cuda_sm90.available(), reason="needs a Hopper and the attend_latents_sm90 library")
+if not cuda_sm90.available():
+    pytest.skip("needs a Hopper and the attend_latents_sm90 library", allow_module_level=True)
 
 CODES = ("4-bit codes", "3-bit codes", "2-bit codes")
 

@@ -15,7 +15,8 @@ from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseR
 from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and the attend_selected library")
+if not cuda.available():
+    pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)
 
 PAGE = 64
 DEVICE = torch.device("cuda")

@@ -9,7 +9,8 @@ from test_cuda_attend_selected import codec_of, problem
 from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.case import Case
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and the attend_selected library")
+if not cuda.available():
+    pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)
 
 CASE = Case(
     frozenset({"attend_selected"}),

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from shadowkv.ops.fetch_chunks import cuda, reference
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+if not cuda.available():
+    pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 ROWS = {
     "2 KiB": bf16_rows(8, 128),

@@ -9,7 +9,8 @@ from shadowkv.ops.causal_attention import cuda as causal
 from shadowkv.ops.causal_attention import reference as causal_reference
 from shadowkv.ops.fused_attention import LARGE, SPAN, STEP, UNIT, attend, is_large
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 SHAPES = [(2, 4, 128), (1, 7, 128), (2, 1, 64), (2, 3, 96)]

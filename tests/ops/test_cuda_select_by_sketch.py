@@ -14,7 +14,8 @@ from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_by
 from shadowkv.ops.sketch_queries import cuda as making
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+if not cuda.available():
+    pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 
 def queries_of(q: Tensor) -> SketchQueries:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from shadowkv.ops.select_top_chunks import cuda
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+if not cuda.available():
+    pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 
 def partial_sums(logits: Tensor, parts: int) -> Tensor:

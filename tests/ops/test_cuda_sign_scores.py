@@ -10,7 +10,8 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.sign_scores import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)")
+if not cuda.available():
+    pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 
 Arguments = tuple[SketchQueries, Tensor, Tensor, Tensor, Tensor]

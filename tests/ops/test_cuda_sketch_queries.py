@@ -14,10 +14,8 @@ from shadowkv.ops.sign_scores.reference import pack_sketch
 from shadowkv.ops.sketch_queries import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-pytestmark = pytest.mark.skipif(
-    not (cuda.available() and scoring.available() and selecting.available()),
-    reason="needs a GPU and the CUDA ops (csrc/build_cuda.py)",
-)
+if not (cuda.available() and scoring.available() and selecting.available()):
+    pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

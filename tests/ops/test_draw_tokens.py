@@ -4,8 +4,6 @@ import itertools
 import math
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -27,14 +25,6 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.draw_tokens import triton as kernel
 
     BACKENDS = {**({} if INTERPRETED else BACKENDS), "triton": kernel.draw_tokens}
-else:
-
-    def test_everything_in_the_interpreter() -> None:
-        pytest.importorskip("triton")
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def parameters(*rows: dict[str, float]) -> Tensor:

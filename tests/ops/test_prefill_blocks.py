@@ -4,8 +4,6 @@ the Triton kernels on a GPU or in Triton's interpreter."""
 import importlib
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,16 +17,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 TRITON = ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-
-if not TRITON:
-
-    def test_the_kernels_in_the_interpreter() -> None:
-        """It is chosen before Triton is imported, so these tests run again in a process of their own."""
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
 
 BACKENDS = ["reference", "triton"] if ON_GPU else ["triton" if TRITON else "reference"]
 # Queries, keys, query heads, kv heads, head dim.

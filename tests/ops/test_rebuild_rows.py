@@ -1,15 +1,13 @@
 """Rows of sealed pages in Triton against the reference: on a GPU, or on the CPU through Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.codec import LatentCodec
@@ -22,16 +20,7 @@ pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
-if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-
-    def test_everything_in_the_interpreter() -> None:
-        """The interpreter is chosen before Triton is imported, so these tests run again in a process of their own."""
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-else:
+if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     from plain_formulas import assert_close_like_lowp
 
     from shadowkv.ops.rebuild_rows import triton
@@ -149,7 +138,9 @@ else:
             assert_close_like_lowp(out, exact, exact.to(dtype))
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("codec", [DenseLatents(), Int8Latents(), Int4Latents()], ids=lambda codec: codec.name)
+    @pytest.mark.parametrize(
+        "codec", [DenseLatents(), Int8Latents(), Int4Latents(), MixedLatents()], ids=lambda x: x.name
+    )
     @pytest.mark.parametrize(
         ("heads", "dim", "rank", "chunk", "rotary_dim", "interleaved"),
         [(2, 64, 40, 8, 64, False), (3, 96, 160, 1, 96, False), (2, 128, 33, 8, 64, True), (1, 16, 7, 64, 16, True)],
@@ -165,14 +156,16 @@ else:
         width, stored = codec.field(rank, dtype)
         latents = arena(64 // chunk, chunk, width, dtype=stored)
         codes = (codec.largest or 127) / 4 * torch.randn(PAGES, 64 // chunk, chunk, rank, device=DEVICE)
-        latents[pages[0]] = codec.encode(codes).to(stored)
+        pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8, device=DEVICE)
+        widths = pairs[torch.randint(3, (9, rank // 2), device=DEVICE)].flatten(1) if codec.bits else None
+        latents[pages[0]] = (codec.encode(codes) if widths is None else codec.encode(codes, widths[4])).to(stored)
         # States are apart from each other.
         basis = torch.full((9, rank + 1, heads, dim), float("nan"), dtype=dtype, device=DEVICE)[:, :rank]
         basis[4] = torch.randn(rank, heads, dim, device=DEVICE) * 0.01
         mean = torch.full((9, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
         mean[4] = torch.randn(heads, dim, device=DEVICE)
         rotary, first = RotaryTables(config, PAGES * 64 + 128, DEVICE), torch.tensor([128], device=DEVICE)
-        source = LatentKeys(latents, codec, basis, mean if quantised else None, slots, pages, first, rotary)
+        source = LatentKeys(latents, codec, basis, mean if quantised else None, slots, pages, first, rotary, widths)
         out = rebuilt(source, heads, dim, dtype, False)
         wide = latents if quantised else latents.float()
         fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantised else None)

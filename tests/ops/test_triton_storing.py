@@ -1,8 +1,6 @@
 """Triton kernels that store prompts against their references: on a GPU, or on the CPU through Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 from copy import copy
 
 import pytest
@@ -24,16 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TIE = 1e-3
 """How close to a tie, in steps, a value may be that another order of sums rounds the other way."""
 
-if not ON_GPU and not INTERPRETED:
-
-    def test_everything_in_the_interpreter() -> None:
-        """The interpreter is chosen before Triton is imported, so these tests run again in a process of their own."""
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-else:
+if ON_GPU or INTERPRETED:
     from shadowkv.ops.find_outliers import reference as outliers_reference
     from shadowkv.ops.find_outliers import triton as outliers_triton
     from shadowkv.ops.project_latents import reference as latents_reference

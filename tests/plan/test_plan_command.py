@@ -159,3 +159,22 @@ def test_mistakes_are_one_line_and_exit_2(flags: list[str], said: str, capsys: p
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert said in err
+
+
+def test_ranks_have_their_part_of_weights_heads_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, cut = (run_json(capsys, "--kv", "full", "turbo", "--tensor-parallel-size", n) for n in ("1", "2"))
+    assert cut["weight_bytes"] == pytest.approx(alone["weight_bytes"] / 2, rel=1e-3)  # but for the norms
+    (full, turbo), (all_of_full, all_of_turbo) = cut["plans"], alone["plans"]
+    assert full["device_bytes_per_sequence"] == all_of_full["device_bytes_per_sequence"] / 2
+    assert turbo["spec"]["rank"] == 96 > all_of_turbo["spec"]["rank"] / 2
+    assert 0.5 < turbo["device_bytes_per_sequence"] / all_of_turbo["device_bytes_per_sequence"] < 0.55
+    assert turbo["largest_batch"] >= 2 * all_of_turbo["largest_batch"]
+
+
+def test_replicas_are_counted_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--kv", "turbo", "--gpus", "2", "--replicas", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("GPUs     6: the first of 2 ranks' part of it") for line in lines)
+    (one,) = (line for line in lines if line.startswith("largest batch  "))
+    (all_of_them,) = (line for line in lines if line.startswith("largest batches of 3 replicas"))
+    assert int(all_of_them.split()[-1]) == 3 * int(one.split()[-1])

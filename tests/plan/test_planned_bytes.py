@@ -141,6 +141,16 @@ def test_a_step_takes_logits_and_what_draws_work_in() -> None:
     assert step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16)) == 4 * 4 * 128256 + 4 * 8192 + 8 * 5
 
 
+def test_bases_that_are_decoded_to_seal_and_to_read_are_left_room() -> None:
+    """Of low-rank-mixed keys: 64 pages are projected at a time, and each sequence of a step has its basis decoded."""
+    model = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336, vocab_size=1000)
+    mixed, int4 = (make_layout(preset(f"turbo:keys=low-rank-{x}"), LLAMA, torch.bfloat16) for x in ("mixed", "int4"))
+    basis = 160 * 1024
+    pages, latents = 64 * 64 * 4 * 1024, 64 * 64 * 40 * 160
+    assert working_bytes(model, mixed, 0) - working_bytes(model, int4, 0) == 64 * 8 * basis + pages + latents
+    assert step_bytes(model, mixed) - step_bytes(model, int4) == 7 * basis
+
+
 @pytest.mark.parametrize("tokens", [1000, 100000])
 def test_prefill_reserve_is_the_prompts_a_block_in_the_mlp_and_what_storing_takes(tokens: int) -> None:
     config = SimpleNamespace(shape=LLAMA, hidden_size=4096, intermediate_size=14336)

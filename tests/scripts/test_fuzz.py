@@ -62,6 +62,10 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/cache/save", {"name": "a.B-1_", "prompt": "x" * 100, "cache_salt": "s", "messages": None}),
     ("/cache/save", {"name": "a", "messages": [{"role": "user", "content": "Hi"}], "parse_special": True}),
     ("/cache/restore", {"name": "..", "model": "tiny"}),
+    ("/v1/completions", {"prompt": "a", "a_hint_to_others": [1]}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", **fuzz.CALL_ITEM}]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "system": "x"}),
 ])  # fmt: skip
 def test_sense(path, body):
     assert JUDGE.nonsense(path, "application/json", json.dumps(body).encode()) is None
@@ -73,7 +77,7 @@ def test_sense(path, body):
     {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}}, {"stop": ""}, {"stop_token_ids": [256]}, {"seed": 2**63},
     {"stop": ["x"] * 65}, {"stop": "x" * 1025}, {"stop_token_ids": [1] * 1025}, {"prompt": ["a"] * 2049},
     {"best_of": 2}, {"stream_options": {}}, {"stream": 1}, {"response_format": {"type": "json_schema"}}, {"model": "x"},
-    {"no_such_parameter": 1}, {"tools": [1]}, {"length_penalty": True}, {"logprobs": 21}, {"echo": None, "prompt": ""},
+    {"grammar": "x"}, {"tools": [1]}, {"length_penalty": True}, {"logprobs": 21}, {"echo": None, "prompt": ""},
     {"prompt": "a" * 128}, {"prompt": []}, {"prompt": [256]}, {"prompt": [1, "a"], "n": []}, {"prompt": "\ud800"},
     {"response_format": {"type": "json_object"}, "ignore_eos": True},
 ])  # fmt: skip
@@ -90,6 +94,17 @@ def test_nonsense(change):
 def test_nonsense_of_tools(change):
     body = {"messages": [{"role": "user", "content": "Hi"}], **change}
     assert JUDGE.nonsense("/v1/chat/completions", "application/json", json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/responses", {"input": []}), ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
+    ("/v1/responses", {"input": "a", "previous_response_id": "x"}), ("/v1/responses", {"input": "a", "top_p": 0}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ("/v1/messages", {"messages": [], "max_tokens": 1}), ("/v1/responses", {"input": "a", "max_tokens": 1}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+])  # fmt: skip
+def test_nonsense_of_other_apis(path, body):
+    assert JUDGE.nonsense(path, "application/json", json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("change", [

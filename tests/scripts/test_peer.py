@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "peer")
 
 import bench_vllm
 import peer_reuse
+from chat_trace import TraceShape
 from peer_drive import MEASURED, SETTLING, Driver
 from peer_model import token_bytes
 
@@ -68,6 +69,11 @@ def same(one: list[int], other: list[int]) -> int:
     return next((n for n, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
 
 
+TRACE = TraceShape(chats=3, turns=2, documents=2, shortest=20, longest=20, own=10, at_once=2)
+TRACE_HITS = (20 + 3 * 30) / (3 * 30 + 3 * 44)
+"""Of three prompts of 30 tokens the last begins like the first; second turns begin with them."""
+
+
 @pytest.fixture
 def driver() -> Driver:
     return Driver(Engine(), lambda tokens: tokens)
@@ -93,7 +99,7 @@ def test_a_batch_that_never_decodes_together_has_no_figure(driver, monkeypatch):
 
 
 def test_answers_that_are_too_short_have_no_figure(driver):
-    driver._sampling = lambda tokens: tokens - 1
+    driver.sampling = lambda tokens: tokens - 1
     with pytest.raises(RuntimeError, match="instead of"):
         driver.run(10, [3])
 
@@ -109,10 +115,11 @@ def test_cases_are_written_as_requests_prompt_and_answer():
         ("reuse", Keeper(1), {"shared": (5 / 6 * 0.8, 0), "one-by-one": (0.8, 0)}),
         ("reuse-off", Keeper(0), {"shared": (0, 0)}),
         ("restored", Keeper(2, host=True), {"restored": (0, 1)}),
+        ("trace", Keeper(99), {"trace": (TRACE_HITS, 0)}),
     ],
 )
 def test_prompts_that_come_again(name, keeper, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_vllm, "SHAPE", peer_reuse.Shape(6, 40, 10, 4))
+    monkeypatch.setattr(bench_vllm, "SHAPE", peer_reuse.Shape(6, 40, 10, 4, TRACE))
     row = {"engine": "vllm 0.26.0", "kv": "bf16", "prefill": "dense", "quantization": "none"}
     for _ in range(2):
         bench_vllm.measure(Namespace(out=tmp_path, engine=name), Driver(keeper, lambda tokens: tokens), row)
@@ -126,7 +133,7 @@ def test_prompts_that_come_again(name, keeper, rows, tmp_path, monkeypatch):
         assert float(one["hit_rate_device"]) == pytest.approx(device, abs=1e-3)
         assert float(one["hit_rate_host"]) == pytest.approx(host, abs=1e-3)
         assert one["hit_rate_disk"] == ""
-        tokens = {"shared": 24, "one-by-one": 20, "restored": 5}[one["case"]]
+        tokens = {"shared": 24, "one-by-one": 20, "restored": 5, "trace": 3 * 2 * 4}[one["case"]]
         assert float(one["wall_s"]) * float(one["output_tokens_per_s"]) == pytest.approx(tokens, rel=0.01)
         assert 0 < float(one["ttft_p50_s"]) <= float(one["ttft_p99_s"]) <= float(one["wall_s"])
 

@@ -55,7 +55,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
         context = 30_000
         capacity = context + new_tokens(args)
         machine = Machine(TOTAL / GIB, throughput_sweep.UTILIZATION, host_gib, 1.0, 1.0)
-        planner = Planner(loaded.config, torch.bfloat16, capacity, machine, 0.6, 2.0)
+        planner = Planner(loaded.shard, torch.bfloat16, capacity, machine, 0.6, 2.0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - planner.weight_bytes, TOTAL))
         monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: 200 * GIB)
         count = fitting(args, loaded, kv, context)

@@ -23,6 +23,7 @@ from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.serve.api import build_app
 from shadowkv.serve.batch_files import BatchFiles
 from shadowkv.serve.batch_mode import run_batch
+from shadowkv.serve.settings import ServerSettings
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +51,7 @@ def call(engine: FakeEngine) -> Iterator[Callable[..., httpx.Response]]:
 
     yield send
     app.state.bodies.close()  # as at a server's end
+    app.state.documents.close()
 
 
 @pytest.fixture
@@ -75,6 +77,27 @@ def url(engine: FakeEngine) -> Iterator[str]:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def ask() -> Iterator[Callable[..., httpx.Response]]:
+    """Asks a server that reads thoughts and calls, of an engine whose answer is given; its ``engine`` is at hand."""
+    engine = FakeEngine()
+    engine.max_model_len = 4000
+    app = build_app(engine, "fake", ServerSettings(reasoning_parser="qwen3", tool_call_parser="hermes"))
+
+    def send(url: str, reply: str, **body: Any) -> httpx.Response:
+        engine.reply = reply
+
+        async def run() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                return await client.post(url, json=body)
+
+        return asyncio.run(run())
+
+    send.engine = engine
+    yield send
+    app.state.bodies.close()
 
 
 @pytest.fixture

@@ -11,15 +11,26 @@ from typing import Any
 
 from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.cache.saves import Saved
+from shadowkv.cache.segments import CachedSegment
 from shadowkv.cache.stats import TierStats
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.request import Request, RequestError, RequestOutput, RequestTimes, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.selections import LayerGroup, TokenSelections
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 
 REPLY = "Hello wörld."
+
+SELECTIONS = TokenSelections(
+    length=100,
+    cell=16,
+    everything=False,
+    exact=[(0, 8), (64, 100)],
+    groups=[LayerGroup((0, 2), 1, [1, 3], [0.75, 0.25])],
+)
+"""Of every token but the first."""
 
 SAVE_ERRORS = {kind.__name__: kind for kind in (UnknownName, UnusableName, NotDone, DiskTooSlow)}
 """What a restore of such a name ends with."""
@@ -74,16 +85,19 @@ class FakeEngine:
     max_model_len = 200
     max_queued_seqs = 200
     kv = "fake"
+    role = "both"
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
         self.is_alive = True
+        self.sampling_defaults: dict[str, float] = {}
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self.running: set[str] = set()
         self.most_running = 0
         self.room = 10**6
         self.reply = REPLY
+        self.stop_string: str | None = None
         self.saved: dict[str, Saved] = {}
 
     def stats(self) -> EngineStats:
@@ -94,6 +108,11 @@ class FakeEngine:
             "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12, 6),
         }
         return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes)
+
+    async def segments(self, most: int) -> tuple[list[CachedSegment], int]:
+        if not self.is_alive:
+            raise EngineDead("the engine has died: boom")
+        return [CachedSegment("a1", 0, 640, True, True, ("device", "disk"))][:most], 1
 
     async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
         if "EMPTY" in schema:
@@ -167,6 +186,8 @@ class FakeEngine:
                     cached_tokens=2,
                     times=times,
                     prompt_logprobs=scores if count == 1 else None,
+                    stop_string=self.stop_string if finish == "stop" else None,
+                    selections=[None if count == 1 else SELECTIONS] if params.return_selections else None,
                 )
                 if failed:
                     return

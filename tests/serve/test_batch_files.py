@@ -15,6 +15,7 @@ import pytest
 from shadowkv.serve import __main__ as command
 from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.batch_mode import run_batch
+from shadowkv.serve.start import on_terminate
 
 REQUESTS = [
     json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}})
@@ -142,11 +143,11 @@ def test_two_runs_cannot_write_the_same_output_and_one_that_crashed_can_be_follo
 
 
 def test_the_command_has_its_files_before_a_model_is_loaded(files, monkeypatch, capsys):
-    def load(config):
+    def load(config, compare):
         assert files.lock.exists()
         raise MemoryError("not even one sequence fits")
 
-    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr(command, "load_engines", load)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     flags = ["--input", str(files.input), "--output", str(files.output)]
     assert command.main(flags) == 2 and "not even one" in capsys.readouterr().err
@@ -229,7 +230,7 @@ def test_a_crash_while_a_run_resumes_loses_nothing(files, engine, monkeypatch, c
 def test_sigterm_keeps_what_is_done_and_frees_the_files(files, engine, capsys, monkeypatch):
     hangs = json.dumps({"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "HANG"}})
     files.input.write_text("\n".join([*REQUESTS, hangs]) + "\n")
-    write, before = Sink.write, signal.signal(signal.SIGTERM, command._on_terminate)
+    write, before = Sink.write, signal.signal(signal.SIGTERM, on_terminate)
 
     def terminated(sink, record):
         write(sink, record)

@@ -16,14 +16,14 @@ from fake_engine import FakeEngine
 from http_server import http_server
 
 from shadowkv import __version__
+from shadowkv.bench.__main__ import main
+from shadowkv.bench.serving_stats import Record, decode_only, figures
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.api import build_app
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import bench_serve
-from serving_stats import Record, decode_only, figures
 from tiny_model import ENGINE, tiny_model
 
 
@@ -38,7 +38,7 @@ def tiny() -> Iterator[str]:
 
 
 def run(url: str, *more: str) -> int:
-    return bench_serve.main(["--base-url", url, "--vocab-size", "128", *more])
+    return main(["serve", "--base-url", url, "--vocab-size", "128", *more])
 
 
 def test_a_live_server(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +66,8 @@ def test_requests_come_at_their_rate(tiny: str, tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tiny, "--num-prompts", "0") == 2
+    assert "--num-prompts 0 must be positive" in capsys.readouterr().err
     assert run("http://127.0.0.1:9/v1") == 2
     assert "no server at http://127.0.0.1:9/v1" in capsys.readouterr().err
     assert run(tiny, "--random-input-len", "500", "--random-output-len", "13") == 2

@@ -136,7 +136,7 @@ def test_tiers_that_have_failed_keep_nothing(serve: Serve, monkeypatch: pytest.M
 
 
 def test_it_is_behind_the_key(serve: Serve) -> None:
-    with serve(ServerSettings(api_key="secret")) as client:
+    with serve(ServerSettings(api_key=("secret",))) as client:
         for path in ("/cache/save", "/cache/restore"):
             assert error_of(client.post(path, name="x", prompt="a"), 401)["code"] == "invalid_api_key"
         client.http.headers["Authorization"] = "Bearer secret"

@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from fake_engine import REPLY
@@ -171,7 +172,7 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(run, engine, capsys, tm
 
 
 def test_a_full_queue_is_waited_for(run, engine, monkeypatch):
-    monkeypatch.setattr("shadowkv.serve.batch_mode.BUSY_SECONDS", 0.01)
+    monkeypatch.setattr("shadowkv.serve.batch_answers.BUSY_SECONDS", 0.01)
     engine.room = engine.max_queued_seqs = 2
     lines = [line(str(i), prompt=["Hi", "SLEEP"]) for i in range(3)] + [line("never", prompt=["a", "b", "c"])]
     assert run(lines, concurrency=4) == 0
@@ -181,3 +182,9 @@ def test_a_full_queue_is_waited_for(run, engine, monkeypatch):
         "never": 400,
     }
     assert "queues 2 at the most" in found["never"]["body"]["error"]["message"]
+
+
+def test_the_batch_of_the_examples(run):
+    example = Path(__file__).resolve().parents[2] / "examples" / "batch.jsonl"
+    assert run([text for text in example.read_text(encoding="utf-8").splitlines()]) == 0
+    assert all(record["response"]["status_code"] == 200 for record in records(run.files.output))

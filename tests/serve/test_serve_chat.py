@@ -18,6 +18,7 @@ def test_answer(post, engine):
 def test_content_parts_roles_and_an_answer_sent_back(post, engine):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     earlier = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
+    earlier["provider_specific_fields"] = {"refusal": None}
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts, "name": "Jo"}, earlier]
     assert post("chat", messages=messages).status_code == 200
     assert engine.prompts == ["<system>s<user>a\nb<assistant>c<assistant>"]

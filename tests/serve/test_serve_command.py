@@ -16,10 +16,10 @@ from shadowkv.serve.open_files import FILES_BESIDE
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
-    def load(config):
+    def load(config, compare):
         raise MemoryError("not even one sequence fits")
 
-    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr(command, "load_engines", load)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
 
 
@@ -57,7 +57,7 @@ def test_calls_of_tools_that_nobody_could_read(monkeypatch, capsys):
     monkeypatch.setattr("shadowkv.serve.server.serve", lambda *args: served.append(args[-1].tool_call_parser))
     flags = ["--port", "0", "--enable-auto-tool-choice"]
     for template, more, code in (("{{ messages }}", [], 2), ("<tool_call>", [], 0), (None, ["hermes"], 0)):
-        monkeypatch.setattr(command, "_load", lambda config, template=template: engine(template))
+        monkeypatch.setattr(command, "load_engines", lambda config, compare, template=template: [engine(template)])
         assert command.main([*flags, *(["--tool-call-parser", *more] if more else [])]) == code
         assert not code or "add --tool-call-parser hermes|llama3_json|mistral" in error_line(capsys)
     assert served == [None, "hermes"]
@@ -79,7 +79,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     served, raised = [], []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    monkeypatch.setattr(command, "_load", lambda config: engine("{{ messages }}"))
+    monkeypatch.setattr(command, "load_engines", lambda *_: [engine("{{ messages }}")])
     monkeypatch.setattr("shadowkv.serve.server.serve", lambda *args: served.append(args[-1].limit_concurrency))
     assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
     told = f"limit_concurrency=2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
@@ -132,8 +132,8 @@ def test_flags(capsys, flags):
 
 
 def test_interrupt_while_loading(monkeypatch, capsys):
-    def load(config):
+    def load(config, compare):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr(command, "load_engines", load)
     assert command.main(["--port", "0"]) == 130

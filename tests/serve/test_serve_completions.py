@@ -110,3 +110,21 @@ def test_stream(post):
 
 def test_stream_without_usage(post):
     assert all("usage" not in chunk for chunk in events(post("completions", stream=True)))
+
+
+def test_without_max_tokens_there_are_sixteen_or_as_many_as_fit(post, engine):
+    engine.reply = "x" * 50
+    for prompt, count in (("Hi", 16), ("x" * 190, 9)):
+        choice = post("completions", prompt=["a", prompt]).json()["choices"][1]
+        assert (len(choice["text"]), choice["finish_reason"]) == (count, "length")
+    post("chat")
+    assert engine.params[-1].max_tokens is None  # a chat has as many as the server reserves
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_what_a_request_does_not_say_is_sampled_as_the_model_advises(post, engine, endpoint):
+    engine.sampling_defaults = {"temperature": 0.6, "top_k": 20}
+    post(endpoint, top_p=0.5, top_k=None)
+    post(endpoint, temperature=1.0, top_k=0)
+    found = [(params.temperature, params.top_k, params.top_p) for params in engine.params]
+    assert found == [(0.6, 20, 0.5), (1.0, 0, 1.0)]

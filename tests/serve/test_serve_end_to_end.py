@@ -16,7 +16,7 @@ import pytest
 from http_server import http_server
 
 from shadowkv.engine.async_engine import AsyncEngine
-from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
 from shadowkv.serve.api import build_app
 from shadowkv.serve.batch_files import BatchFiles
 from shadowkv.serve.batch_mode import run_batch
@@ -127,7 +127,8 @@ def test_a_directory_that_cannot_be_used_is_an_error_in_a_line(tmp_path):
     command = [sys.executable, "-m", "shadowkv.serve", "--port", "0", "--kv-disk-dir", str(tmp_path / "file")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr == f"error: --kv-disk-dir {tmp_path / 'file'} cannot be used: Not a directory\n"
+    reason = f"--kv-disk-dir {tmp_path / 'file'} cannot be used: Not a directory"
+    assert done.stderr == f"loading {DEFAULT_MODEL}\nerror: {reason}\n"
 
 
 def test_too_long(client):
@@ -229,5 +230,5 @@ def test_a_server_process_drains_and_a_second_signal_ends_it():
             while True:  # no new ones meanwhile
                 openai.OpenAI(base_url=url, api_key="none", max_retries=0).models.list()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)  # draining, it would wait for the stream, 100 s
         assert process.returncode == 143

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from fake_engine import REPLY
 from replies import events
+
+from shadowkv.serve.body_reader import SHORT_BYTES
+from shadowkv.serve.limits import MAX_UNKNOWN
+from shadowkv.serve.unknown import unknown
 
 UNSUPPORTED = {
     "tools": [{"type": "function"}],
@@ -12,7 +18,8 @@ UNSUPPORTED = {
     "response_format": {"type": "grammar"},
     "suffix": "x",
     "best_of": 2,
-    "no_such_parameter": 1,
+    "grammar": "x",
+    "system": "x",
 }
 WRONG = {
     "temperature": "hot",
@@ -48,6 +55,21 @@ def test_parameters(post, engine, endpoint, name, value):
     error = error_of(post(endpoint, **{name: value}))
     assert error["param"].split("[")[0] == name and name in error["message"]
     assert not engine.prompts
+
+
+def test_what_nobody_knows_has_no_effect_and_is_told_once(post, call, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING, "shadowkv.serve.request_log")  # a command that ran here may have turned it on
+    monkeypatch.setattr(unknown, "_told", set())
+    for _ in range(2):
+        messages = [{"role": "user", "content": "Hi", "cache_control": {}}]
+        assert post("chat", messages=messages, no_such_hint=1).is_success
+    assert [record.args for record in caplog.records] == [("cache_control",), ("no_such_hint",)]
+    # Bodies that another process reads are told of here, too.
+    assert post("completions", long_hint="x" * SHORT_BYTES).is_success
+    assert caplog.records[-1].args == ("long_hint",) and caplog.records[-1].name == unknown.__module__
+    for number in range(MAX_UNKNOWN):
+        unknown.tell(f"{number}")
+    assert len(caplog.records) == MAX_UNKNOWN
 
 
 @pytest.mark.parametrize("bias", [{"a": 1}, {"5": "x"}, {"-1": 1}, {"9" * 5000: 1}, {"1.5": 1}, [1], 3])

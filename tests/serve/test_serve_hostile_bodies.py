@@ -21,11 +21,13 @@ from test_serve_errors import error_of
 from test_serve_long_prompts import TRIES, health_waits
 
 from shadowkv.serve import body_reader, limits
+from shadowkv.serve.anthropic.protocol import MessagesRequest
 from shadowkv.serve.api import build_app
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from shadowkv.serve.request_body import read_body
+from shadowkv.serve.request_body import read_body, validated
+from shadowkv.serve.responses.protocol import ResponsesRequest
 
 JSON = {"Content-Type": "application/json"}
 TURN = {"role": "user", "content": "a"}
@@ -157,7 +159,10 @@ def read(reader, raw, model=CompletionRequest):
 
 
 def test_the_process_needs_no_torch():
-    code = "import sys, shadowkv.serve.body_process\nassert not {'torch', 'fastapi', 'tokenizers'} & set(sys.modules)"
+    """Nor do the bodies that it reads: its memory is limited."""
+    read = "body_process", "protocol", "cache_protocol", "anthropic.protocol", "responses.protocol"
+    names = ", ".join(f"shadowkv.serve.{name}" for name in read)
+    code = f"import sys, {names}\nassert not {{'torch', 'numpy', 'fastapi', 'tokenizers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -278,3 +283,50 @@ def test_others_are_served_while_hostile_bodies_are_read(engine):
                     break
             assert "messages[0]" in error_of(answer)["param"]
             assert not waits
+
+
+PARTS = {
+    (ResponsesRequest, "content parts"): {"input": [{"role": "user", "content": [{"type": "input_text"}] * 5_000}] * 2},
+    (ResponsesRequest, "at most 8192"): {"input": [TURN] * (limits.MAX_MESSAGES + 1)},
+    (ResponsesRequest, "characters"): {"input": [{**TURN, "content": "a" * (limits.MAX_TEXT_CHARS // 2 + 1)}] * 2},
+    (ResponsesRequest, "JSON values"): {
+        "input": [
+            {"type": "function_call", "call_id": "c", **MANY_VALUES},
+            {"type": "function_call", "call_id": "c", **MANY_VALUES},
+        ]
+    },
+    (MessagesRequest, "content parts"): {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [PART] * 5_000}] * 2}]
+    },
+    (MessagesRequest, "at most 8192"): {"messages": [TURN] * (limits.MAX_MESSAGES + 1)},
+    (MessagesRequest, "characters"): {"messages": [{**TURN, "content": "a" * (limits.MAX_TEXT_CHARS // 2 + 1)}] * 2},
+    (MessagesRequest, "JSON values"): {
+        "messages": [
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": [1] * 40_000}}] * 2,
+            },
+            TURN,
+        ]
+    },
+    (MessagesRequest, "characters of JSON"): {
+        "messages": [TURN],
+        "tools": [{"name": "f", "input_schema": {}, "description": "x" * limits.MAX_TOOLS_CHARS}],
+    },
+}
+
+
+@pytest.mark.parametrize(("model", "reason"), PARTS)
+def test_other_apis_have_the_same_limits(model, reason):
+    body = {"max_tokens": 1, **PARTS[model, reason]} if model is MessagesRequest else PARTS[model, reason]
+    with pytest.raises(ApiError) as caught:
+        validated(body, model)
+    assert reason in caught.value.message
+
+
+def test_long_bodies_of_other_apis_are_read_by_another_process(call):
+    long = "a" * SHORT_BYTES
+    error = error_of(call("POST", "/v1/responses", json={"input": long}))
+    assert error["param"] == "input" and "tokens" in error["message"]
+    answer = call("POST", "/v1/messages", json={"messages": [TURN], "max_tokens": 9, "a_hint": long})
+    assert answer.json()["content"] == [{"type": "text", "text": REPLY[:9]}]

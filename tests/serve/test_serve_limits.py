@@ -30,7 +30,7 @@ def asgi(engine, settings, *requests):
 
 
 def test_key(engine):
-    settings = ServerSettings(api_key="s3cret")
+    settings = ServerSettings(api_key=("other", "s3cret"))
     body = {"json": {"prompt": "Hi"}}
     right, wrong = ({"headers": {"Authorization": f"Bearer {key}"}, **body} for key in ("s3cret", "s3crets"))
     ask = "/v1/completions"
@@ -120,23 +120,29 @@ def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
 
 @pytest.mark.parametrize("key", ["", " ", "   ", " key", "key ", "\tkey", "key\n", "schlüssel"])
 def test_a_key_that_no_header_can_carry_is_refused(key):
-    with pytest.raises(ValueError, match=r"api_key must be .* without blanks around it"):
-        ServerSettings(api_key=key)
+    with pytest.raises(ValueError, match="or with blanks around it"):
+        ServerSettings(api_key=("k", key))
 
 
 def test_a_key_with_blanks_inside(engine):
     request = ("GET", "/v1/models", {"headers": {"Authorization": "Bearer a  key"}})
-    assert [answer.status_code for answer in asgi(engine, ServerSettings(api_key="a  key"), request)] == [200]
+    assert [answer.status_code for answer in asgi(engine, ServerSettings(api_key=("a  key",)), request)] == [200]
 
 
 def test_settings(monkeypatch):
     with pytest.raises(
         ValueError, match=r"request_timeout=-1.0.*send_timeout=nan.*max_body_mib=0.*limit_concurrency=0.*api_key"
     ):
-        ServerSettings(api_key="", max_body_mib=0, request_timeout=-1.0, send_timeout=float("nan"), limit_concurrency=0)
+        ServerSettings(
+            api_key=("",), max_body_mib=0, request_timeout=-1.0, send_timeout=float("nan"), limit_concurrency=0
+        )
     parser = argparse.ArgumentParser()
     ServerSettings.add_arguments(parser.add_argument_group())
-    monkeypatch.setenv(KEY_VARIABLE, "from outside")
-    assert ServerSettings.from_args(parser.parse_args([])) == ServerSettings(api_key="from outside")
-    asked = parser.parse_args(["--api-key", "k", "--max-body-mib", "2", "--shutdown-timeout", "0"])
-    assert ServerSettings.from_args(asked) == ServerSettings(api_key="k", max_body_mib=2, shutdown_timeout=0)
+    monkeypatch.setenv(KEY_VARIABLE, "from outside\nand another")
+    assert ServerSettings.from_args(parser.parse_args([])) == ServerSettings(api_key=("from outside", "and another"))
+    asked = parser.parse_args(
+        ["--api-key", "k", "l", "--max-body-mib", "2", "--api-key", "m", "--shutdown-timeout", "0"]
+    )
+    assert ServerSettings.from_args(asked) == ServerSettings(
+        api_key=("k", "l", "m"), max_body_mib=2, shutdown_timeout=0
+    )

@@ -9,9 +9,12 @@ from fake_engine import REPLY
 from test_serve_batch import records
 from test_serve_errors import error_of
 
+from shadowkv.serve.anthropic.protocol import MessagesRequest
 from shadowkv.serve.protocol import ChatRequest, CompletionRequest
+from shadowkv.serve.responses.protocol import ResponsesRequest
 
 JSON = {"Content-Type": "application/json"}
+OTHERS = ("/v1/responses", "/v1/messages")
 BODIES = {
     b'{"prompt": ': "valid JSON",
     b'{"prompt": "a"} x': "valid JSON",
@@ -46,16 +49,25 @@ def test_harmless_oddities(call):
         assert call("POST", "/v1/completions", content=body, headers=JSON).json()["choices"][0]["text"] == REPLY
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_every_parameter_with_values_from_the_ends_of_every_type(post, endpoint):
-    model = ChatRequest if endpoint == "chat" else CompletionRequest
-    names = [*model.model_fields, "tools", "metadata", "no_such_parameter"]
-    for name in names:
+GOOD = {
+    "/v1/completions": (CompletionRequest, {"prompt": "Hi"}),
+    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}]}),
+    "/v1/responses": (ResponsesRequest, {"input": "Hi"}),
+    "/v1/messages": (MessagesRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("url", GOOD)
+def test_every_parameter_with_values_from_the_ends_of_every_type(call, url):
+    model, good = GOOD[url]
+    # What all have is tried with chats.
+    names = {*model.model_fields} - ({*ChatRequest.model_fields} if url in OTHERS else set())
+    for name in sorted(names | good.keys() | {"tools", "metadata", "no_such_parameter"}):
         for value in ENDS:
-            answer = post(endpoint, **{name: value})
+            answer = call("POST", url, json={**good, name: value})
             assert answer.status_code in (200, 400, 404), (name, value, answer.text)
             if answer.status_code != 200:
-                error = error_of(answer, answer.status_code)
+                error = answer.json()["error"]
                 assert len(error["message"]) < 1000, (name, value)
 
 

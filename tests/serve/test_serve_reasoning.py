@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import httpx
 import pytest
-from fake_engine import FakeEngine
 from replies import events
 from test_serve_errors import error_of
 from test_serve_tools import ROME, TEXT, TOOLS
 
-from shadowkv.serve.api import build_app
 from shadowkv.serve.reasoning import ReasoningParser
 from shadowkv.serve.settings import ServerSettings
 
@@ -34,25 +29,15 @@ def test_text_in_pieces(prompt, text, thought, said):
 
 
 @pytest.fixture
-def ask():
-    """Asks a server that reads thoughts, of an engine whose answer is given."""
-    engine = FakeEngine()
-    engine.max_model_len = 2000
-    app = build_app(engine, "fake", ServerSettings(reasoning_parser="qwen3", tool_call_parser="hermes"))
+def ask(ask):
+    """A chat."""
 
     def send(reply, **body):
-        engine.reply = reply
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": len(reply), **body}
+        return ask_chat("/v1/chat/completions", reply, **body)
 
-        async def run():
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                return await client.post("/v1/chat/completions", json=body)
-
-        return asyncio.run(run())
-
-    send.engine = engine
-    yield send
-    app.state.bodies.close()
+    ask_chat, send.engine = ask, ask.engine
+    return send
 
 
 def test_an_answer_and_a_call_behind_thoughts(ask):

@@ -35,7 +35,7 @@ def test_tokenize(call):
     assert error_of(ask())["param"] == error_of(ask(prompt="a", messages=messages))["param"] == "prompt"
     assert error_of(ask(prompt="a", model="other"), 404)["code"] == "model_not_found"
     assert error_of(ask(messages=[{"role": "assistant", "content": "x"}]))["param"] == "messages"
-    assert error_of(ask(prompt="a", nonsense=1))["param"] == "nonsense"
+    assert error_of(ask(prompt="a", grammar="x"))["param"] == "grammar"
 
 
 def test_detokenize(call):

@@ -233,7 +233,7 @@ WRONG = [
     (function(parameters=3), "tools[0].function.parameters", "dictionary"),
     (function(parameters=DEEP), "tools", "100 levels"),
     (function(description="x" * limits.MAX_TOOLS_CHARS), "tools", f"{limits.MAX_TOOLS_CHARS}"),
-    (function(format="x"), "tools[0].function.format", "not supported"),
+    (function(grammar="x"), "tools[0].function.grammar", "not supported"),
     ({"tools": [WEATHER, WEATHER]}, "tools", "'weather'"),
     ({"tools": [WEATHER] * (limits.MAX_TOOLS + 1)}, "tools", f"{limits.MAX_TOOLS}"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'required'"),

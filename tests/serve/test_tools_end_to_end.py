@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -13,6 +16,13 @@ from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.api import build_app
 from shadowkv.serve.settings import ServerSettings
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import agent
+import client_matrix
+import document_chat
 
 CITIES = ["Paris", "Rome", "Oslo"]
 WEATHER = {
@@ -98,3 +108,22 @@ def test_a_schema_that_cannot_be_followed_names_the_tools(client):
         with pytest.raises(openai.BadRequestError, match="no finite JSON follows") as caught:
             ask(client, tools=[tool], tool_choice=choice)
         assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", client_matrix.CLIENTS)
+def test_clients(client, name):
+    if name not in client_matrix.installed():
+        pytest.skip(f"{name} is not installed")
+    found = client_matrix.outcomes(name, str(client.base_url), "small")
+    assert found == dict.fromkeys(client_matrix.CASES, "yes")
+
+
+def test_the_agent_of_the_examples(client, capsys):
+    assert agent.run(client, "How warm is it in Rome?", "required", max_tokens=24)
+    assert "temperature(" in capsys.readouterr().out
+
+
+def test_the_document_chat_of_the_examples(client, capsys):
+    document_chat.ask_all(client, "The lighthouse stands on a rock. " * 12, ["Where?", "Why?"], max_tokens=4)
+    first, second = re.findall(r"\((\d+) of \d+ prompt tokens were cached\)", capsys.readouterr().out)
+    assert int(second) > 64 > int(first)

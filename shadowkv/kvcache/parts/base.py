@@ -136,6 +136,14 @@ class Part(ABC):
         """Bytes of them that a decode step reads."""
         return sum(field.nbytes for field in self.state_fields())
 
+    def sealing_bytes(self) -> int:
+        """Device bytes that ``seal`` takes at a time, beside what it is given and copies as large as that."""
+        return 0
+
+    def reading_bytes(self) -> int:
+        """Device bytes that a decode step takes of each row of a batch to say where its tokens are (``source``)."""
+        return 0
+
     def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Learns what it can from a prompt's last queries; before ``fit``, while a prompt is kept dense long before.
 

@@ -39,14 +39,18 @@ class LowRankKeys(KeyPart):
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         multiple = LATENT_CODECS[spec.keys].rank_multiple
-        if spec.rank is None or spec.rank % multiple == 0:
+        if spec.rank is None or not 1 <= spec.key_groups <= shape.num_kv_heads:
             return []
-        return [f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {spec.rank}"]
+        return [
+            f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {rank}"
+            for rank in {sum(rank for rank, _ in spec.key_ranks(shape))}
+            if rank % multiple
+        ]
 
     @property
     def rank(self) -> int:
-        assert self.spec.rank is not None, "the spec must be resolved"
-        return self.spec.rank
+        """Of all groups together."""
+        return sum(rank for rank, _ in self.spec.key_ranks(self.shape))
 
     @property
     def codec(self) -> LatentCodec:
@@ -71,7 +75,7 @@ class LowRankKeys(KeyPart):
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = None if self.codec.largest is None else keys.mean(1, dtype=torch.float32).to(self.dtype)
-        basis, kept, largest = store.ops.low_rank_basis(keys, self.rank, mean)
+        basis, kept, largest = self.subspaces(store, keys, mean)
         learned = {"kept_energy": kept.sum(1).clamp(max=1)}
         if mean is not None and self.codec.largest is not None:
             # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
@@ -84,6 +88,25 @@ class LowRankKeys(KeyPart):
             state = store.state[name][layers]
             state[:, states] = found.reshape(len(state), len(states), *state.shape[2:])
 
+    def subspaces(self, store: Store, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns."""
+        groups = self.spec.key_ranks(self.shape)
+        if len(groups) == 1:
+            found: tuple[Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
+            return found
+        energy = _energy(keys, mean)
+        basis = keys.new_zeros(len(keys), self.rank, keys.shape[2], dtype=torch.float32)
+        kept, largest = basis.new_empty(2, len(keys), self.rank)
+        row = 0
+        for rank, heads in groups:
+            rows, columns = slice(row, row + rank), slice(*(head * self.shape.head_dim for head in heads))
+            of_group = None if mean is None else mean[:, columns].contiguous()
+            part = keys[:, :, columns].contiguous()
+            basis[:, rows, columns], share, largest[:, rows] = store.ops.low_rank_basis(part, rank, of_group)
+            kept[:, rows] = share * (_energy(part, of_group) / energy.clamp(min=1e-30))
+            row += rank
+        return basis, kept, largest
+
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         names = ("basis", "latent_mean", "latent_step")
         state = (store.state[name][tokens.layers] if name in store.state else None for name in names)
@@ -94,3 +117,11 @@ class LowRankKeys(KeyPart):
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]
         mean = store.state["key_mean"][layer] if "key_mean" in store.state else None
         return LatentKeys(latents, self.codec, basis, mean, batch.states, batch.pages, batch.first, store.rotary)
+
+
+def _energy(keys: Tensor, mean: Tensor | None) -> Tensor:
+    """Squared norms of keys [M, S, n], without their mean, added up: float32 [M, 1]."""
+    total = keys.float().pow(2).sum((1, 2))
+    if mean is not None:
+        total = total - keys.shape[1] * mean.float().pow(2).sum(1)
+    return total.clamp(min=0).unsqueeze(1)

@@ -11,6 +11,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import allocate
 from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, LowRankKeys
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 LARGEST = 127
 """The largest entry of a row of the basis, in its steps."""
+
+SEALED_AT_ONCE = 64
+"""Pages of one layer that are projected at a time, each perhaps on a basis of its own."""
+
+BYTES_OF_A_LATENT = 40
+"""What packing a latent takes: it and its code, shifted and cut in two, each in 4 bytes, several at a time."""
 
 
 class MixedLowRankKeys(LowRankKeys):
@@ -38,10 +45,20 @@ class MixedLowRankKeys(LowRankKeys):
             Field("kept_energy", (1,), torch.float32),
         )
 
+    def sealing_bytes(self) -> int:
+        """Bases decoded in float32 and as they are multiplied, keys in float32, and latents on their way to bits."""
+        size, least = self.dtype.itemsize, max(SEALED_AT_ONCE, self.shape.num_layers)  # all layers of one page
+        basis = self.rank * self.shape.kv_dim * (4 + 2 * size)
+        return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
+
+    def reading_bytes(self) -> int:
+        """A basis as it is stored, decoded in float32, and as it is multiplied."""
+        return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
+
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = keys.mean(1, dtype=torch.float32).to(self.dtype)
-        basis, kept, largest = store.ops.low_rank_basis(keys, self.rank, mean)
+        basis, kept, largest = self.subspaces(store, keys, mean)
         assert self.codec.bits is not None
         widths = allocate(kept, self.codec.bits * self.rank)
         most = ((1 << widths.int() >> 1) - 1).clamp(min=1)
@@ -59,22 +76,27 @@ class MixedLowRankKeys(LowRankKeys):
             state[:, states] = found.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        basis, mean, widths = (
-            store.state[name][tokens.layers][:, tokens.states] for name in ("basis", "key_mean", "latent_bits")
-        )
-        basis = basis.float() * store.state["basis_step"][tokens.layers][:, tokens.states, :, None, None]
+        for some in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
+            self._seal(store, some)
+
+    def _seal(self, store: Store, tokens: SealedTokens) -> None:
+        mean, widths = (store.state[name][tokens.layers][:, tokens.states] for name in ("key_mean", "latent_bits"))
+        basis = self._decoded(store, tokens.layers, tokens.states)
         step = basis.flatten(3).norm(dim=3)
         of_mean = (basis.flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
+        basis = basis.to(tokens.keys.dtype)
         here = torch.arange(len(tokens.states), device=widths.device)
-        latents, dtype = store.page["latents"][tokens.layers], tokens.keys.dtype
-        of_state = basis.to(dtype), of_mean, step, here
-        store.ops.project_latents(tokens.keys, self.codec, *of_state, latents, tokens.pages, widths)
+        latents = store.page["latents"][tokens.layers]
+        store.ops.project_latents(tokens.keys, self.codec, basis, of_mean, step, here, latents, tokens.pages, widths)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
-        basis, step, mean, widths = (
-            store.state[name][layer][batch.states] for name in ("basis", "basis_step", "key_mean", "latent_bits")
-        )
-        decoded = (basis.float() * step[:, :, None, None]).to(self.dtype)
+        mean, widths = (store.state[name][layer][batch.states] for name in ("key_mean", "latent_bits"))
+        decoded = self._decoded(store, slice(layer, layer + 1), batch.states)[0].to(self.dtype)
         here = torch.arange(len(batch.states), device=widths.device)
         latents = store.page["latents"][layer]
         return LatentKeys(latents, self.codec, decoded, mean, here, batch.pages, batch.first, store.rotary, widths)
+
+    def _decoded(self, store: Store, layers: slice, states: Tensor) -> Tensor:
+        """Bases float32 [L, n, r, H, d]."""
+        basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
+        return basis * step[..., None, None]

@@ -1,10 +1,10 @@
 """Attention over coded rows in Triton: a page of one kv head at a time, all of its query heads together, pages of a
 sequence in several parts.
 
-Codes are levels of a table, looked up where the page is; their order is that of the bytes, which queries, rotated once,
-are brought into, and the output is brought out of. What the mean key adds to the logits needs no angle of each token:
-cosines and sines of a page's first token turn the queries' side, those of the 64 places behind it are the same for all
-pages.
+Codes are levels of a table, 8-bit floats as well, looked up where the page is; their order is that of the bytes, which
+queries, rotated once, are brought into, and the output is brought out of. What the mean key adds to the logits needs no
+angle of each token: cosines and sines of a page's first token turn the queries' side, those of the 64 places behind it
+are the same for all pages.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LEAST_PAGES = 4
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec, case.value_codec, LANES)
+    return unknown_codecs(case.key_codec, case.value_codec, (*LANES, CodecId.FP8))
 
 
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; dense rows, and codes in lanes (``RowCodec.lane_levels``) that have no state.
+    """As the reference; dense rows, 8-bit floats, and codes in lanes (``RowCodec.lane_levels``).
 
     Products of 16-bit queries are of float16 levels. Pages of a head lie together.
 
@@ -48,70 +48,78 @@ def attend_coded(
         ValueError: another codec.
     """
     batch, query_heads, dim = q.shape
-    key_codes, value_codes = _codes(keys), _codes(values)
+    key_codes, value_codes = codes_of(keys), codes_of(values)
     heads = key_codes.shape[1]
     group, count = query_heads // heads, keys.pages.shape[1]
     if not count or not batch:
         return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
     exact = torch.float32 if q.dtype == torch.float32 else torch.float16
     grouped = q.float().unflatten(1, (heads, group)) * (dim**-0.5 * math.log2(math.e))
-    key_form, value_form = _Form(keys, dim, exact), _Form(values, dim, exact)
+    key_form, value_form = StoredForm(keys, dim, exact), StoredForm(values, dim, exact)
     asked = key_form.ordered(grouped)
     mean, half = _mean(grouped, keys)
-    parts = _parts(batch * heads, count, q.device)
+    parts = thread_blocks(batch * heads, count, q.device)
     out = torch.empty(batch, heads, parts, group, value_form.columns, dtype=torch.float32, device=q.device)
     lse = out.new_empty(batch, heads, parts, group)
     _attend_coded[(batch * heads, parts)](
-        asked, key_codes, key_form.scale, keys.pages, key_form.scale_pages, key_form.table,
+        asked, key_codes, key_form.scale, keys.pages, key_form.scale_pages, key_form.table, key_form.step,
         value_codes, value_form.scale, values.pages, value_form.scale_pages, value_form.table,
         begin, end, *mean, out, lse,
         key_codes.stride(0), key_form.scale.stride(0), value_codes.stride(0), value_form.scale.stride(0),
         count, triton.cdiv(count, parts),
         HEADS=heads, GROUP=group, GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim,
         KEY_BITS=key_form.bits, KEY_SELECTORS=key_form.selectors, KEY_COLUMNS=key_form.columns,
+        KEY_SCALED=key_form.scaled, KEY_STEPPED=key_form.stepped,
         VALUE_BITS=value_form.bits, VALUE_SELECTORS=value_form.selectors, VALUE_COLUMNS=value_form.columns,
-        HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), num_warps=4,
+        VALUE_SCALED=value_form.scaled, HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), num_warps=4,
     )  # fmt: skip
-    total = lse.logsumexp(2)
-    weights = (lse - total.masked_fill(total == -math.inf, 0).unsqueeze(2)).exp()
-    merged = value_form.restored((out * weights.unsqueeze(-1)).sum(2))
-    return merged.flatten(1, 2).to(q.dtype), total.flatten(1, 2)
+    return value_form.merged(out, lse, q.dtype)
 
 
-def _parts(units: int, pages: int, device: torch.device) -> int:
+def thread_blocks(units: int, pages: int, device: torch.device) -> int:
     """Thread blocks that share the pages of each of ``units`` sequences x kv heads."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
     return max(1, min(pages // LEAST_PAGES, WAVES * processors // units))
 
 
-def _codes(source: DenseRows | CodedRows) -> Tensor:
+def codes_of(source: DenseRows | CodedRows) -> Tensor:
     return source.rows if isinstance(source, DenseRows) else source.codes
 
 
-class _Form:
+class StoredForm:
     """How rows are stored, as the kernel needs to know it.
 
     Attributes:
         bits: of a code, 0 of dense rows.
         selectors: whether the plane of upper bits is in the order of ``SelectorLanes``.
         columns: of a decoded row, a power of two.
-        table: what codes stand for, in units of the scale.
-        scale, scale_pages: anything of dense rows.
+        table: what codes stand for, in units of the scale or the step.
+        scaled: whether each token has a scale.
+        scale, scale_pages: anything where it has none.
+        stepped: whether each head has a step.
+        step: float32 [B, H, 1], anything where there is none.
     """
 
     def __init__(self, source: DenseRows | CodedRows, dim: int, exact: torch.dtype) -> None:
         self.rotation: Tensor | None = None
         self.dim, self.exact, self.bits, self.selectors = dim, exact, 0, False
+        self.scaled = self.stepped = False
         self.columns = max(LEAST, triton.next_power_of_2(dim))
-        self.scale = self.table = _codes(source)
+        self.scale = self.table = self.step = codes_of(source)
         self.scale_pages = source.pages
         self.order = torch.arange(self.columns, device=self.table.device)
         if isinstance(source, DenseRows):
             return
         codec, table = source.codec, source.codec.lane_levels(dim, source.codes.device)
+        if codec.id == CodecId.FP8:
+            (step,) = source.state
+            self.bits, self.table, self.stepped = 8, _floats(self.table.device).to(exact), True
+            self.step = step[source.slots].contiguous()
+            return
         if table is None or source.state:
             raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
         self.bits, self.rotation, self.scale = len(table).bit_length() - 1, source.rotation, source.scale
+        self.scaled = True
         self.selectors = codec.id == CodecId.LLOYD_3BIT and dim % 128 == 0
         self.table = table.to(exact)
         self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
@@ -124,12 +132,28 @@ class _Form:
         padded = torch.nn.functional.pad(turned, (0, self.columns))
         return padded[..., self.order].to(self.exact)
 
-    def restored(self, out: Tensor) -> Tensor:
-        """What is summed of rows [..., columns] as it was before they were stored, [..., d]."""
+    def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Attention [B, H G, d] and its log-sum-exps [B, H G] of those of parts, [B, H, parts, G, columns] and
+        [B, H, parts, G]."""
+        total = lse.logsumexp(2)
+        weights = (lse - total.masked_fill(total == -math.inf, 0).unsqueeze(2)).exp()
+        joined = self._restored((out * weights.unsqueeze(-1)).sum(2))
+        return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
+
+    def _restored(self, out: Tensor) -> Tensor:
+        """What is summed of rows [B, H, G, columns] as it was before they were stored, [B, H, G, d]."""
         back = out.new_zeros(*out.shape[:-1], max(self.dim, self.columns) + 1)
         back[..., self.order] = out
         rows = back[..., : self.dim]
+        if self.stepped:
+            return rows * self.step.unsqueeze(2)
         return rows if self.rotation is None else rows @ self.rotation.T
+
+
+@cache
+def _floats(device: torch.device) -> Tensor:
+    """What all 8-bit floats stand for, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 
 @cache
@@ -157,14 +181,15 @@ def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], i
 
 @triton.jit
 def _attend_coded(
-    asked, key_codes, key_scale, key_pages, key_scale_pages, key_table,
+    asked, key_codes, key_scale, key_pages, key_scale_pages, key_table, key_step,
     value_codes, value_scale, value_pages, value_scale_pages, value_table,
     begin, end, along, across, rest, cos, sin, near_cos, near_sin, first, out, lse,
     key_page, key_scale_page, value_page, value_scale_page, pages, pages_each,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_SELECTORS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+    KEY_SCALED: tl.constexpr, KEY_STEPPED: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_SELECTORS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    VALUE_SCALED: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A part of the pages of one kv head of a row."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -191,9 +216,13 @@ def _attend_coded(
     last = tl.minimum((part + 1) * pages_each, tl.minimum(pages, tl.cdiv(high, 64).to(tl.int32)))
     for page in range(tl.maximum(part * pages_each, (low // 64).to(tl.int32)), last):
         name = tl.load(key_pages + row * pages + page)
-        keys = _decoded(key_codes + name * key_page, key_table, head, token, KEY_BITS, KEY_SELECTORS, DIM, KEY_COLUMNS)
+        keys = decoded_rows(
+            key_codes + name * key_page, key_table, head, token, KEY_BITS, KEY_SELECTORS, DIM, KEY_COLUMNS
+        )
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
-        if KEY_BITS > 0:
+        if KEY_STEPPED:
+            scores *= tl.load(key_step + unit)
+        if KEY_SCALED:
             name = tl.load(key_scale_pages + row * pages + page)
             scores *= tl.load(key_scale + name * key_scale_page + head * 64 + token).to(tl.float32)[None, :]
         if HALF > 0:
@@ -208,40 +237,57 @@ def _attend_coded(
         place_in_row = page * 64 + token
         lives = (place_in_row >= low) & (place_in_row < high)
         scores = tl.where(lives[None, :], scores, float("-inf"))
-        most = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(most == float("-inf"), 0.0, most)
-        weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(peak - base)
-        total = total * faded + tl.sum(weights, 1)
-        peak = most
         name = tl.load(value_pages + row * pages + page)
-        values = _decoded(
+        values = decoded_rows(
             value_codes + name * value_page, value_table, head, token, VALUE_BITS, VALUE_SELECTORS, DIM, VALUE_COLUMNS
         )
-        values = tl.where(lives[:, None], values, 0.0)
-        if VALUE_BITS > 0:
+        scale = tl.full([64], 1.0, tl.float32)
+        if VALUE_SCALED:
             name = tl.load(value_scale_pages + row * pages + page)
             scale = tl.load(value_scale + name * value_scale_page + head * 64 + token).to(tl.float32)
-            scale = tl.where(lives, scale, 0.0)
-            # In units of the largest, so that small weights of small rows do not vanish in float16.
-            largest = tl.max(scale, 0)
-            largest = tl.where(largest > 0, largest, 1.0)
-            weights *= (scale / largest)[None, :]
-            weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee") * largest
-        else:
-            weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
-        acc = acc * faded[:, None] + weighed
-    found = total != 0  # NaN has to show
-    acc = acc / tl.where(found, total, 1.0)[:, None]
-    sums = tl.where(found, (peak + tl.log2(tl.where(found, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    target = (unit * tl.num_programs(1) + part) * GROUP + member
-    columns = tl.arange(0, VALUE_COLUMNS)
-    tl.store(out + target[:, None] * VALUE_COLUMNS + columns[None, :], acc, mask=alive)
-    tl.store(lse + target, sums, mask=member < GROUP)
+        peak, total, acc = add_tokens(q, scores, lives, values, scale, peak, total, acc, VALUE_SCALED)
+    target = (unit * tl.num_programs(1) + part) * GROUP
+    store_part(out, lse, target, peak, total, acc, GROUP, GROUP_BLOCK, VALUE_COLUMNS)
 
 
 @triton.jit
-def _decoded(
+def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.constexpr):
+    """Largest scores, sums of weights and of weighed values, of 64 tokens more: scores in the exponent to base 2, -inf
+    of tokens that are none."""
+    most = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    weights = tl.exp2(scores - base[:, None])
+    faded = tl.exp2(peak - base)
+    total = total * faded + tl.sum(weights, 1)
+    values = tl.where(lives[:, None], values, 0.0)
+    if SCALED:
+        scale = tl.where(lives, scale, 0.0)
+        # In units of the largest, so that small weights of small rows do not vanish in float16.
+        largest = tl.max(scale, 0)
+        largest = tl.where(largest > 0, largest, 1.0)
+        weights *= (scale / largest)[None, :]
+        weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee") * largest
+    else:
+        weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
+    return most, total, acc * faded[:, None] + weighed
+
+
+@triton.jit
+def store_part(
+    out, lse, target, peak, total, acc, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Stores what a part has attended to, from row ``target`` on."""
+    member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, COLUMNS)
+    alive = member < GROUP
+    found = total != 0  # NaN has to show
+    acc = acc / tl.where(found, total, 1.0)[:, None]
+    sums = tl.where(found, (peak + tl.log2(tl.where(found, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    tl.store(out + (target + member)[:, None] * COLUMNS + column[None, :], acc, mask=alive[:, None])
+    tl.store(lse + target + member, sums, mask=alive)
+
+
+@triton.jit
+def decoded_rows(
     page, table, head, token, BITS: tl.constexpr, SELECTORS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Rows [64, COLUMNS] of a page of one head: dense ones, or what codes stand for, in the order of their bytes."""

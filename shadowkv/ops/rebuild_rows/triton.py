@@ -24,7 +24,7 @@ MOST = 64
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec, case.value_codec, (*LANES, CodecId.FP8))
+    return unknown_codecs(case.key_codec, case.value_codec, (*LANES, CodecId.FP8, CodecId.LATENT_MIXED))
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
@@ -44,16 +44,26 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
     else:
         config, mean = source.rotary.config, source.mean
         half, rest = config.dim // 2, dim - config.dim
-        if source.codec.id not in LATENTS:
+        if source.codec.id not in LATENTS and source.widths is None:
             raise ValueError(f"rebuild_rows in Triton does not know codec {source.codec.name!r} ({source.codec.id})")
+        bits, bit = places_of_bits(source)
         _rebuild_keys[grid](
-            source.latents, pages, source.basis, source.basis if mean is None else mean, source.slots, source.first,
-            source.rotary.cos, source.rotary.sin, out, source.latents.stride(0), source.basis.stride(0),
-            0 if mean is None else mean.stride(0), out.stride(0), out.stride(1), first, tiles,
-            HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, RANK=source.basis.shape[1],
-            RANK_BLOCK=32, HEADS=heads, DIM=dim,
+            source.latents, pages, bits, bit, source.basis, source.basis if mean is None else mean,
+            source.slots, source.first, source.rotary.cos, source.rotary.sin, out,
+            source.latents.stride(0), source.basis.stride(0), 0 if mean is None else mean.stride(0),
+            out.stride(0), out.stride(1), first, tiles,
+            HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, MIXED=source.widths is not None,
+            WIDTH=source.latents.shape[3], RANK=source.basis.shape[1], RANK_BLOCK=32, HEADS=heads, DIM=dim,
             HALF=half, HALF_BLOCK=_block(half), REST=rest, REST_BLOCK=_block(rest), INTERLEAVED=config.interleaved,
         )  # fmt: skip
+
+
+def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
+    """Of each row bits of its latents and where those begin, int32 [B, r]; anything where they have no widths."""
+    if source.widths is None:
+        return source.slots, source.slots
+    bits = source.widths[source.slots].to(torch.int32)
+    return bits, bits.cumsum(1, dtype=torch.int32) - bits
 
 
 def _rebuild_coded_rows(
@@ -176,10 +186,32 @@ def _float_of_e4m3(x):
 
 
 @triton.jit
+def decoded_latents(
+    rows, rank, wanted, bits, bit,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Latents ``rank`` [n] of tokens at rows [m, 1], where they are ``wanted``; ``bits`` and ``bit`` of a row."""
+    if MIXED:  # plus half of what their bits hold, the lowest first, over two bytes at the most
+        width = tl.load(bits + rank, mask=rank < RANK, other=0)
+        begin = tl.load(bit + rank, mask=rank < RANK, other=0)
+        byte = (begin // 8)[None, :]
+        low = tl.load(rows + byte, mask=wanted & (byte < WIDTH), other=0).to(tl.int32)
+        high = tl.load(rows + byte + 1, mask=wanted & (byte + 1 < WIDTH), other=0).to(tl.int32)
+        codes = ((low | (high << 8)) >> (begin % 8)[None, :]) & ((1 << width) - 1)[None, :]
+        return codes - ((1 << width) // 2)[None, :]
+    elif PACKED:  # two to a byte, the even one in the low four bits, both plus 8
+        both = tl.load(rows + (rank // 2)[None, :], mask=wanted, other=0).to(tl.int32)
+        return ((both >> (rank % 2 * 4)[None, :]) & 15) - 8
+    else:
+        return tl.load(rows + rank[None, :], mask=wanted, other=0)
+
+
+@triton.jit
 def _rebuild_keys(
-    latents, pages, basis, mean, slots, starts, cos, sin, out, page_stride, basis_stride, mean_stride, head_stride,
-    row_stride, first_page, tiles,
-    HAS_MEAN: tl.constexpr, PACKED: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    latents, pages, bits, bit, basis, mean, slots, starts, cos, sin, out,
+    page_stride, basis_stride, mean_stride, head_stride, row_stride, first_page, tiles,
+    HAS_MEAN: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +222,6 @@ def _rebuild_keys(
         first, second = pair, pair + HALF
     lives, rests, slot = pair < HALF, other < REST, tl.load(slots)
     start = tl.load(starts) + first_page * 64
-    WIDTH: tl.constexpr = RANK // 2 if PACKED else RANK
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
         rows = latents + tl.load(pages + page) * page_stride + token * WIDTH
@@ -201,11 +232,7 @@ def _rebuild_keys(
         for least in range(0, RANK, RANK_BLOCK):
             inner = least + tl.arange(0, RANK_BLOCK)
             there = inner[:, None] < RANK
-            if PACKED:  # two to a byte, the even one in the low four bits, both plus 8
-                x = tl.load(rows + inner[None, :] // 2, mask=inner[None, :] < RANK, other=0)
-                x = ((x >> (inner[None, :] % 2 * 4).to(tl.uint8)) & 15).to(tl.int8) - 8
-            else:
-                x = tl.load(rows + inner[None, :], mask=inner[None, :] < RANK, other=0)
+            x = decoded_latents(rows, inner, inner[None, :] < RANK, bits, bit, RANK, WIDTH, PACKED, MIXED)
             x = x.to(basis.dtype.element_ty)
             column = columns + inner[:, None] * (HEADS * DIM)
             a += tl.dot(x, tl.load(column + first, mask=there & lives, other=0.0), input_precision="ieee")

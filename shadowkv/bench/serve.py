@@ -2,7 +2,7 @@
 
 Prompts are random token ids, answers are streamed and of a set length. Ctrl-C ends a run and shows what there is.
 
-    python scripts/bench_serve.py --base-url http://localhost:8000/v1 --num-prompts 48 \\
+    shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
 """
 
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from serving_stats import Record, figures
 from tqdm import tqdm
 
+from shadowkv.bench.serving_stats import Record, figures
 from shadowkv.eval.provenance import commit
 
 SMALLEST_VOCABULARY = 32000
@@ -191,9 +191,8 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "=" * 60])
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag."""
     parser.add_argument("--base-url", default="http://localhost:8000/v1", help="(default: %(default)s)")
     parser.add_argument("--model", help="(default: the server's first)")
     parser.add_argument("--api-key", default="none")
@@ -208,11 +207,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there, as JSON")
-    args = parser.parse_args(argv)
-    counts = (args.num_prompts, args.random_input_len, args.random_output_len, args.vocab_size)
-    if min(*counts, args.request_rate, 1 if args.max_concurrency is None else args.max_concurrency) <= 0:
-        parser.error("numbers must be positive")
-    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for numbers that cannot be."""
+    for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "request_rate"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
+    if args.max_concurrency is not None and args.max_concurrency <= 0:
+        raise ValueError(f"--max-concurrency {args.max_concurrency} must be positive")
 
 
 async def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -239,12 +242,12 @@ async def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return result, [one.error for one in run.records if one.error is not None]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where some requests came to no good end, 2 where none could be sent."""
-    args = parse(argv)
+def run(args: argparse.Namespace) -> int:
+    """Measures; returns the exit status: 1 where some requests came to no good end, 2 where none could be sent."""
     try:
+        check(args)
         result, errors = asyncio.run(bench(args))
-    except (Refused, KeyboardInterrupt) as error:
+    except (ValueError, Refused, KeyboardInterrupt) as error:
         print(f"error: {error or 'interrupted before anything was measured'}", file=sys.stderr)
         return 2
     print(report(result))
@@ -253,7 +256,3 @@ def main(argv: list[str] | None = None) -> int:
     if errors:
         print(f"error: {len(errors)} requests failed; the first: {errors[0]}", file=sys.stderr)
     return 0 if result["completed"] == args.num_prompts else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

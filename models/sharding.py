@@ -1,0 +1,187 @@
+"""Which part of a model a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary.
+
+Megatron-LM (arXiv:1909.08053), section 3: rows of what makes heads and the MLP's inner values, columns of what takes
+them; the ranks' outputs are then added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from shadowkv.kvcache.shape import share
+from shadowkv.kvcache.spec import KVSpec
+from shadowkv.models.config import ModelConfig
+from shadowkv.models.stored import FP8Weight, Stored, dense
+
+Run = tuple[int, int]
+"""First number, and the one after the last."""
+
+INNER_MULTIPLE = 16
+"""The MLP's inner width is cut at its multiples: what tensor cores take."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank holds of a parameter.
+
+    Attributes:
+        rows: runs of its rows, one after the other in the rank's own.
+        columns: a run of its columns; None for all.
+    """
+
+    rows: tuple[Run, ...]
+    columns: Run | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a model; raises ValueError where there is nothing to cut.
+
+    Heads go in whole groups to as many ranks as there are kv heads, as evenly as they go. Where there are more ranks,
+    several hold the same kv head, each for some of its query heads.
+
+    Attributes:
+        whole: the model.
+        rank, size: of how many it is which.
+    """
+
+    whole: ModelConfig
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is none of {self.size}")
+        if self.size > self.whole.num_query_heads:
+            raise ValueError(
+                f"tensor_parallel_size={self.size} is more than the model's {self.whole.num_query_heads} query heads"
+            )
+        _ = self.config  # raises for sizes that cannot be
+
+    @property
+    def kv_heads(self) -> Run:
+        """The kv heads whose keys and values are here."""
+        heads, size, rank = self.whole.num_kv_heads, self.size, self.rank
+        if size <= heads:
+            return share(heads, rank, size)
+        head = next(head for head in range(heads) if rank < sum(self._ranks_of_head[: head + 1]))
+        return head, head + 1
+
+    @property
+    def query_heads(self) -> Run:
+        """The query heads that attend to them."""
+        group = self.whole.shape.group
+        first, last = self.kv_heads
+        if self.size <= self.whole.num_kv_heads:
+            return first * group, last * group
+        ranks = self._ranks_of_head
+        start, stop = share(group, self.rank - sum(ranks[:first]), ranks[first])
+        return first * group + start, first * group + stop
+
+    @property
+    def _ranks_of_head(self) -> list[int]:
+        """Ranks that share each kv head, where there are more ranks than heads."""
+        heads = self.whole.num_kv_heads
+        return [stop - start for start, stop in (share(self.size, head, heads) for head in range(heads))]
+
+    @property
+    def inner(self) -> Run:
+        """The MLP's inner values that are computed here."""
+        return share(self.whole.intermediate_size, self.rank, self.size, INNER_MULTIPLE)
+
+    @property
+    def vocabulary(self) -> Run:
+        """Tokens whose embedding and logits are here: as many as on every other rank, but for the last ones."""
+        each, count = vocabulary_rows(self.whole, self.size), self.whole.vocab_size
+        return min(count, self.rank * each), min(count, (self.rank + 1) * each)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model as the rank's layers and its cache see it: heads and inner width are its own."""
+        (q0, q1), (k0, k1), (i0, i1) = self.query_heads, self.kv_heads, self.inner
+        if i0 == i1:
+            raise ValueError(f"tensor_parallel_size={self.size} is too much for intermediate_size={i1}")
+        return replace(self.whole, num_query_heads=q1 - q0, num_kv_heads=k1 - k0, intermediate_size=i1 - i0)
+
+    def policy(self, spec: KVSpec) -> KVSpec:
+        """The policy of the rank's heads, resolved; raises ValueError for one that cannot be."""
+        whole, groups = self.whole.shape, min(self.size, self.whole.num_kv_heads)
+        if self.size == 1:
+            return spec.resolve(whole)
+        if spec.low_rank:
+            if spec.key_groups not in (1, groups):
+                raise ValueError(
+                    f"key_groups={spec.key_groups} is not the {groups} that tensor_parallel_size={self.size} makes"
+                )
+            spec = replace(spec, key_groups=groups)
+        spec = spec.resolve(whole)
+        if spec.place == "host" and whole.num_kv_heads % groups:
+            raise ValueError(
+                f"place='host' needs as many kv heads on every rank, and tensor_parallel_size={self.size} cuts "
+                f"{whole.num_kv_heads}: keep the values on the device"
+            )
+        first, last = self.kv_heads
+        return spec.of_heads(whole, last - first)
+
+    def cut(self, parameter: str) -> Cut | None:
+        """What it holds of a parameter; None where that is all of it."""
+        name = parameter.rpartition("layers.")[2].partition(".")[2] or parameter
+        module, _, kind = name.rpartition(".")
+        whole, dim = self.whole, self.whole.head_dim
+        q, kv = whole.num_query_heads * dim, whole.shape.kv_dim
+        queries, keys = _times(self.query_heads, dim), _times(self.kv_heads, dim)
+        if self.size == 1:
+            return None
+        if parameter in ("embedding", "head"):
+            return Cut((self.vocabulary,))
+        if module == "attention.qkv":
+            return Cut((queries, _moved(keys, q), _moved(keys, q + kv)))
+        if module == "mlp.gate_up":
+            return Cut((self.inner, _moved(self.inner, whole.intermediate_size)))
+        if module in ("attention.out", "mlp.down"):
+            if kind == "bias":  # once in the sum
+                return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
+            return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else self.inner)
+        return None
+
+    def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
+        """What of a tensor, which is the rows ``start`` to ``stop`` of a whole parameter, goes to which of its rows
+        here."""
+        cut = self.cut(parameter)
+        if cut is None:
+            yield slice(start, stop), stored
+            return
+        if not isinstance(stored, (Tensor, FP8Weight)):
+            stored = dense(stored)
+        here = 0
+        for first, last in cut.rows:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                rows = slice(low - start, high - start)
+                yield slice(here + low - first, here + high - first), _part(stored, rows, cut.columns)
+            here += last - first
+
+
+def vocabulary_rows(config: ModelConfig, size: int) -> int:
+    """Rows of every rank's part of the embedding and the head; the last ones may be nobody's."""
+    return -(-config.vocab_size // size)
+
+
+def _part(stored: Tensor | FP8Weight, rows: slice, columns: Run | None) -> Tensor | FP8Weight:
+    across = slice(None) if columns is None else slice(*columns)
+    if isinstance(stored, FP8Weight):
+        scale = stored.scale if len(stored.scale) == 1 else stored.scale[rows]
+        return FP8Weight(stored.codes[rows, across], scale)
+    return stored[rows] if columns is None else stored[rows, across]
+
+
+def _times(run: Run, factor: int) -> Run:
+    return run[0] * factor, run[1] * factor
+
+
+def _moved(run: Run, by: int) -> Run:
+    return run[0] + by, run[1] + by

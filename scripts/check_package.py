@@ -1,0 +1,91 @@
+"""Builds the source distribution and a wheel of that, installs it in an empty folder, and imports every module there.
+
+    python scripts/check_package.py
+
+Needs setuptools and torch, and no network. Compiling the C++ ops takes a minute or two.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"shadowkv": "shadowkv", "models": "shadowkv/models", "eval": "shadowkv/eval"}
+"""Folders of the repository, and where they are when installed."""
+
+IMPORT = """
+import importlib, pkgutil, sys
+import shadowkv
+assert shadowkv.__file__.startswith(sys.argv[1]), shadowkv.__file__
+optional, count = [], 0
+for module in pkgutil.walk_packages(shadowkv.__path__, "shadowkv."):
+    if module.name.endswith((".__main__", "._cpu")):
+        continue
+    try:
+        importlib.import_module(module.name)
+        count += 1
+    except ImportError as error:
+        optional.append(f"{module.name}: {error}")
+print(f"{count} modules import; not here: {optional or 'none'}")
+"""
+
+
+def run(*command: object, **options: Any) -> str:
+    """What a command says; ends the script where it fails."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return str(done.stdout)
+
+
+def tracked() -> list[str]:
+    """Files of the packages that are under version control, new ones that are not ignored included."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS, cwd=ROOT).splitlines()
+    return [name for name in listed if (ROOT / name).is_file()]
+
+
+def installed_as(name: str) -> str:
+    """Where a file of the repository is when installed."""
+    folder, _, rest = name.partition("/")
+    return f"{FOLDERS[folder]}/{rest}"
+
+
+def main() -> int:
+    """Returns the exit status."""
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        tree, target = base / "tree", base / "installed"
+        # A copy: building leaves folders behind.
+        files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+        for file in filter(lambda one: (ROOT / one).is_file(), files):
+            (tree / file).parent.mkdir(parents=True, exist_ok=True)
+            (tree / file).write_bytes((ROOT / file).read_bytes())
+        run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", base, cwd=tree)
+        (sdist,) = base.glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(base / "unpacked", filter="data")
+        (source,) = (base / "unpacked").iterdir()
+        lost = [one for one in tracked() if not (source / one).is_file()]
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+        run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", base, source)
+        (wheel,) = base.glob("*.whl")
+        run(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel)
+        lost += [installed_as(one) for one in tracked() if not (target / installed_as(one)).is_file()]
+        if lost:
+            raise SystemExit(f"not in {sdist.name} or {wheel.name}: {', '.join(lost)}")
+        print(f"{sdist.name} and {wheel.name} have all {len(tracked())} files of the packages")
+        env = {**os.environ, "PYTHONPATH": str(target)}
+        print(run(sys.executable, "-c", IMPORT, target, cwd=base, env=env).strip())
+        print(run(sys.executable, "-m", "shadowkv.ops.extension", cwd=base, env=env).strip())
+        print(run(target / "bin" / "shadowkv", "--version", cwd=base, env=env).strip())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""Which clients can do what: asks a server of the small real model with each that is installed; makes docs/clients.md.
+
+    python scripts/client_matrix.py --out docs/clients.md   # starts a server of its own
+    clients/bin/python scripts/client_matrix.py --base-url http://localhost:8000/v1   # another environment's clients
+
+A yes means that the client itself made of the answer what it promises: text, pieces of text, a call of a tool with
+arguments that fit, an object of a given shape. What a model this small says is not the question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+CASES = ("chat", "stream", "tools", "structured output")
+QUESTION = "What is the capital of France? Answer in one word."
+MAX_REASON_CHARS = 120
+
+Cases = dict[str, Callable[[], object]]
+
+
+class Capital(BaseModel):
+    """A country's capital."""
+
+    country: Literal["France", "Italy"]
+    capital: Literal["Paris", "Rome"]
+
+
+def weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
+    """Today's weather in a city."""
+    return f"sunny in {city}"
+
+
+CITIES = ["Paris", "Rome", "Oslo"]
+SCHEMA = {"type": "object", "properties": {"city": {"enum": CITIES}}, "required": ["city"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Today's weather in a city", "parameters": SCHEMA},
+}
+ASK = [{"role": "user", "content": QUESTION}]
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
+
+
+def _called(name: str, arguments: dict[str, Any]) -> str:
+    """What the tool answers; raises AssertionError where the call does not fit it."""
+    assert name == "weather", name
+    assert arguments["city"] in CITIES, arguments
+    return weather(**arguments)
+
+
+def _text(pieces: Iterator[str | None] | list[str | None]) -> None:
+    said = [piece for piece in pieces if piece]
+    assert "Paris" in "".join(said), said
+
+
+def _stream(pieces: Iterator[str | None]) -> None:
+    said = list(pieces)
+    assert len([piece for piece in said if piece]) > 1, "all in one piece"
+    _text(said)
+
+
+def with_openai(url: str, model: str) -> Cases:
+    """The openai package."""
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    create = client.chat.completions.create
+
+    def tools() -> None:
+        options = {**OPTIONS, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        message = create(model=model, messages=ASK, **options).choices[0].message
+        (call,) = message.tool_calls
+        result = _called(call.function.name, json.loads(call.function.arguments))
+        turns = [*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        assert (
+            create(model=model, messages=turns, **OPTIONS, tools=[TOOL], tool_choice="none").choices[0].message.content
+        )
+
+    def structured() -> None:
+        answer = client.chat.completions.parse(model=model, messages=ASK, response_format=Capital, **OPTIONS)
+        assert isinstance(answer.choices[0].message.parsed, Capital)
+
+    def stream() -> None:
+        chunks = create(model=model, messages=ASK, stream=True, **OPTIONS)
+        _stream(chunk.choices[0].delta.content for chunk in chunks)
+
+    def chat() -> None:
+        _text([create(model=model, messages=ASK, **OPTIONS).choices[0].message.content])
+
+    return dict(zip(CASES, (chat, stream, tools, structured)))
+
+
+def with_langchain(url: str, model: str) -> Cases:
+    """LangChain's chat model for the OpenAI API."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(base_url=url, api_key="none", model=model, max_retries=0, **OPTIONS)
+
+    def tools() -> None:
+        bound = chat.bind_tools([tool(weather)], tool_choice="required", parallel_tool_calls=False)
+        answer = bound.invoke(QUESTION)
+        (call,) = answer.tool_calls
+        result = ToolMessage(_called(call["name"], call["args"]), tool_call_id=call["id"])
+        last = chat.bind_tools([tool(weather)], tool_choice="none")
+        assert last.invoke([HumanMessage(QUESTION), answer, result]).content
+
+    def structured() -> None:
+        assert isinstance(chat.with_structured_output(Capital).invoke(QUESTION), Capital)
+
+    return dict(
+        zip(
+            CASES,
+            (
+                lambda: _text([chat.invoke(QUESTION).content]),
+                lambda: _stream(piece.content for piece in chat.stream(QUESTION)),
+                tools,
+                structured,
+            ),
+        )
+    )
+
+
+def with_litellm(url: str, model: str) -> Cases:
+    """LiteLLM's openai/ provider."""
+    import litellm
+
+    def ask(messages: list[Any] = ASK, **options: Any) -> Any:
+        about = {"model": f"openai/{model}", "api_base": url, "api_key": "none", "num_retries": 0}
+        return litellm.completion(messages=messages, **about, **OPTIONS, **options)
+
+    def tools() -> None:
+        message = ask(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).choices[0].message
+        (call,) = message.tool_calls
+        result = _called(call.function.name, json.loads(call.function.arguments))
+        turns = [*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        assert ask(turns, tools=[TOOL], tool_choice="none").choices[0].message.content
+
+    return dict(
+        zip(
+            CASES,
+            (
+                lambda: _text([ask().choices[0].message.content]),
+                lambda: _stream(chunk.choices[0].delta.content for chunk in ask(stream=True)),
+                tools,
+                lambda: Capital.model_validate_json(ask(response_format=Capital).choices[0].message.content),
+            ),
+        )
+    )
+
+
+def with_llm(url: str, model: str) -> Cases:
+    """Simon Willison's llm, told of the server by extra-openai-models.yaml."""
+    folder = Path(tempfile.mkdtemp(prefix="llm-"))
+    entry = {
+        "model_id": "served",
+        "model_name": model,
+        "api_base": url,
+        "supports_tools": True,
+        "supports_schema": True,
+    }
+    (folder / "extra-openai-models.yaml").write_text(json.dumps([entry]), encoding="utf-8")  # JSON is YAML, too
+    os.environ["LLM_USER_PATH"] = str(folder)
+    import llm
+
+    served = llm.get_model("served")
+
+    def tools() -> None:
+        # It cannot ask for a call: the model chooses, and this one never does.
+        assert served.chain(QUESTION, tools=[weather], options=OPTIONS, stream=False).text()
+
+    def structured() -> None:
+        Capital.model_validate_json(served.prompt(QUESTION, schema=Capital, stream=False, **OPTIONS).text())
+
+    return dict(
+        zip(
+            CASES,
+            (
+                lambda: _text([served.prompt(QUESTION, stream=False, **OPTIONS).text()]),
+                lambda: _stream(iter(served.prompt(QUESTION, **OPTIONS))),
+                tools,
+                lambda: Capital.model_validate_json(
+                    served.prompt(QUESTION, schema=Capital, stream=False, **OPTIONS).text()
+                ),
+            ),
+        )
+    )
+
+
+CLIENTS: dict[str, Callable[[str, str], Cases]] = {
+    "openai": with_openai,
+    "langchain-openai": with_langchain,
+    "litellm": with_litellm,
+    "llm": with_llm,
+}
+NOTES = {("llm", "tools"): "offered with `tool_choice` auto, which is all that it has"}
+
+
+def installed() -> dict[str, str]:
+    """Versions of the clients that are installed."""
+    found = {}
+    for name in CLIENTS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def outcomes(client: str, url: str, model: str) -> dict[str, str]:
+    """Each case's ``yes``, or ``no`` and why."""
+    cases, found = CLIENTS[client](url, model), {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "yes"
+        except Exception as error:  # whatever the client raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            found[name] = f"no: {reason[:MAX_REASON_CHARS]}"
+    return found
+
+
+def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) -> str:
+    """The table that people read."""
+    lines = [
+        "# Clients",
+        "",
+        f"What clients of the OpenAI API could do with a server of `{model}` on {date.today().isoformat()}; "
+        "`python scripts/client_matrix.py` asks them again and writes this page.",
+        "",
+        f"| client | version | {' | '.join(CASES)} |",
+        f"| --- | --- |{' --- |' * len(CASES)}",
+    ]
+    for client, found in rows.items():
+        cells = [_cell(client, case, found[case]) for case in CASES]
+        lines.append(f"| {client} | {versions[client]} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", (__doc__ or "").strip().split("\n\n")[-1].replace("\n", " "), ""])
+
+
+def _cell(client: str, case: str, outcome: str) -> str:
+    note = NOTES.get((client, case))
+    return f"{outcome} ({note})" if note and outcome == "yes" else outcome.replace("|", "\\|")
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """A server of the default model; its base URL."""
+    flags = ["--port", "0", "--max-model-len", "2048", "--batch", "4", "--tool-call-parser", "hermes"]
+    command = [sys.executable, "-m", "shadowkv.serve", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("ready: "):
+                    yield line.removeprefix("ready: ").strip()
+                    return
+            raise SystemExit("error: the server did not start")
+        finally:
+            process.terminate()
+
+
+def main() -> int:
+    """Command line; returns the exit status: 1 where some case is a no."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url", metavar="URL", help="a server with --tool-call-parser hermes (default: our own)")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there (default: print it)")
+    args = parser.parse_args()
+    versions = installed()
+    if args.base_url is None:
+        with server() as url:
+            rows = {client: outcomes(client, url, args.model) for client in versions}
+    else:
+        rows = {client: outcomes(client, args.base_url, args.model) for client in versions}
+    text = page(rows, versions, args.model)
+    if args.out is None:
+        print(text)
+    else:
+        args.out.write_text(text, encoding="utf-8")
+    return 0 if all(one == "yes" for found in rows.values() for one in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

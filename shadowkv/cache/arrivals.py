@@ -1,0 +1,93 @@
+"""Snapshots that another server was told to write: waited for until the prefix tree has them, for as long as that pays.
+
+Nothing here waits: the engine's thread looks in between its steps, and files are looked for on a thread of the disk's.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from shadowkv.cache.chains import FETCH_SECONDS, MOST_FETCH_SECONDS
+from shadowkv.cache.disk import DiskTier
+from shadowkv.cache.findings import Findings
+from shadowkv.cache.kept_copies import KeptCopies
+from shadowkv.cache.saves import settle
+from shadowkv.cache.speeds import Speeds
+
+LOOK_SECONDS = 0.02
+"""Between two looks for a file that was not there yet."""
+
+
+@dataclass(eq=False)
+class _Awaited:
+    """A chain of snapshots that a request waits for.
+
+    Attributes:
+        until: when to wait no longer, by ``time.monotonic``.
+        looking: for those that are not known, and again at ``next_look`` where they were not there.
+    """
+
+    names: tuple[str, ...]
+    until: float
+    answer: Future[bool]
+    looking: Future[bool] | None = None
+    next_look: float = 0.0
+
+
+class Arrivals:
+    """What is waited for; to be used on the engine's thread.
+
+    Args:
+        copies, findings: say what the tree has.
+        disk: where the snapshots come.
+        speeds: what computing a prompt takes: nothing is waited for longer.
+    """
+
+    def __init__(self, copies: KeptCopies, findings: Findings, disk: DiskTier, speeds: Speeds) -> None:
+        self._copies, self._findings, self._disk, self._speeds = copies, findings, disk, speeds
+        self._awaited: list[_Awaited] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is waited for."""
+        return bool(self._awaited)
+
+    def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
+        """Waits for a chain of snapshots of ``tokens`` in all; the answer says whether they are there. Whoever cancels
+        it has given up."""
+        seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MOST_FETCH_SECONDS)
+        self._awaited.append(_Awaited(names, time.monotonic() + seconds, answer))
+
+    def advance(self) -> None:
+        """Looks how far everything is."""
+        self._awaited = [one for one in self._awaited if not self._ended(one)]
+
+    def _ended(self, one: _Awaited) -> bool:
+        if one.answer.cancelled():
+            return True
+        now, complete = time.monotonic(), False
+        if one.looking is not None and one.looking.done():
+            complete = not one.looking.cancelled() and one.looking.exception() is None and one.looking.result()
+            one.looking, one.next_look = (one.looking if complete else None), now + LOOK_SECONDS
+        self._findings.take()  # what has just been found, too
+        missing = [name for name in one.names if not self._is_there(name)]
+        # All files are there and read, and still some are of no use: of another model, say.
+        useless = complete and not self._findings.busy
+        if not missing or useless or now > one.until:
+            settle(one.answer, not missing)
+            return True
+        if one.looking is None and now >= one.next_look:
+            one.looking = self._disk.look(missing)
+        return False
+
+    def _is_there(self, name: str) -> bool:
+        entry = self._disk.lookup(name)
+        return entry is not None and entry.head.uid in self._copies.by_uid
+
+    def abandon(self) -> None:
+        """Answers all that nothing comes for any more."""
+        for one in self._awaited:
+            settle(one.answer, False)
+        self._awaited = []

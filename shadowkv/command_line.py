@@ -1,0 +1,21 @@
+"""What the commands share: mistakes in their flags are one line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where flags are listed, instead of listing them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, in one line also where it lists reasons; the error's type where it says nothing."""
+    first, *reasons = [line.strip().removeprefix("- ") for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
+    return f"{first} {'; '.join(reasons)}".rstrip()

@@ -1,0 +1,228 @@
+"""The processes of the ranks behind the first: started, told what to do, watched and ended."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import torch
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.devices import device_of
+from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
+
+logger = logging.getLogger(__name__)
+
+Command = tuple[Any, ...]
+"""A name, and what it needs."""
+
+HERE = "here"
+"""What a rank says when it is about to meet the others."""
+
+END_SECONDS = 5.0
+"""How long a rank has to end by itself."""
+
+REASON_SECONDS = 2.0
+"""How long what a rank says of its end may take to arrive, once another one notices it."""
+
+
+class Ranks:
+    """The other ranks of a model that this process is rank 0 of.
+
+    Attributes:
+        group: what all of them compute together with.
+        device: rank 0's.
+        failure: why they can not go on; None while they can.
+
+    Raises ValueError where the devices are not there, and RankFailure where a rank does not start.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        check_alone()
+        if config.kv_offload_gib or config.kv_disk_dir:
+            raise ValueError("kv_offload_gib and kv_disk_dir take tensor_parallel_size=1: prefixes stay on the devices")
+        devices = [rank_device(config.device, rank) for rank in range(size)]
+        self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
+        self._tell: Callable[[RankFailure], None] = lambda failure: None
+        # Gone when this process ends, too, whoever has not closed what is in it.
+        self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-ranks-", ignore_cleanup_errors=True)
+        self._closing, self._pending = False, list[Command]()
+        self._known = threading.Event()
+        self._sockets, self._pipes = list[socket.socket](), list[Connection]()
+        self._processes = list[subprocess.Popen[bytes]]()
+        self._watching = threading.Thread(target=self._watch, name="shadowkv-ranks", daemon=True)
+        meeting = f"{self._folder.name}/meeting"
+        try:
+            for rank in range(1, size):
+                self._start(rank, (config, rank, size, meeting))
+            self._await_all()
+            self._watching.start()
+            with self.together():
+                self.group = open_group(0, size, self.device, meeting)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, what: tuple[Any, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "shadowkv.engine.parallel.worker", str(theirs.fileno())]
+            # Modules are found where this process finds them; a terminal, what is typed there and its signals are for
+            # rank 0 alone.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        self._sockets.append(ours)
+        self._pipes.append(Connection(os.dup(ours.fileno())))
+        with suppress(OSError):  # one that is gone already is found out about where it is waited for
+            self._pipes[-1].send(what)
+
+    def _await_all(self) -> None:
+        """Waits until every rank is about to meet the others; raises RankFailure where one ends before. The meeting
+        itself could not be left for half an hour, not by Ctrl-C either."""
+        left = list(self._pipes)
+        while left:
+            pipe = cast(Connection, multiprocessing.connection.wait(left)[0])
+            left.remove(pipe)
+            try:
+                said = pipe.recv()
+            except (OSError, EOFError):
+                said = True, None
+            if said != HERE:
+                self.failure = self._in_words(pipe, said[1])
+                raise RankFailure(self.failure)
+
+    def tell(self, *command: Any) -> None:
+        """Has the other ranks do something, with the next that is sent."""
+        self._pending.append(command)
+
+    def send(self, *command: Any) -> None:
+        """Has the other ranks do it now, after what they were told before; raises RankFailure where they cannot."""
+        self._pending.append(command)
+        pending, self._pending = self._pending, []
+        self.check()
+        for pipe in self._pipes:
+            try:
+                pipe.send(pending)
+            except OSError as error:
+                raise RankFailure(self._reason(error)) from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """For what all ranks do at the same time. An error of this one leaves the others waiting: it is the end of all
+        of them, as RankFailure where another one's is the cause or this one has none of its own to tell."""
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:
+            raise RankFailure(self._reason(error)) from error
+
+    def _reason(self, error: Exception) -> str:
+        if self._known.wait(REASON_SECONDS if isinstance(error, (RankFailure, OSError)) else 0) and self.failure:
+            return self.failure
+        self.failure = f"tensor-parallel rank 0 failed: {type(error).__name__}: {error}"
+        logger.error("%s", self.failure, exc_info=error)
+        return self.failure
+
+    def check(self) -> None:
+        """Raises RankFailure where one has ended. What was computed since may be wrong: a GPU that waited for that rank
+        went on without it."""
+        if self.failure is not None:
+            raise RankFailure(self.failure)
+
+    def when_failed(self, tell: Callable[[RankFailure], None]) -> None:
+        """Has ``tell`` called, on a thread of its own, when one of the ranks has ended."""
+        self._tell = tell
+        if self._known.is_set() and self.failure is not None:
+            tell(RankFailure(self.failure))
+
+    def _watch(self) -> None:
+        """Waits until a rank says why it ends, or just ends, which none does before it is to. One that ends because it
+        got no answer from another is the cause only if no other ends."""
+        left, found, seconds = list(self._pipes), None, None
+        while ready := multiprocessing.connection.wait(left, seconds):
+            if self._closing:
+                return
+            pipe = cast(Connection, ready[0])
+            seconds = REASON_SECONDS / 2
+            left.remove(pipe)
+            try:
+                is_cause, reason = pipe.recv()
+            except (OSError, EOFError):
+                is_cause, reason = True, None
+            found = self._in_words(pipe, reason)
+            if is_cause:
+                break
+        self.failure = found
+        self._known.set()
+        if self._closing:
+            return
+        logger.error("%s", self.failure)
+        for process in self._processes:
+            process.kill()
+        self._tell(RankFailure(cast(str, self.failure)))
+        if self.group.size > 1:
+            self.group.abort()  # what waits for that rank on the GPU ends; this returns once CUDA graphs are gone
+
+    def _in_words(self, pipe: Connection, reason: str | None) -> str:
+        """What has become of the rank at the other end, which said so itself or not."""
+        rank = 1 + self._pipes.index(pipe)
+        if reason is not None:
+            return f"tensor-parallel rank {rank} failed: {reason}"
+        process = self._processes[rank - 1]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        return f"tensor-parallel rank {rank} has ended ({_ending(process.returncode)})"
+
+    def close(self) -> None:
+        """Ends the other ranks, whatever they do. CUDA graphs of what they do together are to be gone before."""
+        self._closing = True
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # they end when they see that
+        for process in self._processes:
+            if self.group.size == 1:  # it may not have come to where it looks
+                process.kill()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._watching.is_alive() and self._watching is not threading.current_thread():
+            self._watching.join(END_SECONDS)
+        if self.group.size > 1:
+            self.group.close()
+        for pipe in self._pipes:
+            pipe.close()
+        for one in self._sockets:
+            one.close()
+        self._folder.cleanup()
+
+
+def rank_device(name: str, rank: int) -> torch.device:
+    """The device of a rank: a GPU each, or all of them the CPU; raises ValueError where it is not there."""
+    device = device_of(name)
+    return device if device.type == "cpu" else device_of(f"cuda:{rank}")
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "its connection is closed"
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -1,0 +1,164 @@
+"""What the tokens of an answer attended to: read back for requests that ask, from the cache's selection hook.
+
+Positions are told in cells of a few tokens, layers in a few groups: of a context of 60K tokens a step selects hundreds
+of thousands of tokens over all layers and kv heads. What is selected is weighed by the attention that it gets, without
+which it says little: every head selects as much as its budget allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import pairwise
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.sequence import Sequence
+
+CELL = 16
+"""Tokens of a cell, or of a chunk if those are longer."""
+
+GROUPS = 4
+"""Groups of layers, of which a model of fewer layers has one each. A step tells of one layer of each, the next step of
+the next one: weighing what is selected in every layer would take a fifth of a step of a small model on a CPU."""
+
+MOST_CELLS = 64
+"""Cells that are told of each group: those with the largest weights."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Cells that a layer, which stands for a group of them, selected from, in ascending order.
+
+    Attributes:
+        layers: the first of the group, and the one after the last.
+        layer: the one that was looked at.
+        cells: numbers of cells; cell n has the positions from ``n * cell`` on.
+        weights: of each cell, the share that its selected tokens have of the softmax over all that are selected: a mean
+            over query heads.
+    """
+
+    layers: tuple[int, int]
+    layer: int
+    cells: list[int]
+    weights: list[float]
+
+
+@dataclass(frozen=True)
+class TokenSelections:
+    """What the decode step that chose a token attended to.
+
+    Attributes:
+        length: tokens before the one that was chosen.
+        cell: tokens of a cell.
+        everything: whether all of them were attended to: the sequence is dense, or the policy selects nothing.
+        exact: runs of positions [first, end) that every layer attended to besides: the sink, and the newest tokens.
+            Outliers, which policies may keep exact as well, are not told.
+        groups: of layers, what was selected of the rest; empty where everything was attended to.
+    """
+
+    length: int
+    cell: int
+    everything: bool
+    exact: list[tuple[int, int]]
+    groups: list[LayerGroup]
+
+
+class SelectionRecord:
+    """Selections of some sequences in a decode step, which runs within it as a context, and not from a CUDA graph.
+
+    Nothing is waited for there but the rows of a batch, before its first layer: what is found stays on the device until
+    ``read``.
+
+    Args:
+        sequences: planned for the step.
+    """
+
+    def __init__(self, cache: KVCache, sequences: Items[Sequence]) -> None:
+        layers = cache.layout.compressed  # in the others everything is attended to
+        self._cache, self._sequences = cache, sequences
+        self._cell = max(CELL, cache.spec.chunk)
+        bounds = np.linspace(layers.start, layers.stop, min(GROUPS, len(layers)) + 1).astype(int).tolist()
+        self._groups = list(pairwise(bounds))
+        self._found: Tensor | None = None
+        self._ended: torch.cuda.Event | None = None
+
+    def __enter__(self) -> SelectionRecord:
+        cache = self._cache
+        self._lengths = [(one.length, one.sealed) for one in self._sequences]
+        self._layers = [[first + length % (end - first) for first, end in self._groups] for length, _ in self._lengths]
+        self._rows = {segment.row: number for number, one in enumerate(self._sequences) for segment in one.path}
+        cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
+        # One cell more, for what is no token.
+        self._size = len(self._sequences), len(self._groups), cells + 1
+        self._scores: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._portions: list[list[tuple[int, int]]] = []
+        self._calls: Counter[int] = Counter()
+        self._before, cache.selection_hook = cache.selection_hook, self._see
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cache.selection_hook = self._before
+        if error is not None:
+            return
+        self._found = self._weights()
+        if self._found.is_cuda:
+            landing = torch.empty(self._found.shape, pin_memory=True)
+            self._found = landing.copy_(self._found, non_blocking=True)
+            self._ended = torch.cuda.Event()
+            self._ended.record()
+
+    def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
+        """A portion of the batch; every layer has the same ones, in the same order."""
+        if self._before is not None:
+            selected = self._before(layer, q, batch, selected)
+        if layer == self._groups[0][0]:
+            rows = enumerate(batch.rows.tolist())
+            self._portions.append([(place, self._rows[row]) for place, row in rows if row in self._rows])
+        portion = self._portions[self._calls[layer]]
+        self._calls[layer] += 1
+        for place, number in portion:
+            if layer in self._layers[number]:
+                group = self._layers[number].index(layer)
+                scores = self._cache.selected_scores(layer, q, batch, selected, place)
+                self._scores.setdefault((number, group), []).append(scores)
+        return selected
+
+    def _weights(self) -> Tensor:
+        """Of all cells, float32 [sequences, groups, cells + 1]; of a sequence of several segments over all of them."""
+        weights = torch.zeros(self._size, device=self._cache.device)
+        for key, segments in self._scores.items():
+            positions, scores = (torch.cat(parts, -1) for parts in zip(*segments, strict=True))
+            cells = (positions // self._cell).masked_fill_(positions < 0, self._size[-1] - 1)
+            of_heads = scores.softmax(-1).nan_to_num_(0.0).mean(1) / len(scores)
+            weights[key].scatter_add_(0, cells.flatten(), of_heads.flatten())
+        return weights
+
+    def read(self) -> list[TokenSelections | None]:
+        """Of each sequence; None where the step ended without them. Waits for the step."""
+        if self._found is None:
+            return [None] * len(self._sequences)
+        if self._ended is not None:
+            self._ended.synchronize()
+        return [self._of(number, weights[:, :-1]) for number, weights in enumerate(self._found.numpy())]
+
+    def _of(self, number: int, weights: np.ndarray) -> TokenSelections:
+        (length, sealed), spec = self._lengths[number], self._cache.spec
+        if not (sealed and self._groups) or spec.attends_with != "attend_selected":
+            return TokenSelections(length + 1, self._cell, True, [(0, length + 1)], [])
+        groups = []
+        for layers, layer, of_cells in zip(self._groups, self._layers[number], weights, strict=True):
+            cells = np.sort(np.argsort(-of_cells, kind="stable")[:MOST_CELLS])
+            cells = cells[of_cells[cells] > 0]
+            groups.append(LayerGroup(layers, layer, cells.tolist(), of_cells[cells].round(5).tolist()))
+        exact = [(0, spec.sink_chunks * spec.chunk), (sealed, length + 1)]
+        return TokenSelections(length + 1, self._cell, False, exact, groups)

@@ -1,0 +1,89 @@
+"""A matrix that stays in the blocks of quantised numbers of a GGUF file, in runs of rows that may differ in format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shadowkv.ops import Ops
+from shadowkv.ops.dequantise_blocks.reference import FORMATS
+
+OPS = ("dequantise_blocks", "quantised_matmul")
+"""What it calls."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a matrix that are stored alike.
+
+    Attributes:
+        rows: how many.
+        form: of their blocks, one of ``FORMATS``; None for plain numbers.
+    """
+
+    rows: int
+    form: str | None
+
+
+class BlockMatrix(nn.Module):
+    """W [N, K]. Its rows are uninitialised until a loader fills them.
+
+    Args:
+        columns: K, whole blocks of every run.
+        runs: of all rows, in order; neighbours of one format become one.
+        dtype: of rows that are plain numbers, and of those that are looked up.
+
+    Attributes:
+        parts: a run each, uint8 [rows, bytes] in blocks or [rows, K].
+    """
+
+    def __init__(
+        self, columns: int, runs: Iterable[Run], *, dtype: torch.dtype, device: torch.device, ops: Ops
+    ) -> None:
+        super().__init__()
+        grouped = groupby(runs, lambda run: run.form)
+        self.runs = tuple(Run(sum(run.rows for run in alike), form) for form, alike in grouped)
+        self.columns, self.dtype, self.ops = columns, dtype, ops
+        self.parts = nn.ParameterList(self._empty(run, device) for run in self.runs)
+
+    def _empty(self, run: Run, device: torch.device) -> nn.Parameter:
+        width, dtype = self.columns, self.dtype
+        if run.form is not None:
+            width, dtype = width // FORMATS[run.form].values * FORMATS[run.form].bytes, torch.uint8
+        return nn.Parameter(torch.empty(run.rows, width, dtype=dtype, device=device), requires_grad=False)
+
+    @property
+    def num_values(self) -> int:
+        """N x K."""
+        return self.columns * sum(run.rows for run in self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def stored(self, start: int, stop: int) -> Iterator[tuple[Tensor, str | None]]:
+        """Rows ``start`` to ``stop`` as they are stored, and their format, run by run."""
+        for part, run in zip(self.parts, self.runs, strict=True):
+            if start < min(stop, run.rows):
+                yield part[start:stop], run.form
+            start, stop = max(0, start - run.rows), stop - run.rows
+
+    def forward(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """x Wᵀ of rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
+        products = [
+            F.linear(x, rows) if form is None else self.ops.quantised_matmul(x, rows, form)
+            for rows, form in self.stored(start, stop)
+        ]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def look_up(self, index: Tensor) -> Tensor:
+        """Rows int64 [T] of a matrix of one run -> [T, K]."""
+        (part,), (run,) = self.parts, self.runs
+        rows = part[index]
+        return rows if run.form is None else self.ops.dequantise_blocks(rows, run.form).to(self.dtype)

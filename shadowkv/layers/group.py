@@ -1,0 +1,123 @@
+"""Ranks that compute one model together, and what they say to each other: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""What tensors of each device go through; numbers of the host go through gloo."""
+
+
+class RankFailure(RuntimeError):
+    """A rank has ended, or has failed in what all of them do together: none of them can go on."""
+
+
+class Group:
+    """The ranks of a model; a model that is alone is a group of one, where everything is as it was given.
+
+    All ranks call the same methods in the same order.
+
+    Attributes:
+        rank: this process's, from 0.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, in place; its bits are the same on all of them."""
+        if self.size > 1:
+            with _failing():
+                torch.distributed.all_reduce(x)
+        return x
+
+    def join(self, x: Tensor) -> Tensor:
+        """Every rank's ``x`` [n, k], one beside the other: [n, size * k]."""
+        if self.size == 1:
+            return x
+        parts = x.new_empty(self.size, *x.shape)
+        with _failing():
+            torch.distributed.all_gather(list(parts.unbind()), x.contiguous())
+        return parts.transpose(0, 1).flatten(1)
+
+    def copy_first(self, x: Tensor) -> Tensor:
+        """What rank 0 has in ``x``, written into it on the others."""
+        if self.size > 1:
+            with _failing():
+                torch.distributed.broadcast(x, 0)
+        return x
+
+    def agree(self, value: Value) -> Value:
+        """Rank 0's value, which can be pickled."""
+        if self.size == 1:
+            return value
+        values: list[Value] = [value]
+        with _failing():
+            torch.distributed.broadcast_object_list(values, 0, device=torch.device("cpu"))
+        return values[0]
+
+    def least(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """The smallest that any rank has of each."""
+        if self.size == 1:
+            return dict(counts)
+        names = sorted(counts)
+        numbers = torch.tensor([counts[name] for name in names])
+        with _failing():
+            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN)
+        return dict(zip(names, numbers.tolist()))
+
+    def abort(self) -> None:
+        """Ends what waits for another rank on a GPU, in this process alone. Returns once the CUDA graphs are gone that
+        have collectives: NCCL waits for that."""
+        if self.size > 1 and "nccl" in torch.distributed.get_backend_config():
+            cast(torch.distributed.ProcessGroup, torch.distributed.group.WORLD).abort()
+
+    def close(self) -> None:
+        """Leaves the others, without waiting for them."""
+        self.abort()  # what else NCCL does at its end takes all ranks, and these may be gone
+        torch.distributed.destroy_process_group()
+
+
+ALONE = Group()
+
+
+class _failing:
+    """Errors of a collective, which say little and mean that a rank is gone, as ``RankFailure``."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+            raise RankFailure(f"a tensor-parallel rank does not answer: {error}") from error
+
+
+def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
+    """Waits for the other ranks of a host, who all name the same file, which must not be there yet.
+
+    Raises ValueError where this process is in a group already.
+    """
+    check_alone()
+    # The addresses of one host: a name that does not resolve, or resolves to another interface, is no obstacle.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        BACKENDS[device.type], init_method=f"file://{meeting}", rank=rank, world_size=size
+    )
+    return Group(rank, size)
+
+
+def check_alone() -> None:
+    """Raises ValueError where this process is in a group already, of an engine or of whoever runs that in it."""
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            "this process has a torch.distributed group already, another tensor-parallel engine's for example: "
+            "close that one first"
+        )

@@ -1,0 +1,168 @@
+"""Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
+a prompt is given, values as levels of a table or 8-bit floats, rotations of neighbours or of some dimensions.
+
+A program takes 64 tokens of one kv head at a time, all of its query heads together, and makes keys of their latents:
+the dimensions that rotate as a pair in two products.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.attend_coded.triton import (
+    LEAST,
+    StoredForm,
+    add_tokens,
+    codes_of,
+    decoded_rows,
+    store_part,
+    thread_blocks,
+)
+from shadowkv.ops.attend_selected.sources import BufferedRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.codec import LANES, LATENTS, CodecId
+from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
+
+KEYS = (*LATENTS, CodecId.LATENT_MIXED)
+VALUES = (CodecId.DENSE, *LANES, CodecId.FP8)
+
+
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    return [
+        *unless(case.key_codec in KEYS, f"codec {case.key_codec} of keys is not one of latents"),
+        *unless(case.value_codec in VALUES, f"codec {case.value_codec} of values is unknown"),
+        *unless(not case.fetched_bytes, "values are in a buffer"),
+    ]
+
+
+def attend_selected(
+    q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As the reference, of latents, and of dense rows, 8-bit floats and codes in lanes that are in no buffer.
+
+    Products of 16-bit queries are of keys and values in float16. Pages of latents, and of values of a head, lie
+    together.
+
+    Raises:
+        ValueError: other sources.
+    """
+    batch, query_heads, dim = q.shape
+    if not isinstance(keys, LatentKeys) or isinstance(values, BufferedRows):
+        given = f"{type(keys).__name__} and {type(values).__name__}"
+        raise ValueError(f"attend_selected in Triton takes latents, and values in no buffer, not {given}")
+    heads, chunks = selected.shape[1:]
+    if not selected.numel():
+        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+    group, half, rope = query_heads // heads, dim // 2, keys.rotary.config
+    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
+    asked = (q.float() * (dim**-0.5 * math.log2(math.e))).to(exact)
+    form, codes, latents, basis = StoredForm(values, dim, exact), codes_of(values), keys.latents, keys.basis
+    chunk = latents.shape[2]
+    bits, bit = places_of_bits(keys)
+    tiles = triton.cdiv(chunks * chunk, 64)
+    parts = thread_blocks(batch * heads, tiles, q.device)
+    out = torch.empty(batch, heads, parts, group, form.columns, dtype=torch.float32, device=q.device)
+    lse = out.new_empty(batch, heads, parts, group)
+    _attend_latents[(batch * heads, parts)](
+        asked, selected.contiguous(), selected if log_weight is None else log_weight.contiguous(),
+        latents, keys.pages.contiguous(), bits, bit, basis, basis if keys.mean is None else keys.mean,
+        keys.slots, keys.first, keys.rotary.cos, keys.rotary.sin,
+        codes, form.scale, values.pages.contiguous(), form.scale_pages.contiguous(), form.table, out, lse,
+        latents.stride(0), basis.stride(0), 0 if keys.mean is None else keys.mean.stride(0),
+        codes.stride(0), form.scale.stride(0), keys.pages.shape[1], chunks, tiles, triton.cdiv(tiles, parts),
+        DRAWN=log_weight is not None, MIXED=keys.widths is not None, PACKED=keys.codec.id == CodecId.LATENT_INT4,
+        HAS_MEAN=keys.mean is not None, HEADS=heads, GROUP=group,
+        GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
+        RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), TURNING=rope.dim // 2,
+        INTERLEAVED=rope.interleaved,
+        VALUE_BITS=form.bits, VALUE_SELECTORS=form.selectors, VALUE_COLUMNS=form.columns, VALUE_SCALED=form.scaled,
+        num_warps=4,
+    )  # fmt: skip
+    return form.merged(out, lse, q.dtype)
+
+
+@triton.jit
+def _attend_latents(
+    asked, selected, log_weight, latents, key_pages, bits, bit, basis, mean, slots, first, cos, sin,
+    value_codes, value_scale, value_pages, value_scale_pages, value_table, out, lse,
+    latent_page, basis_slot, mean_slot, value_page, value_scale_page, pages, chunks, tiles, tiles_each,
+    DRAWN: tl.constexpr, MIXED: tl.constexpr, PACKED: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TURNING: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_SELECTORS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
+):  # fmt: skip
+    """A part of what one kv head of a row has selected."""
+    unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = unit // HEADS, unit % HEADS
+    member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, 64), tl.arange(0, HALF_BLOCK)
+    in_pair = pair < HALF
+    if INTERLEAVED:  # dimensions that rotate together; behind them those that do not
+        one = tl.where(pair < TURNING, 2 * pair, pair + TURNING)
+        other = tl.where(pair < TURNING, 2 * pair + 1, pair + HALF)
+    elif TURNING < HALF:
+        one = tl.where(pair < TURNING, pair, pair + TURNING)
+        other = tl.where(pair < TURNING, pair + TURNING, pair + HALF)
+    else:
+        one = pair
+        other = pair + HALF
+    of_member = asked + (unit * GROUP + member[:, None]) * DIM
+    there = (member < GROUP)[:, None] & in_pair[None, :]
+    q_one = tl.load(of_member + one[None, :], mask=there, other=0.0)
+    q_other = tl.load(of_member + other[None, :], mask=there, other=0.0)
+    slot, start = tl.load(slots + row), tl.load(first + row)
+    peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, VALUE_COLUMNS], tl.float32)
+    for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, tiles)):
+        number = (tile * 64 + at) // CHUNK
+        chunk = tl.load(selected + unit * chunks + number, mask=number < chunks, other=-1)
+        lives = chunk >= 0
+        position = tl.where(lives, chunk * CHUNK + at % CHUNK, 0)
+        place = position % 64
+        stored = latents + tl.load(key_pages + row * pages + position // 64) * latent_page + place * WIDTH
+        k_one = tl.zeros((64, HALF_BLOCK), tl.float32)
+        k_other = tl.zeros((64, HALF_BLOCK), tl.float32)
+        for block in range(0, RANK, 32):
+            rank = block + tl.arange(0, 32)
+            in_rank = rank < RANK
+            wanted = lives[:, None] & in_rank[None, :]
+            x = decoded_latents(
+                stored[:, None], rank, wanted, bits + row * RANK, bit + row * RANK, RANK, WIDTH, PACKED, MIXED
+            )
+            direction = basis + slot * basis_slot + rank[:, None] * (HEADS * DIM) + head * DIM
+            inside = in_rank[:, None] & in_pair[None, :]
+            b_one = tl.load(direction + one[None, :], mask=inside, other=0.0)
+            b_other = tl.load(direction + other[None, :], mask=inside, other=0.0)
+            k_one = tl.dot(x.to(b_one.dtype), b_one, k_one, input_precision="ieee")
+            k_other = tl.dot(x.to(b_one.dtype), b_other, k_other, input_precision="ieee")
+        if HAS_MEAN:
+            centre = mean + slot * mean_slot + head * DIM
+            k_one += tl.load(centre + one, mask=in_pair, other=0.0).to(tl.float32)[None, :]
+            k_other += tl.load(centre + other, mask=in_pair, other=0.0).to(tl.float32)[None, :]
+        angle = (start + position)[:, None] * TURNING + pair[None, :]
+        turns = lives[:, None] & (pair < TURNING)[None, :]
+        cosine, sine = tl.load(cos + angle, mask=turns, other=1.0), tl.load(sin + angle, mask=turns, other=0.0)
+        turned_one, turned_other = k_one * cosine - k_other * sine, k_other * cosine + k_one * sine
+        scores = tl.dot(q_one, tl.trans(turned_one.to(q_one.dtype)), input_precision="ieee")
+        scores += tl.dot(q_other, tl.trans(turned_other.to(q_one.dtype)), input_precision="ieee")
+        if DRAWN:
+            weight = tl.load(log_weight + unit * chunks + number, mask=lives, other=0.0)
+            scores += (weight * 1.4426950408889634)[None, :]
+        scores = tl.where(lives[None, :], scores, float("-inf"))
+        name = tl.load(value_pages + row * pages + position // 64)
+        rows = value_codes + (name * value_page)[:, None]
+        values = decoded_rows(rows, value_table, head, place, VALUE_BITS, VALUE_SELECTORS, DIM, VALUE_COLUMNS)
+        scale = tl.full([64], 1.0, tl.float32)
+        if VALUE_SCALED:
+            name = tl.load(value_scale_pages + row * pages + position // 64)
+            scale = tl.load(value_scale + name * value_scale_page + head * 64 + place).to(tl.float32)
+        peak, total, acc = add_tokens(q_one, scores, lives, values, scale, peak, total, acc, VALUE_SCALED)
+    target = (unit * tl.num_programs(1) + part) * GROUP
+    store_part(out, lse, target, peak, total, acc, GROUP, GROUP_BLOCK, VALUE_COLUMNS)

@@ -1,0 +1,1 @@
+"""Rows of quantised numbers in the blocks of GGUF files, as float32."""

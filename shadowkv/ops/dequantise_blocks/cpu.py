@@ -1,0 +1,15 @@
+"""Rows of quantised blocks in C++: ``csrc/cpu/quantised_matmul.h``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.extension import load_cpu as available
+
+__all__ = ["available", "dequantise_blocks"]
+
+
+def dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
+    """As the reference, to the last bit."""
+    return torch.ops.shadowkv.dequantise_blocks(blocks, form)

@@ -1,0 +1,192 @@
+"""Batch files on a Ray cluster: Ray Data hands the lines to replicas, and those of one that dies to others.
+
+The driver reads and checks the file, and alone writes the output, each answer as it comes: exactly one a line, whatever
+is answered twice. The replicas are told where their lines are; the input has to be readable by its path on every node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shadowkv.command_line import Parser, one_line
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve import strict_json
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.batch_files import BatchFiles
+from shadowkv.serve.batch_lines import LineRequest
+from shadowkv.serve.batch_mode import BatchFailed, BatchRun, run_files
+from shadowkv.serve.log import set_up_log
+from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.start import exit_on_signals
+
+CONCURRENCY = 2
+"""Requests in flight per running sequence of a replica: the next ones wait in its engine, tokenised."""
+
+MOST_BLOCKS = 10_000
+"""Pieces of a file that are answered, and answered again, as a whole: a line each where it has no more lines."""
+
+RETRIES = 3
+"""Replicas that a piece may see die, before the run ends: its lines may be what they die of."""
+
+DEAD = 70
+"""Exit code of a replica whose engine has died."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answers the file; returns the exit code."""
+    args = _parse(argv)
+    set_up_log()
+    exit_on_signals()
+    try:
+        return _run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="shadowkv ray batch", description=__doc__)
+    batch = parser.add_argument_group("batch")
+    batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in the OpenAI batch format")
+    batch.add_argument("--output", type=Path, required=True, metavar="FILE", help="where their answers go")
+    batch.add_argument("--resume", action="store_true", help="skip requests that an --output or .partial answers")
+    batch.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines, with --tensor-parallel-size GPUs each (default: %(default)s)",
+    )
+    batch.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API (default: its own)")
+    EngineConfig.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+class Replica:
+    """An engine that answers lines, in an actor of Ray's.
+
+    Args:
+        config: the engine's.
+        model: its name to clients; None is its own.
+        path: the batch file.
+    """
+
+    def __init__(self, config: EngineConfig, model: str | None, path: str) -> None:
+        # Here and not above: the driver needs no PyTorch.
+        from shadowkv.engine.async_engine import AsyncEngine
+        from shadowkv.serve.batch_answers import LineAnswers
+
+        try:
+            engine = AsyncEngine(config)
+        except (ValueError, MemoryError, OSError) as error:  # not all of these can be sent to the driver
+            raise RuntimeError(one_line(error)) from None
+        engine.start()
+        self._answers = LineAnswers(engine, model or engine.model_name, ServerSettings())
+        self._path = path
+
+    async def __call__(self, lines: dict[str, Any]) -> dict[str, list[str]]:
+        """Records, as JSON, of the lines at ``offset`` with ``size`` bytes, which have an ``id``."""
+        places = zip(lines["id"], lines["offset"], lines["size"], strict=True)
+        requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
+        try:
+            records = await asyncio.gather(*(self._answers.record(request) for request in requests))
+        except ApiError:  # a request's own mistakes are in its record: without its engine this process is of no use
+            os._exit(DEAD)
+        return {"record": [json.dumps(record, ensure_ascii=False) for record in records]}
+
+    def _read(self, name: str, offset: int, size: int) -> LineRequest:
+        with open(self._path, "rb") as file:
+            file.seek(offset)
+            request = strict_json.parse(file.read(size))
+        return LineRequest(name, request["custom_id"], request["url"], request["body"], offset, size)
+
+
+def _run(args: argparse.Namespace) -> int:
+    config, files = EngineConfig.from_args(args), BatchFiles(args.input, args.output, args.resume)
+    if args.replicas < 1:
+        raise ValueError(f"--replicas {args.replicas} must be at least 1")
+    if ":" in config.device:
+        raise ValueError(f"--device {config.device}: Ray says which GPU a replica has; pass auto, cpu or cuda")
+    with files.held(), _cluster():
+        resources = share(config.device, args.replicas, config.tensor_parallel_size)
+        return run_files(files, lambda batch: answer(batch, config, args.served_model_name, args.replicas, resources))
+
+
+@contextmanager
+def _cluster() -> Iterator[None]:
+    """Within, this process is connected to a cluster: the one of RAY_ADDRESS, or one of this machine's own."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
+    """What each replica takes of the cluster: a GPU for each of its ranks, or on a CPU its part of the cores. Raises
+    ValueError where there is less."""
+    import ray
+
+    there = ray.cluster_resources()
+    gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
+    if device == "cpu" or (device == "auto" and not gpus):
+        if cores < replicas:
+            raise ValueError(f"--replicas {replicas} are more than the {cores} CPU cores of the cluster")
+        return {"num_cpus": cores // replicas}
+    if gpus < replicas * ranks:
+        each = f" of {ranks} GPUs" if ranks > 1 else ""
+        raise ValueError(f"--replicas {replicas}{each} are more than the {gpus} GPUs of the cluster")
+    return {"num_cpus": ranks, "num_gpus": ranks}
+
+
+def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: int, resources: dict[str, Any]) -> None:
+    """Answers every line of a run that has no answer; raises BatchFailed where the replicas do not."""
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False  # there is one
+    with batch.writing():
+        places = {
+            request.custom_id: {"id": request.id, "offset": request.offset, "size": request.size}
+            for request in batch.requests()
+        }
+        if not places:
+            return
+        calls = math.ceil(CONCURRENCY * config.max_num_seqs / math.ceil(len(places) / MOST_BLOCKS))
+        records = ray.data.from_items(
+            [*places.values()], override_num_blocks=min(MOST_BLOCKS, len(places))
+        ).map_batches(
+            Replica,
+            fn_constructor_args=(config, model, str(batch.files.input.resolve())),
+            batch_size=None,
+            compute=ray.data.ActorPoolStrategy(
+                size=replicas, max_tasks_in_flight_per_actor=calls, max_concurrent_calls_per_actor=calls
+            ),
+            max_restarts=-1,
+            max_task_retries=RETRIES,
+            **resources,
+        )
+        try:
+            for block in records.iter_batches(batch_size=None, prefetch_batches=0):
+                for text in block["record"]:
+                    record = json.loads(text)
+                    if places.pop(record["custom_id"], None) is not None:  # else it was answered twice
+                        batch.write(record)
+        except ray.exceptions.RayError as error:
+            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # before it are traces
+        if places:
+            raise BatchFailed(f"{len(places)} lines have no answer, such as {next(iter(places))!r}")

@@ -1,0 +1,242 @@
+"""The front: takes requests as a plain server does, and has replicas answer them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from starlette.types import Message, Receive, Scope, Send
+
+from shadowkv.ray.forwarded import ForwardedRequest, sendable
+from shadowkv.ray.metrics import merged
+from shadowkv.ray.prefixes import prefix_of
+from shadowkv.serve.api import add_middleware, handle_errors
+from shadowkv.serve.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.body_reader import SHORT_BYTES, BodyReader
+from shadowkv.serve.disconnect import unless_disconnected
+from shadowkv.serve.errors import RETRY_SECONDS, error_response
+from shadowkv.serve.event_stream import event_text
+from shadowkv.serve.metrics import ConnectionMetrics
+from shadowkv.serve.request_record import current_record
+from shadowkv.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_SECONDS = 60.0
+"""How long a request waits for a replica that takes it: one may just be starting."""
+
+METRICS_SECONDS = 5.0
+RESPONSES_URL = "/v1/responses"
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)')
+
+
+def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settings: ServerSettings) -> Front:
+    """The front of a deployment of replicas, with its application.
+
+    Args:
+        handle: the deployment's.
+        app_name: that of the application of Ray Serve.
+        model: the model's name to clients.
+    """
+    front = Front(handle, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(front.bodies.close)
+
+    # The documentation of the API is the replicas', too.
+    app = FastAPI(openapi_url=None, lifespan=lifespan)
+    app.state.settings, app.state.metrics = settings, ConnectionMetrics(model)
+    add_middleware(app, settings)
+    handle_errors(app)
+    app.router.default = front.forward
+
+    @app.get("/health")
+    async def get_health() -> Response:
+        alive = await asyncio.to_thread(_any_running, app_name)
+        return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        page = merged(await front.metrics(), app.state.metrics.text())
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    front.app = app
+    return front
+
+
+def _any_running(app_name: str) -> bool:
+    """Whether Ray Serve holds any replica for healthy: it asks them every few seconds."""
+    found = serve.status().applications.get(app_name)
+    states = [] if found is None else [one.replica_states for one in found.deployments.values()]
+    return any(counts.get("RUNNING", 0) for counts in states)
+
+
+class Front:
+    """Sends requests to the replicas of a deployment, and their answers to clients.
+
+    What a replica leaves unanswered as it dies is sent to another, once, unless the client has got something of the
+    answer. Otherwise the answer ends with the error of a server whose engine has died.
+    """
+
+    app: FastAPI
+
+    def __init__(self, handle: DeploymentHandle[Any], settings: ServerSettings) -> None:
+        self._handle = handle
+        self._answers = handle.options(stream=True, method_name="answer")
+        self.bodies = BodyReader(settings.max_body_bytes)
+        self._at_work: set[DeploymentResponseGenerator[Any]] = set()
+        self._stopped = False
+
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application: any request that the front does not answer itself."""
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        record = current_record()
+        assert record is not None  # every request has one from the log on
+        request = ForwardedRequest(sendable(scope, record.id), bytes(body), await self._prefix(scope, body))
+        answer = _Answer(scope, receive, send)
+        await unless_disconnected(receive, self._answer(request, answer))
+
+    async def stop(self) -> None:
+        """Ends what is still at work with an error; nothing is forwarded any more."""
+        self._stopped = True
+        for response in list(self._at_work):
+            await asyncio.to_thread(response.cancel)
+
+    async def metrics(self) -> dict[str, bytes]:
+        """What the replicas that answer tell Prometheus, by replica."""
+        try:
+            found = await self._handle.broadcast("metrics").results_async(
+                timeout_s=METRICS_SECONDS, return_exceptions=True
+            )
+        except DeploymentUnavailableError:  # there are none
+            return {}
+        except TimeoutError as error:
+            text = f"a replica has not told its metrics within {METRICS_SECONDS:g} s"
+            raise ApiError(text, status=503, code="timeout") from error
+        return dict(one for one in found if not isinstance(one, BaseException))
+
+    async def _prefix(self, scope: Scope, body: bytearray) -> tuple[int, ...]:
+        if scope["method"] != "POST":
+            return ()
+        if len(body) <= SHORT_BYTES:
+            return await asyncio.to_thread(prefix_of, body)
+        try:
+            return await self.bodies.apart(bytes(body), prefix_of)
+        except ApiError:  # too much for the reader: the replica says so
+            return ()
+
+    async def _answer(self, request: ForwardedRequest, answer: _Answer) -> None:
+        for last in (False, True):
+            replica: str | None = None
+            try:
+                async with aclosing(self._messages(request)) as items:
+                    async for item in items:
+                        if isinstance(item, str):
+                            replica = item
+                            continue
+                        for message in item:
+                            await answer.send(message)
+                return
+            except asyncio.TimeoutError:
+                reason = f"no replica has taken the request within {ACCEPT_SECONDS:g} s"
+                return await answer.fail(ApiError(reason, status=503, code="no_replica"))
+            except (RayError, RayServeException) as error:
+                if answer.is_whole:
+                    return
+                if last or answer.has_begun or self._stopped:
+                    reason = (
+                        "the engine has been shut down" if self._stopped else "the engine has died with its replica"
+                    )
+                    return await answer.fail(ApiError(reason, status=503, code="engine_dead"))
+                logger.warning("a request goes to another replica than %s: %s", replica, type(error).__name__)
+                request = replace(request, avoid=replica)
+
+    async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
+        """What a replica says, which is told where this is closed before the end that nobody listens any more."""
+        response = self._answers.remote(request)
+        self._at_work.add(response)
+        ended = False
+        try:
+            yield await asyncio.wait_for(anext(response), ACCEPT_SECONDS)
+            async for item in response:
+                yield item
+            ended = True
+        finally:
+            self._at_work.discard(response)
+            if not ended:
+                response.cancel()
+
+
+class _Answer:
+    """An answer on its way to a client. Its beginning is held back until there is some of the body, since what the
+    client has got nothing of can still be begun anew."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._start: Message | None = None
+        self._is_stream = False
+        self._event = b""
+        self.has_begun = self.is_whole = False
+
+    async def send(self, message: Message) -> None:
+        """Sends one of the application's messages on."""
+        if message["type"] == "http.response.start":
+            # The id is put in here, as in any answer.
+            headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
+            self._is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
+            self._start = {**message, "headers": headers}
+            return
+        if not self.has_begun:
+            assert self._start is not None
+            self.has_begun = True
+            await self._send(self._start)
+        self._event = message.get("body") or self._event
+        self.is_whole = not message.get("more_body")
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Ends it with an error, which is the last event of a stream."""
+        path = self._scope["path"]
+        if not self.has_begun:
+            response = error_response(error, path)
+            response.headers["Retry-After"] = str(RETRY_SECONDS)
+            return await response(self._scope, self._receive, self._send)
+        if not self._is_stream:
+            raise error  # the connection is cut: the client sees that it is not all
+        await self._send({"type": "http.response.body", "body": self._last_events(error, path), "more_body": False})
+
+    def _last_events(self, error: ApiError, path: str) -> bytes:
+        if path.startswith(RESPONSES_URL):
+            number = SEQUENCE_NUMBER.search(self._event)
+            text = event_text(
+                {"type": "error", "code": "server_error", "message": error.message, "param": None}
+                | {"sequence_number": int(number[1]) + 1 if number else 0},
+                named=True,
+            )
+        elif path.startswith(MESSAGES_URL):
+            text = event_text(error.body(path), named=True)
+        else:
+            text = event_text(error.body(path), named=False) + "data: [DONE]\n\n"
+        return text.encode()

@@ -1,0 +1,94 @@
+"""Which replica gets a request: the one that was given the longest beginning of its prompt, then the one with the
+least to do.
+
+Prompts are compared as text, in blocks: tokens would need the model's tokeniser and its chat template. A block's name
+is a hash of its text and of the name of the block before it, so that equal names have all before them in common.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+BLOCK_CHARS = 256
+"""Characters of JSON in a block, about the 64 tokens of a page of the prefix cache."""
+
+MAX_BLOCKS = 4096
+"""Of a prompt: a million characters. Prompts that have so many in common are the same for the router."""
+
+REMEMBERED_BLOCKS = 2**17
+"""Of all prompts together: 32 million characters."""
+
+BEFORE = ("model", "cache_salt", "tools", "system", "instructions")
+PROMPT = ("messages", "prompt", "input")
+"""Fields of the APIs' requests whose values make the prompt; no request has two of the latter."""
+
+
+def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
+    """Names of the whole blocks of a request's prompt, from its beginning on; of a body that has none, nothing."""
+    try:
+        fields = json.loads(body)
+        if not isinstance(fields, dict) or not any(name in fields for name in PROMPT):
+            return ()
+        values = [fields.get(name) for name in (*BEFORE, *PROMPT)]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    except (ValueError, RecursionError):  # for the replica to refuse
+        return ()
+    names, name = [], 0
+    for end in range(BLOCK_CHARS, min(len(text), MAX_BLOCKS * BLOCK_CHARS) + 1, BLOCK_CHARS):
+        name = xxhash.xxh3_64_intdigest(text[end - BLOCK_CHARS : end], seed=name)
+        names.append(name)
+    return tuple(names)
+
+
+class PrefixTable:
+    """Remembers which replicas were given which prefixes, those that were asked for last.
+
+    Args:
+        margin: how many more requests than the least loaded replica another may have at work and still be chosen for
+            what it was given before.
+        most: blocks that are remembered.
+    """
+
+    def __init__(self, margin: int, most: int = REMEMBERED_BLOCKS) -> None:
+        self._margin, self._most = margin, most
+        self._given: OrderedDict[int, set[str]] = OrderedDict()
+        self._last: dict[str, int] = {}
+        self._choices = 0
+
+    def choose(self, prefix: Sequence[int], loads: Mapping[str, int]) -> str:
+        """The replica that is to get a prompt, which is remembered to have been given it.
+
+        Args:
+            prefix: the prompt's blocks, from ``prefix_of``.
+            loads: how many requests each of the replicas has at work; there is at least one.
+        """
+        longest = set(loads)
+        for name in prefix:
+            given = longest & self._given.get(name, set())
+            if not given:
+                break
+            longest = given
+        chosen = self._least(longest, loads)
+        if loads[chosen] > min(loads.values()) + self._margin:
+            chosen = self._least(set(loads), loads)
+        self._choices += 1
+        self._last = {replica: self._last[replica] for replica in loads if replica in self._last}
+        self._last[chosen] = self._choices
+        self._remember(prefix, chosen)
+        return chosen
+
+    def _least(self, replicas: set[str], loads: Mapping[str, int]) -> str:
+        """The one with the least to do; of several the one that was chosen the longest ago, so that requests that come
+        at once are shared out."""
+        return min(replicas, key=lambda replica: (loads[replica], self._last.get(replica, 0), replica))
+
+    def _remember(self, prefix: Sequence[int], replica: str) -> None:
+        for name in reversed(prefix):  # the first block last: without it those behind it are never found
+            self._given.setdefault(name, set()).add(replica)
+            self._given.move_to_end(name)
+        while len(self._given) > self._most:
+            self._given.popitem(last=False)

@@ -1,0 +1,110 @@
+"""A replica: the application of a plain server and its engine, in a process of Ray Serve's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from ray import serve
+from starlette.types import Message
+
+from shadowkv.engine.async_engine import EngineDead
+from shadowkv.engine.config import EngineConfig
+from shadowkv.ray.forwarded import ForwardedRequest
+from shadowkv.serve.api import build_app
+from shadowkv.serve.log import set_up_log
+from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.start import load_engines
+
+logger = logging.getLogger(__name__)
+
+ENGINE_SECONDS = 5.0
+"""How long an end waits for the step at work."""
+
+
+class Replica:
+    """An engine that answers what the front sends it; Ray Serve makes one in each replica's process.
+
+    Args:
+        config: the engine's.
+        compare: a policy that it is compared with, as of ``shadowkv serve --compare``.
+        served_name: the model's name to clients; None is its own.
+        settings: the server's, without what the front sees to.
+    """
+
+    def __init__(
+        self, config: EngineConfig, compare: str | None, served_name: str | None, settings: ServerSettings
+    ) -> None:
+        set_up_log()
+        self._engines = load_engines(config, compare)
+        engine = self._engines[0]
+        settings.check_template(engine.tokenizer.chat_template)
+        engine.tokenizer.chat_encoder.prepare()
+        self._served_name = served_name or engine.model_name
+        self._app = build_app(engine, self._served_name, settings, *self._engines[1:])
+        self._id: str = serve.get_replica_context().replica_id.unique_id
+
+    async def answer(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
+        """The replica's id, as soon as the request is here, and then the ASGI messages of the answer, as they come. To
+        the application closing this is a client that has gone.
+
+        Raises EngineDead where the engine has died and nothing of the answer has been sent.
+        """
+        self.check_health()
+        yield self._id
+        messages: list[Message] = []
+        more, gone = asyncio.Event(), asyncio.Event()
+        body = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if body:
+                return body.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+            more.set()
+
+        task = asyncio.ensure_future(self._app(request.scope, receive, send))
+        task.add_done_callback(lambda _: more.set())
+        begun = False
+        try:
+            while messages or not task.done():
+                await more.wait()
+                if not begun:
+                    self.check_health()  # what the application says of a dead engine another replica may do better
+                sent, messages[:] = messages[:], []
+                begun = begun or bool(sent)
+                if not task.done():
+                    more.clear()
+                yield sent
+            if (error := task.exception()) is not None:  # its answer has been sent: a 500, or what there was of it
+                logger.error("a request failed", exc_info=error)
+        finally:
+            gone.set()
+            with suppress(Exception):
+                await task
+
+    async def describe(self) -> tuple[list[str], str]:
+        """Lines for the start of a server, and the model's name to clients."""
+        return self._engines[0].describe(), self._served_name
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """The replica's id, and what it tells Prometheus."""
+        return self._id, self._app.state.metrics.text()
+
+    def check_health(self) -> None:
+        """Called by Ray Serve, which starts another replica where this one raises."""
+        if not self._engines[0].is_alive:
+            raise EngineDead("the engine has died")
+
+    def __del__(self) -> None:
+        # Called by Ray Serve at a replica's end, when all its requests are over.
+        if hasattr(self, "_app"):
+            self._app.state.bodies.close()
+            self._app.state.documents.close()
+        for engine in getattr(self, "_engines", ()):
+            engine.shutdown(ENGINE_SECONDS)

@@ -1,0 +1,52 @@
+"""Ray Serve's request router for replicas: by prefix, then by load (``prefixes.py`` says how)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from shadowkv.ray.forwarded import ForwardedRequest
+from shadowkv.ray.prefixes import PrefixTable
+
+
+class PrefixRouter(RequestRouter):
+    """Chooses replicas for the front, the only one that sends them requests: what it has sent is what they do."""
+
+    @classmethod
+    def config(cls, margin: int) -> RequestRouterConfig:
+        """What makes it the router of a deployment; ``margin`` is that of ``PrefixTable``."""
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        return RequestRouterConfig(request_router_class=path, request_router_kwargs={"margin": margin})
+
+    def initialize_state(self, **options: Any) -> None:
+        """Called by Ray Serve with the options of the deployment's config."""
+        self._table = PrefixTable(**options)
+        self._at_work: Counter[str] = Counter()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The chosen replica, and the others in case that it cannot be reached."""
+        args = [] if pending_request is None else pending_request.args
+        request = args[0] if args else ForwardedRequest({}, b"", ())
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if len(replicas) > 1 and request.avoid is not None:
+            replicas.pop(request.avoid, None)
+        chosen = self._table.choose(request.prefix, {name: self._at_work[name] for name in replicas})
+        return [[replicas.pop(chosen)], [*replicas.values()]]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Called by Ray Serve for every request that is sent."""
+        super().on_send_request(replica_id)
+        self._at_work[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Called by Ray Serve when a request is over, however that came."""
+        super().on_request_completed(replica_id, internal_request_id)
+        name = replica_id.unique_id
+        self._at_work[name] -= 1
+        if self._at_work[name] <= 0:  # below: it could not even be sent
+            del self._at_work[name]

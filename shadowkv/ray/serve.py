@@ -1,0 +1,148 @@
+"""``shadowkv ray serve``: one server whose requests are answered by several replicas of an engine, on Ray Serve.
+
+Ray's cluster is the one that runs already (``ray start``, or RAY_ADDRESS), or one of this machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.command_line import Parser, one_line
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.log import set_up_log
+from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.start import add_arguments, bind, check_arguments, exit_on_signals, with_surroundings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+APP_NAME = "shadowkv"
+"""Of the application of Ray Serve."""
+
+SEEN_TO = ("api_key", "max_concurrent_requests_per_key", "allowed_origins", "allow_credentials") + (
+    ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+)
+"""Settings that a replica does not have: the front has seen to them, and to the log."""
+
+MARGIN = 4
+"""Requests that a replica may have more than another, as a part of a batch: 1 in so many."""
+
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+"""Of Ray Serve: requests have their lines in the front's log."""
+
+HEALTH_SECONDS = 2.0
+"""How often Ray Serve asks a replica whether its engine is alive."""
+
+IDLE_SECONDS = 0.5
+"""How often a replica that is to end looks whether it has answered everything."""
+
+DRAIN_SECONDS = 3600.0
+"""How long a replica that is one too many may take to answer what it has begun; Ray Serve has no "any time"."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal; returns the exit code."""
+    args = _parse(argv)
+    set_up_log()
+    exit_on_signals()
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="shadowkv ray serve", description=__doc__)
+    add_arguments(parser)
+    group = parser.add_argument_group("replicas")
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: %(default)s)")
+    text = "as many while more requests are at work than --max-num-seqs in each (default: as --replicas)"
+    group.add_argument("--max-replicas", type=int, metavar="N", help=text)
+    text = "GPUs that Ray keeps for each; parts of 1 share one (default: --tensor-parallel-size, if there are any)"
+    group.add_argument("--gpus-per-replica", type=float, metavar="N", help=text)
+    text = "CPU cores that Ray keeps for each, and its threads (default: %(default)s)"
+    group.add_argument("--cpus-per-replica", type=int, default=1, metavar="N", help=text)
+    args = parser.parse_args(argv)
+    check_arguments(parser, args)
+    if args.replicas < 1:
+        parser.error(f"--replicas {args.replicas} must be at least 1")
+    if args.max_replicas is not None and args.max_replicas < args.replicas:
+        parser.error(f"--max-replicas {args.max_replicas} must be at least --replicas, which is {args.replicas}")
+    if args.cpus_per_replica < 1:
+        parser.error(f"--cpus-per-replica {args.cpus_per_replica} must be at least 1")
+    if args.gpus_per_replica is not None and args.gpus_per_replica < 0:
+        parser.error(f"--gpus-per-replica {args.gpus_per_replica:g} must not be negative")
+    return args
+
+
+def _run(args: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        try:
+            config = EngineConfig.from_args(args)
+            settings = with_surroundings(ServerSettings.from_args(args), args)
+            listener = stack.enter_context(bind(args.host, args.port))
+            import ray
+            from ray import serve
+
+            ray.init(logging_level=logging.WARNING)
+            stack.callback(ray.shutdown)
+            exit_on_signals()  # Ray has a handler of its own
+            serve.start(proxy_location="Disabled", logging_config=LOGGING)
+            stack.callback(serve.delete, APP_NAME)
+            handle: DeploymentHandle[Any] = serve.run(
+                _application(args, config, settings), name=APP_NAME, route_prefix=None
+            )
+            lines, model = handle.describe.remote().result()
+        except (ValueError, MemoryError, OSError, RuntimeError) as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            return 2
+        for line in lines:
+            print(line, flush=True)
+        from shadowkv.ray.front import build_front
+        from shadowkv.serve.server import run
+
+        front = build_front(handle, APP_NAME, model, settings)
+        run(front.app, [front.stop], listener)
+    return 0
+
+
+def _application(args: argparse.Namespace, config: EngineConfig, settings: ServerSettings) -> Application:
+    """The replicas, as Ray Serve is to run them."""
+    import ray
+    from ray import serve
+
+    from shadowkv.ray.replica import Replica
+    from shadowkv.ray.router import PrefixRouter
+
+    gpus = args.gpus_per_replica
+    if gpus is None:
+        there = config.device != "cpu" and ray.cluster_resources().get("GPU", 0)
+        gpus = float(config.tensor_parallel_size) if there else 0.0
+    most = args.replicas if args.max_replicas is None else args.max_replicas
+    scaling = {"min_replicas": args.replicas, "max_replicas": most, "target_ongoing_requests": config.max_num_seqs}
+    deployment = serve.deployment(
+        Replica,
+        name="Replica",
+        **({"autoscaling_config": scaling} if most > args.replicas else {"num_replicas": args.replicas}),
+        # The engine's own queue refuses what is too much, as in a plain server; the front takes no more than this.
+        max_ongoing_requests=settings.limit_concurrency,
+        ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": gpus},
+        logging_config=LOGGING,
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_wait_loop_s=IDLE_SECONDS,
+        max_constructor_retry_count=1,
+        request_router_config=PrefixRouter.config(max(1, config.max_num_seqs // MARGIN)),
+    )
+    own = {name: getattr(ServerSettings, name) for name in SEEN_TO}
+    settings = replace(settings, **own, disable_uvicorn_access_log=True)
+    return deployment.bind(config, args.compare, args.served_model_name, settings)

@@ -1,0 +1,82 @@
+"""Shapes of the answers of ``/v1/messages``, for the OpenAPI schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shadowkv.serve.answers import Answer
+
+
+class MessagesErrorDetail(Answer):
+    """What is wrong."""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "not_found_error",
+        "timeout_error",
+        "request_too_large",
+        "rate_limit_error",
+        "overloaded_error",
+        "api_error",
+    ]
+    message: str
+
+
+class MessagesError(Answer):
+    """Body of every status from 400 on."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class Text(Answer):
+    """Text of the answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Thoughts(Answer):
+    """What the model thinks; nobody has signed it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUse(Answer):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Answer):
+    """Token counts; ``input_tokens`` are those that were not found in the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesAnswer(Answer):
+    """Answer of ``/v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Text | Thoughts | ToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Answer):
+    """Answer of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int

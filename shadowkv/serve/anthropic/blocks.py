@@ -1,0 +1,162 @@
+"""Content blocks of Anthropic's messages, and the messages of a chat that they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from shadowkv.serve.body import Body, Dropped, Name, Text, wrong
+from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEXT_CHARS
+from shadowkv.serve.tools import within
+from shadowkv.serve.typed_union import few_parts, union_by_type
+
+NO_TEXT = "images, documents, search results and blocks of server tools"
+
+
+class TextBlock(Body):
+    """Something said."""
+
+    type: Literal["text"]
+    text: Text
+    citations: Dropped = None
+
+
+if TYPE_CHECKING:
+    TextOnly = TextBlock
+else:
+    TextOnly = union_by_type({"text": TextBlock}, NO_TEXT)
+
+
+def _as_blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[TextOnly], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+TextContent = Annotated[Texts, BeforeValidator(_as_blocks, json_schema_input_type=Text | Texts)]
+
+
+def _input(value: dict[str, Any]) -> dict[str, Any]:
+    within(MAX_TEXT_CHARS, value)
+    return value
+
+
+class ToolUseBlock(Body):
+    """A call of a tool in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: Annotated[dict[str, Any], AfterValidator(_input)]
+
+
+class ToolResultBlock(Body):
+    """What a call has returned; whether that is an error, its text has to say."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: TextContent = Field([])
+    is_error: bool = False
+
+
+class ThinkingBlock(Body):
+    """The model's thoughts in an earlier turn; they are not signed."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text = ""
+
+
+class RedactedThinkingBlock(Body):
+    """Thoughts of another model that cannot be read: they are left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+KINDS: dict[str, type[Body]] = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+}
+
+if TYPE_CHECKING:
+    Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+else:
+    Block = union_by_type(KINDS, NO_TEXT)
+
+Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Turn(Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[Blocks, BeforeValidator(_as_blocks, json_schema_input_type=Text | Blocks)]
+
+
+def _asks(turns: list[Turn]) -> list[Turn]:
+    if turns[-1].role == "assistant":
+        raise wrong("the last message must be the user's: an answer that the client has begun is not continued")
+    for turn in turns:
+        for block in turn.content:
+            if isinstance(block, ToolResultBlock) != (turn.role == "user") and not isinstance(block, TextBlock):
+                raise wrong(f"a block of type {block.type!r} is no part of a message with the role {turn.role!r}")
+    return turns
+
+
+Turns = Annotated[
+    list[Turn],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(few_parts),
+    AfterValidator(_asks),
+]
+
+
+def messages_of(turns: Iterable[Turn], system: Iterable[TextBlock]) -> list[dict[str, Any]]:
+    """The messages of a chat."""
+    messages = [{"role": "system", "content": text}] if (text := text_of(system)) else []
+    for turn in turns:
+        messages += [_assistant(turn.content)] if turn.role == "assistant" else _user(turn.content)
+    return messages
+
+
+def text_of(blocks: Iterable[Any]) -> str:
+    """The text of those blocks that are text."""
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    return {
+        "role": "assistant",
+        "content": text_of(blocks),
+        "tool_calls": [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
+            for call in calls
+        ],
+        **({"reasoning_content": thoughts} if thoughts else {}),
+    }
+
+
+def _user(blocks: list[Block]) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, in the order in which there is text between them."""
+    messages: list[dict[str, Any]] = []
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                messages.append({"role": "user", "content": text_of(texts)})
+                texts = []
+            result = {"tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+            messages.append({"role": "tool", **result})
+    if texts or not messages:
+        messages.append({"role": "user", "content": text_of(texts)})
+    return messages

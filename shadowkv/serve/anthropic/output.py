@@ -1,0 +1,145 @@
+"""The answer of ``/v1/messages``, block by block: every event of a stream, and the message that stands at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.serve.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.endpoints import Piece
+from shadowkv.serve.tool_parser import CallPart
+
+if TYPE_CHECKING:
+    from shadowkv.serve.jobs import Job
+
+Event = dict[str, Any]
+
+PING: Event = {"type": "ping"}
+
+DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+"""By a block's type, that of its deltas and the field that grows."""
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageOutput:
+    """The answer to one job, which asks for one choice.
+
+    Attributes:
+        whole: the message, as far as it has come.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._block: dict[str, Any] | None = None
+        self._said: list[str] = []  # of the block: joined at its end, as answers may be long
+        self._call = -1
+        self.whole: dict[str, Any] = {
+            "id": job.id,
+            "type": "message",
+            "role": "assistant",
+            "model": job.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """All events of the stream; raises ApiError or EngineDead."""
+        begun = False
+        async with aclosing(self._job.pieces()) as pieces:
+            async for piece in pieces:
+                if not begun:
+                    begun = True
+                    self.whole["usage"] = self._usage()
+                    yield {"type": "message_start", "message": self.whole}
+                    yield PING
+                for event in self._read(piece):
+                    yield event
+                if piece.finish_reason is not None:
+                    for event in self._end(piece):
+                        yield event
+
+    @staticmethod
+    def failure(error: ApiError) -> Event:
+        """The event that ends a stream which has failed."""
+        return error.body(MESSAGES_URL)
+
+    def _read(self, piece: Piece) -> Iterator[Event]:
+        if piece.thought:
+            yield from self._tell("thinking", piece.thought, signature="")
+        if piece.text:
+            yield from self._tell("text", piece.text)
+        for part in piece.calls:
+            yield from self._argue(part)
+
+    def _tell(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
+        """More text, or more of the thoughts."""
+        delta, name = DELTAS[kind]
+        if self._block is None or self._block["type"] != kind:
+            yield from self._open({"type": kind, name: "", **fields})
+        self._said.append(text)
+        yield self._event("content_block_delta", delta={"type": delta, name: text})
+
+    def _argue(self, part: CallPart) -> Iterator[Event]:
+        """A call, or more of one's arguments."""
+        if part.index != self._call:
+            self._call = part.index
+            yield from self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+        if part.arguments:
+            self._said.append(part.arguments)
+            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+            yield self._event("content_block_delta", delta=delta)
+
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close()
+        self._block = block
+        self.whole["content"].append(block)
+        yield self._event("content_block_start", content_block=block)
+
+    def _close(self) -> Iterator[Event]:
+        """The end of the block at work, if there is one."""
+        block, text = self._block, "".join(self._said)
+        if block is None:
+            return
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[DELTAS[block["type"]][1]] = text
+        yield self._event("content_block_stop")
+        self._block, self._said = None, []
+
+    def _end(self, piece: Piece) -> Iterator[Event]:
+        yield from self._close()
+        assert piece.finish_reason is not None
+        reason = STOP_REASONS[piece.finish_reason]
+        if reason == "end_turn" and piece.stop_string is not None:
+            reason = "stop_sequence"
+        stopped = {"stop_reason": reason, "stop_sequence": piece.stop_string}
+        self.whole |= {**stopped, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": stopped, "usage": self.whole["usage"]}
+        yield {"type": "message_stop"}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "index": len(self.whole["content"]) - 1, **fields}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._job.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A call's arguments; none, where the answer was cut within them."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

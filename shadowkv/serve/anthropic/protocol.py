@@ -1,0 +1,130 @@
+"""Bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, as Anthropic's API has them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from shadowkv.serve.anthropic.blocks import TextContent, Turns, messages_of
+from shadowkv.serve.body import Body, Name, Text, refusal
+from shadowkv.serve.converted import Converted
+from shadowkv.serve.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOOLS
+from shadowkv.serve.messages import Effort
+from shadowkv.serve.protocol import Sampling
+from shadowkv.serve.response_format import checked_schema
+from shadowkv.serve.tools import FunctionName, within_limits
+
+NAMES = MappingProxyType({"response_format": "output_config.format", "stop": "stop_sequences"})
+
+
+class MessagesTool(Body):
+    """A tool of the client's, and ``input_schema``, the JSON schema of its input. There are no tools of the server."""
+
+    type: Literal["custom"] = "custom"
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """What a chat has."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema, **described}}
+
+
+MessagesTools = Annotated[
+    list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(within_limits)
+]
+
+
+class MessagesToolChoice(Body):
+    """Which tools are to be called: ``name`` goes with the type "tool"."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> MessagesToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise refusal("name", "name is required with the type 'tool', and goes with no other")
+        return self
+
+    def as_choice(self) -> Any:
+        """What a chat has."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(Body):
+    """Whether the model is to think, which the template is told; how much of it is the model's own affair."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> OutputFormat:
+        checked_schema({"schema": self.schema_})
+        return self
+
+
+class OutputConfig(Body):
+    """``output_config``."""
+
+    format: OutputFormat | None = None
+    effort: Effort | None = None
+
+
+class Prompt(Converted):
+    """What is in the prompt: body of ``/v1/messages/count_tokens``."""
+
+    names = NAMES
+
+    model: Name | None = None
+    messages: Turns
+    system: TextContent = Field([])
+    tools: MessagesTools = Field([])
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+
+    def as_chat(self) -> dict[str, Any]:
+        choice, output = self.tool_choice, self.output_config
+        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        schema = None if output.format is None else {"schema": output.format.schema_}
+        return {
+            "messages": messages_of(self.messages, self.system),
+            "tools": [tool.as_function() for tool in self.tools],
+            "tool_choice": None if choice is None else choice.as_choice(),
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "response_format": None if schema is None else {"type": "json_schema", "json_schema": schema},
+            "reasoning_effort": output.effort,
+            "chat_template_kwargs": {**thinks, **self.chat_template_kwargs},
+        }
+
+    def drop(self) -> None:
+        self.messages, self.system, self.tools = [], [], []
+
+
+StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class MessagesRequest(Prompt, Sampling):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[StopSequence] = Field([], max_length=MAX_STOP_STRINGS, fail_fast=True)
+
+    def as_chat(self) -> dict[str, Any]:
+        return {**super().as_chat(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}

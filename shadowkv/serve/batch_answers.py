@@ -1,0 +1,59 @@
+"""Answers a batch file's requests: the server's own code without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.engine.async_engine import EngineBusy
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.batch_lines import LineRequest
+from shadowkv.serve.chats import ChatCompletions
+from shadowkv.serve.completions import Completions
+from shadowkv.serve.errors import as_api_error
+from shadowkv.serve.jobs import prepare
+from shadowkv.serve.request_body import validated
+from shadowkv.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+SERVICE_UNAVAILABLE = 503
+BUSY_SECONDS = 0.5
+"""Between two tries to get into a full queue."""
+
+
+class LineAnswers:
+    """Answers requests with an engine, under the name of its model."""
+
+    def __init__(self, engine: AsyncEngine, model: str, settings: ServerSettings | None = None) -> None:
+        self._engine, self._model = engine, model
+        endpoints = (ChatCompletions(engine.tokenizer, settings), Completions(engine.tokenizer, settings))
+        self._endpoints = {endpoint.url: endpoint for endpoint in endpoints}
+
+    async def record(self, request: LineRequest) -> dict[str, Any]:
+        """A request's record; raises ApiError where no line from here on can be answered: there is no engine."""
+        try:
+            status, body = 200, await self._patiently(request)
+        except Exception as failure:
+            wrong = as_api_error(failure)
+            if wrong.status == SERVICE_UNAVAILABLE:
+                raise wrong from failure
+            status, body = wrong.status, wrong.body()
+        response = {"status_code": status, "request_id": body.get("id", request.id), "body": body}
+        return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
+
+    async def _patiently(self, request: LineRequest) -> dict[str, Any]:
+        """The answer, waiting for the others while the queue is full."""
+        while True:
+            with suppress(EngineBusy):
+                return await self._answer(request)
+            await asyncio.sleep(BUSY_SECONDS)
+
+    async def _answer(self, request: LineRequest) -> dict[str, Any]:
+        endpoint = self._endpoints[request.url]
+        body = validated(request.body, endpoint.request_type)
+        if body.stream:
+            raise ApiError("stream is not supported in a batch", param="stream")
+        return await endpoint.answer(await prepare(self._engine, endpoint, body, self._model))

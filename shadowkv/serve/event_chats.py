@@ -1,0 +1,60 @@
+"""Chats whose streams are events with types, of which the whole answer is put together as well."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.chats import Chat
+from shadowkv.serve.event_stream import Events
+from shadowkv.serve.protocol import ChatRequest
+
+if TYPE_CHECKING:
+    from shadowkv.serve.jobs import Job
+
+
+class EventOutput(Protocol):
+    """One answer.
+
+    Attributes:
+        whole: what ``events`` have made of it so far.
+    """
+
+    whole: dict[str, Any]
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer as it comes."""
+        ...
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event that tells of an error."""
+        ...
+
+
+class EventChat(Chat):
+    """A chat that an API of another shape asks for: its bodies have a ``chat``."""
+
+    sign_of_life: ClassVar[str] = Events.sign_of_life
+
+    @abstractmethod
+    def output(self, job: Job) -> EventOutput:
+        """What makes the answer."""
+
+    def request(self, body: Any) -> ChatRequest:
+        chat = body.chat
+        assert isinstance(chat, ChatRequest)
+        return chat
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        output = self.output(job)
+        async with aclosing(output.events()) as events:
+            async for _ in events:
+                pass
+        return output.whole
+
+    def stream(self, job: Job) -> Events:
+        output = self.output(job)
+        return Events(output.events(), output.failure, named=True, end="", sign_of_life=self.sign_of_life)

@@ -1,0 +1,127 @@
+// The server's panel: what it does, and where what it keeps of prompts lies, once a second.
+
+import { Gone, get } from "./api.js";
+import { byId, count, make, tell } from "./elements.js";
+
+const SECOND = 1000;
+const GIB = 2 ** 30;
+const KEPT = 60; // seconds of the line of speeds
+
+let before = null;
+let firstTokenSeconds = null;
+let gone = false;
+const speeds = [];
+const numbers = new Map(); // of segments, in the order in which they were seen
+
+export function watchServer() {
+  poll();
+}
+
+async function poll() {
+  try {
+    if (!document.hidden) {
+      present(await get("/page/stats"), performance.now());
+      if (gone) window.dispatchEvent(new Event("server-back"));
+      gone = false;
+    }
+  } catch (error) {
+    before = null;
+    if (error instanceof Gone && !gone) {
+      gone = true;
+      window.dispatchEvent(new Event("server-gone"));
+    }
+    if (error.status === 401) return; // goes on with a key
+  }
+  setTimeout(poll, SECOND);
+}
+
+function present(stats, now) {
+  if (before) {
+    const speed = (stats.generated_tokens - before.stats.generated_tokens) / ((now - before.now) / SECOND);
+    speeds.push(Math.max(0, speed));
+    if (speeds.length > KEPT) speeds.shift();
+    byId("speed").textContent = speed < 10 ? speed.toFixed(1).replace(".0", "") : count(speed);
+    line();
+    const first = stats.first_tokens - before.stats.first_tokens;
+    if (first > 0) firstTokenSeconds = (stats.first_token_seconds - before.stats.first_token_seconds) / first;
+  } else if (stats.first_tokens) {
+    firstTokenSeconds = stats.first_token_seconds / stats.first_tokens;
+  }
+  before = { stats, now };
+  figures(stats);
+  memory(stats);
+}
+
+function line() {
+  const most = Math.max(...speeds, 1);
+  const points = speeds.map((speed, at) => `${KEPT - speeds.length + at},${(19 - (18 * speed) / most).toFixed(2)}`);
+  byId("history").firstElementChild.setAttribute("points", points.join(" "));
+}
+
+function figures(stats) {
+  const hits = stats.looked_up_tokens ? `${Math.round((100 * stats.hit_tokens) / stats.looked_up_tokens)} %` : "–";
+  const shown = {
+    Running: count(stats.running),
+    Waiting: count(stats.waiting),
+    "Found in the cache": hits,
+    "First token after": firstTokenSeconds === null ? "–" : `${firstTokenSeconds.toFixed(2)} s`,
+  };
+  byId("figures").replaceChildren(
+    ...Object.entries(shown).flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]),
+  );
+}
+
+function memory(stats) {
+  const tiers = Object.entries(stats.tiers).filter(([, use]) => use.total_bytes);
+  const parent = byId("tiers");
+  for (const [name, use] of tiers) {
+    const tier = parent.querySelector(`[data-tier="${name}"]`) ?? parent.appendChild(newTier(name));
+    tier.querySelector("span").textContent = `${bytes(use.used_bytes)} of ${bytes(use.total_bytes)}`;
+    tier.querySelector("i").style.width = `${(100 * use.used_bytes) / use.total_bytes}%`;
+    blocks(tier.querySelector("ul"), stats.segments.filter((segment) => segment.tiers.includes(name)));
+  }
+  for (const tier of parent.children) tier.hidden = !tiers.some(([name]) => name === tier.dataset.tier);
+  const left = stats.segment_count - stats.segments.length;
+  tell("blocks-note", !stats.segments.length
+    ? "Prompts appear here as blocks once they are computed, and stay for those that begin alike."
+    : `A block is a run of a prompt's tokens; shaded ones are compressed.${left ? ` ${count(left)} more are kept.` : ""}`);
+}
+
+function newTier(name) {
+  const tier = make("div", "tier");
+  tier.dataset.tier = name;
+  const title = make("p", "", name[0].toUpperCase() + name.slice(1));
+  title.append(make("span"));
+  const bar = make("div", "bar");
+  bar.append(make("i"));
+  const list = make("ul", "blocks");
+  list.setAttribute("aria-label", `Segments, ${name}`);
+  tier.append(title, bar, list);
+  return tier;
+}
+
+/** Those that stay keep their element, so that only what arrives is seen to arrive. */
+function blocks(list, segments) {
+  const there = new Map([...list.children].map((item) => [item.dataset.uid, item]));
+  const items = segments.map((segment) => {
+    const { uid, first, tokens, sealed, running } = segment;
+    if (!numbers.has(uid)) numbers.set(uid, numbers.size + 1);
+    const item = there.get(uid) ?? make("li");
+    item.dataset.uid = uid;
+    item.textContent = numbers.get(uid);
+    item.className = `${sealed ? "sealed" : ""} ${running ? "running" : ""}`.trim();
+    item.style.flexGrow = Math.sqrt(tokens);
+    item.style.flexBasis = `${Math.min(100, Math.sqrt(tokens))}px`;
+    item.title = `Segment ${numbers.get(uid)}: tokens ${count(first)} to ${count(first + tokens - 1)} of a prompt, `
+      + `${sealed ? "compressed" : "exact"}${running ? ", in use" : ""}`;
+    return item;
+  });
+  if (items.some((item, at) => list.children[at] !== item) || items.length !== list.children.length) {
+    list.replaceChildren(...items);
+  }
+  list.hidden = !items.length;
+}
+
+function bytes(value) {
+  return value < GIB ? `${count(value / 2 ** 20)} MiB` : `${(value / GIB).toFixed(1)} GiB`;
+}

@@ -1,0 +1,94 @@
+// Puts the page together: what is served, the key, the theme, and a line for what goes wrong with the connection.
+
+import { get, useKey } from "./api.js";
+import { setUpQuestions, useServer } from "./ask.js";
+import { setLimit, setUpDocument } from "./document.js";
+import { byId, count, tell } from "./elements.js";
+import { watchServer } from "./live.js";
+
+const [SECOND, NOTICE] = [1000, 8000]; // milliseconds
+
+async function meet() {
+  const [models, stats, tokenizer] = await Promise.all(["/v1/models", "/page/stats", "/tokenizer_info"].map(get));
+  const [model] = models.data;
+  const { policy, compared } = stats;
+  byId("model").textContent = `${model.id} · ${policy} · ${count(model.max_model_len)} tokens`;
+  setLimit(model.max_model_len);
+  useServer({ name: model.id, policy, compared, chats: "chat_template" in tokenizer });
+}
+
+/** Says something for a while. */
+function notice(text) {
+  tell("status", text);
+  setTimeout(() => {
+    if (byId("status").textContent === text) tell("status", "");
+  }, NOTICE);
+}
+
+function setUpTheme() {
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const button = byId("theme");
+  let own = null;
+  const apply = () => {
+    const isDark = own ?? dark.matches;
+    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    button.textContent = isDark ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to ${isDark ? "light" : "dark"} colours`);
+    window.dispatchEvent(new Event("theme"));
+  };
+  button.addEventListener("click", () => {
+    own = !(own ?? dark.matches);
+    apply();
+  });
+  dark.addEventListener("change", apply);
+  apply();
+}
+
+function setUpKey() {
+  const dialog = byId("key-dialog");
+  window.addEventListener("key-needed", (event) => {
+    if (event.detail) tell("key-note", "The server does not take this key.");
+    if (!dialog.open) dialog.showModal();
+  });
+  dialog.addEventListener("cancel", (event) => event.preventDefault()); // nothing works without it
+  dialog.addEventListener("close", () => {
+    useKey(byId("key").value);
+    byId("key").value = "";
+    start();
+  });
+}
+
+function setUpConnection() {
+  window.addEventListener("server-gone", () => {
+    tell("status", "The server is gone. The page looks for it every second and goes on when it is back.");
+  });
+  window.addEventListener("server-back", async () => {
+    await meet();
+    notice("The server is back.");
+  });
+  if (history.state?.answering) {
+    history.replaceState(null, "");
+    notice("The page was loaded anew in the middle of an answer, which was stopped. Take the document and ask again: "
+      + "what the server has computed of it is found again.");
+  }
+}
+
+async function start() {
+  try {
+    await meet();
+  } catch (error) {
+    if (error.status === 401) return; // the dialog is open
+    tell("status", `${error.message} The page tries again every second.`);
+    setTimeout(start, SECOND);
+    return;
+  }
+  if (byId("status").textContent.endsWith("every second.")) tell("status", "");
+  watchServer();
+}
+
+setUpTheme();
+setUpKey();
+setUpConnection();
+setUpDocument();
+setUpQuestions();
+start();

@@ -1,0 +1,38 @@
+// What tokens attended to, summed up: shares of attention by place, for each group of layers.
+
+/** The mean over tokens (of `choices[].selections`), or null where there is none. */
+export function summed(tokens) {
+  if (!tokens.length) return null;
+  const last = tokens[tokens.length - 1];
+  const selecting = tokens.filter((token) => !token.everything);
+  const groups = (selecting[0]?.groups ?? []).map(({ layers }) => ({ layers, shares: new Map() }));
+  for (const token of selecting) {
+    token.groups.forEach(({ cells, weights }, number) => {
+      const { shares } = groups[number];
+      cells.forEach((cell, place) => {
+        shares.set(cell, (shares.get(cell) ?? 0) + weights[place] / selecting.length);
+      });
+    });
+  }
+  return { length: last.length, cell: last.cell, exact: last.exact, everything: !selecting.length, groups };
+}
+
+/** Shares of all layers together, by place. */
+export function overLayers(sum) {
+  const shares = new Map();
+  const all = sum.groups.reduce((layers, { layers: [first, end] }) => layers + end - first, 0);
+  for (const { layers: [first, end], shares: ofGroup } of sum.groups) {
+    for (const [cell, share] of ofGroup) shares.set(cell, (shares.get(cell) ?? 0) + (share * (end - first)) / all);
+  }
+  return shares;
+}
+
+/** Places with the largest shares that are not beside one another, the largest first. */
+export function strongest(shares, most) {
+  const chosen = [];
+  for (const [cell, share] of [...shares].sort((one, other) => other[1] - one[1])) {
+    if (chosen.length === most) break;
+    if (!chosen.some((one) => Math.abs(one.cell - cell) < 2)) chosen.push({ cell, share });
+  }
+  return chosen;
+}

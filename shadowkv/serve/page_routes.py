@@ -1,0 +1,87 @@
+"""What the page asks for beside the API: the text of a document, and what the server is doing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from shadowkv.serve.answers import DocumentText, ServerStats
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.body_reader import BodyReader
+from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
+from shadowkv.serve.documents import MAX_DOCUMENT_BYTES, read_document
+from shadowkv.serve.errors import as_api_error, error_response
+from shadowkv.serve.guard import STATS_PATH, too_large
+from shadowkv.serve.metrics import Metrics
+from shadowkv.serve.openapi import responses
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+MOST_SEGMENTS = 256
+"""That are told of: the page draws each."""
+
+BINARY = "application/octet-stream"
+"""No other type is taken, for the reason that bodies must be JSON: web pages may not send it unasked."""
+
+DOCUMENT = {"requestBody": {"required": True, "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, compared: str | None) -> APIRouter:
+    """The routes.
+
+    Args:
+        documents: reads documents.
+        compared: name of the model that answers are compared with; None for none.
+    """
+    router, statuses = APIRouter(), (400, 401, 408, 413, 429, 500, 503)
+
+    @router.post(
+        "/page/document", response_model=None, responses=responses(DocumentText, *statuses), openapi_extra=DOCUMENT
+    )
+    async def post_document(request: Request) -> Response:
+        if request.headers.get("content-type", "").split(";")[0].strip().lower() != BINARY:
+            error = ApiError(f"the request needs the file as its body, and the header Content-Type: {BINARY}")
+            return error_response(error, request.url.path)
+        raw = bytearray()
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > MAX_DOCUMENT_BYTES:
+                text = f"the document is longer than the limit of {MAX_DOCUMENT_BYTES // 2**20} MiB"
+                return too_large(text, request.url.path)
+
+        async def read() -> Response:
+            try:
+                return JSONResponse(asdict(await documents.apart(bytes(raw), read_document)))
+            except Exception as error:
+                return error_response(as_api_error(error), request.url.path)
+
+        return await unless_disconnected(request.receive, read()) or Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @router.get(STATS_PATH, response_model=None, responses=responses(ServerStats, 401, 500, 503))
+    async def get_stats(request: Request) -> Response:
+        try:
+            segments, count = await engine.segments(MOST_SEGMENTS)
+        except Exception as error:
+            return error_response(as_api_error(error), request.url.path)
+        stats = engine.stats()
+        tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
+        for name, tier in stats.prefixes.items():  # host memory of copies is none of the KV cache's
+            if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):
+                tiers[name] = {"used_bytes": tier.used_bytes, "total_bytes": tier.total_bytes}
+        answer = {
+            "policy": engine.kv,
+            "compared": compared,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            **metrics.figures(),
+            "tiers": tiers,
+            "segments": [asdict(one) for one in segments],
+            "segment_count": count,
+        }
+        return JSONResponse(answer)
+
+    return router

@@ -1,0 +1,77 @@
+"""What is known of an HTTP request while it is served: its id, and what the log and traces say of it at its end."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+if TYPE_CHECKING:
+    from shadowkv.serve.jobs import Job
+
+SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
+"""Ids that clients may choose: they are in answers, headers and the log."""
+
+
+@dataclass
+class RequestRecord:
+    """One HTTP request.
+
+    Attributes:
+        id: the client's ``X-Request-Id`` if that is sane, or a new one.
+        began: when it came, in seconds of ``time.monotonic``.
+        began_ns: the same in nanoseconds since 1970.
+        status: of the answer; 500 until that has begun.
+        whole: whether all of the answer was handed to the connection.
+        job: what was generated for it, if anything.
+    """
+
+    id: str
+    began: float = field(default_factory=time.monotonic)
+    began_ns: int = field(default_factory=time.time_ns)
+    status: int = 500
+    whole: bool = False
+    job: Job | None = None
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestRecord:
+        """That of an ASGI request, which has just come."""
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        return cls(given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex)
+
+    @property
+    def duration(self) -> float:
+        """Seconds since it came."""
+        return time.monotonic() - self.began
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from its coming to the first token of any of its choices; None while there is none."""
+        outputs = () if self.job is None else self.job.counts.values()
+        first = [one.times.first_token for one in outputs if one.times.first_token is not None]
+        return min(first) - self.began if first else None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds until the first of its choices was begun with; None while none is."""
+        outputs = () if self.job is None else self.job.counts.values()
+        waited = [one.times.scheduled - one.times.arrival for one in outputs if one.times.scheduled is not None]
+        return min(waited) if waited else None
+
+
+_current: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
+
+
+def current_record() -> RequestRecord | None:
+    """The record of the request that is being served; None outside of one, as in batch mode."""
+    return _current.get()
+
+
+def set_current_record(record: RequestRecord) -> None:
+    """Makes it the current one of this task and of those that it starts."""
+    _current.set(record)

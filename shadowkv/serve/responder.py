@@ -1,0 +1,60 @@
+"""Answers requests for text over HTTP: what the routes of all APIs have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
+from shadowkv.serve.endpoints import Endpoint
+from shadowkv.serve.errors import as_api_error, error_response
+from shadowkv.serve.event_stream import EventStream
+from shadowkv.serve.jobs import prepare
+from shadowkv.serve.metrics import Metrics
+from shadowkv.serve.protocol import Sampling
+from shadowkv.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from shadowkv.engine.async_engine import AsyncEngine
+
+
+@dataclass(frozen=True)
+class Responder:
+    """Has requests answered within the server's limits, and ended where the client hangs up.
+
+    Attributes:
+        engines: by the names of their models.
+        served_name: of the one that answers where a request names none; only its work is counted in ``metrics``.
+    """
+
+    engines: Mapping[str, AsyncEngine]
+    served_name: str
+    settings: ServerSettings
+    metrics: Metrics
+
+    async def __call__(self, endpoint: Endpoint, body: Sampling, request: Request) -> Response:
+        """The answer, whole or as a stream, or the error."""
+        seconds = self.settings.request_timeout
+        deadline = time.monotonic() + seconds if seconds else None
+
+        async def work() -> Response:
+            try:
+                asked = body.model or self.served_name
+                name = asked if asked in self.engines else self.served_name
+                job = await prepare(self.engines[name], endpoint, body, name)
+                job.deadline, job.metrics = deadline, self.metrics if name == self.served_name else None
+                if body.stream:
+                    return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
+                whole = await endpoint.answer(job)
+                # The log-probabilities of a long prompt take a while to write down.
+                return await asyncio.to_thread(JSONResponse, whole) if job.echo else JSONResponse(whole)
+            except Exception as error:
+                return error_response(as_api_error(error), request.url.path)
+
+        return await unless_disconnected(request.receive, work()) or Response(status_code=CLIENT_CLOSED_REQUEST)

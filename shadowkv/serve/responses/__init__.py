@@ -1,0 +1,1 @@
+"""The OpenAI API's responses: ``/v1/responses``."""

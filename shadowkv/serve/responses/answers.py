@@ -1,0 +1,121 @@
+"""Shapes of the answers of ``/v1/responses``, for the OpenAPI schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shadowkv.serve.answers import Answer
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputTextPart(Answer):
+    """Text of the answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class ReasoningTextPart(Answer):
+    """Text of the model's thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(Answer):
+    """What the model says."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputTextPart]
+
+
+class OutputReasoning(Answer):
+    """What it thinks."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Status
+    summary: list[Any]
+    content: list[ReasoningTextPart]
+
+
+class OutputCall(Answer):
+    """What it calls: ``arguments`` is JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class InputTokensDetails(Answer):
+    """Of a prompt's tokens, those found in the cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    """Of the generated tokens, those of thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Answer):
+    """Why an answer is cut."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(Answer):
+    """Why there is none."""
+
+    code: str
+    message: str
+
+
+class Response(Answer):
+    """Answer of ``/v1/responses``; what was asked for is repeated in it."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, Any]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None

@@ -1,0 +1,176 @@
+"""Items of ``input``, as the OpenAI API's responses have them, and the messages of a chat that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from shadowkv.serve.body import Body, Dropped, Name, Text
+from shadowkv.serve.limits import MAX_MESSAGES, MAX_TEXT_CHARS
+from shadowkv.serve.messages import parsed_arguments
+from shadowkv.serve.typed_union import union_by_type
+
+NO_TEXT = "images, audio, files and calls of built-in tools"
+
+
+class InputText(Body):
+    """A part of what was said to the model."""
+
+    type: Literal["input_text"]
+    text: Text
+
+
+class OutputText(Body):
+    """A part of what the model said."""
+
+    type: Literal["output_text"]
+    text: Text
+    annotations: Dropped = None
+    logprobs: Dropped = None
+
+
+class PlainText(Body):
+    """A part, as chats have it."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ReasoningText(Body):
+    """A part of the model's thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+if TYPE_CHECKING:
+    TextPart = InputText
+else:
+    TextPart = union_by_type({"input_text": InputText, "output_text": OutputText, "text": PlainText}, NO_TEXT)
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)]
+
+
+def _checked(text: str) -> str:
+    parsed_arguments(text)
+    return text
+
+
+class Item(Body):
+    """What all items may have, without effect."""
+
+    id: Name | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Item):
+    """Something said; ``developer`` is OpenAI's newer name for ``system``."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class CallItem(Item):
+    """A call of a function in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(_checked)]
+
+
+class ResultItem(Item):
+    """What a call has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Content
+
+
+class ReasoningItem(Item):
+    """The model's thoughts in an earlier turn; a summary and what is encrypted are no thoughts of this model's."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field([])
+    summary: Dropped = None
+    encrypted_content: Dropped = None
+
+
+KINDS: dict[str, type[Body]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ReasoningItem,
+}
+
+if TYPE_CHECKING:
+    InputItem = MessageItem | CallItem | ResultItem | ReasoningItem
+else:
+    InputItem = union_by_type(KINDS, NO_TEXT, default="message")
+
+
+def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of a chat. Instructions and messages of the system that come first are one, as templates have it.
+    What the model thought, said and called up to the next item of somebody else is one turn, too."""
+    messages: list[dict[str, Any]] = []
+    systems = [] if instructions is None else [instructions]
+    turn: _Turn | None = None
+    for item in items:
+        if isinstance(item, CallItem | ReasoningItem) or (isinstance(item, MessageItem) and item.role == "assistant"):
+            turn = turn or _Turn()
+            turn.add(item)
+            continue
+        if turn is not None:
+            messages.append(turn.message())
+            turn = None
+        if isinstance(item, ResultItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif item.role != "user" and not messages:
+            systems.append(_text(item.content))
+        else:
+            messages.append({"role": item.role, "content": _text(item.content)})
+    if turn is not None:
+        messages.append(turn.message())
+    return [*([{"role": "system", "content": "\n\n".join(systems)}] if systems else []), *messages]
+
+
+@dataclass
+class _Turn:
+    """Items that are the model's, one after another."""
+
+    thoughts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, item: InputItem) -> None:
+        if isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            self.calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, ReasoningItem):
+            self.thoughts.append(_text(item.content))
+        elif isinstance(item, MessageItem):
+            self.texts.append(_text(item.content))
+
+    def message(self) -> dict[str, Any]:
+        thought = "\n".join(filter(None, self.thoughts))
+        return {
+            "role": "assistant",
+            "content": "\n".join(self.texts),
+            "tool_calls": self.calls,
+            **({"reasoning_content": thought} if thought else {}),
+        }
+
+
+def _text(parts: Iterable[InputText | ReasoningText]) -> str:
+    return "\n".join(part.text for part in parts)

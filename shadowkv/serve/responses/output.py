@@ -1,0 +1,202 @@
+"""The answer of ``/v1/responses``, item by item: every event of a stream, and the response that stands at its end."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.endpoints import Piece
+from shadowkv.serve.responses.protocol import ResponsesRequest
+from shadowkv.serve.tool_parser import CallPart
+
+if TYPE_CHECKING:
+    from shadowkv.serve.jobs import Job
+
+Event = dict[str, Any]
+
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+"""Of items' ids."""
+
+
+class ResponseOutput:
+    """The answer to one job, which asks for one choice.
+
+    Attributes:
+        whole: the response, as far as it has come.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert isinstance(job.body, ResponsesRequest)
+        self._job, self._sequence = job, 0
+        self._item: dict[str, Any] | None = None
+        self._said: list[str] = []  # of the item: joined at its end, as answers may be long
+        self._call = -1
+        self.whole = _asked(job, job.body)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """All events of the stream; raises ApiError or EngineDead."""
+        begun = False
+        async with aclosing(self._job.pieces()) as pieces:
+            async for piece in pieces:
+                if not begun:
+                    begun = True
+                    yield self._of_response("created")
+                    yield self._of_response("in_progress")
+                for event in self._read(piece):
+                    yield event
+                if piece.finish_reason is not None:
+                    for event in self._end(piece.finish_reason):
+                        yield event
+
+    def failure(self, error: ApiError) -> Event:
+        """The event that ends a stream which has failed."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self._write()
+        self.whole |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self._of_response("failed")
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _read(self, piece: Piece) -> Iterator[Event]:
+        if piece.thought:
+            yield from self._tell("reasoning", "reasoning_text", piece.thought)
+        if piece.text:
+            yield from self._tell("message", "output_text", piece.text)
+        for part in piece.calls:
+            yield from self._argue(part)
+
+    def _tell(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
+        """More text of a message, or of the thoughts."""
+        if self._item is None or self._item["type"] != kind:
+            yield from self._close("completed")
+            more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            self._item = item = self._new(kind, **more, content=[])
+            yield self._of_item("output_item.added", item=item)
+            item["content"].append(_part(part_kind))
+            yield self._of_item("content_part.added", content_index=0, part=item["content"][0])
+        assert self._item is not None
+        if text:
+            self._said.append(text)
+            yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **_logprobs(part_kind))
+
+    def _argue(self, part: CallPart) -> Iterator[Event]:
+        """A call, or more of one's arguments."""
+        if part.index != self._call:
+            yield from self._close("completed")
+            self._call = part.index
+            self._item = self._new("function_call", call_id=part.id, name=part.name, arguments="")
+            yield self._of_item("output_item.added", item=self._item)
+        assert self._item is not None
+        if part.arguments:
+            self._said.append(part.arguments)
+            yield self._of_item("function_call_arguments.delta", delta=part.arguments)
+
+    def _write(self) -> None:
+        """What was said so far, into the item at work."""
+        item, text = self._item, "".join(self._said)
+        if item is not None and item["type"] == "function_call":
+            item["arguments"] = text
+        elif item is not None:
+            item["content"][0]["text"] = text
+
+    def _close(self, status: str) -> Iterator[Event]:
+        """The end of the item at work, if there is one."""
+        item = self._item
+        if item is None:
+            return
+        self._write()
+        item["status"] = status
+        if item["type"] == "function_call":
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._of_item("function_call_arguments.done", **said)
+        else:
+            part = item["content"][0]
+            done = {"content_index": 0, "text": part["text"], **_logprobs(part["type"])}
+            yield self._of_item(f"{part['type']}.done", **done)
+            yield self._of_item("content_part.done", content_index=0, part=part)
+        yield self._of_item("output_item.done", item=item)
+        self._item, self._said = None, []
+
+    def _end(self, reason: str) -> Iterator[Event]:
+        if not self.whole["output"]:
+            yield from self._tell("message", "output_text", "")
+        status = "incomplete" if reason == "length" else "completed"
+        yield from self._close(status)
+        usage, thinking = self._job.usage(), self._job.thinking_tokens
+        self.whole |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": thinking},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        yield self._of_response(status)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def _new(self, kind: str, **fields: Any) -> dict[str, Any]:
+        item = {"type": kind, "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
+        self.whole["output"].append(item)
+        return item
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        assert self._item is not None
+        if "item" not in fields:
+            fields["item_id"] = self._item["id"]
+        return self._event(kind, output_index=len(self.whole["output"]) - 1, **fields)
+
+    def _of_response(self, kind: str) -> Event:
+        return self._event(kind, response=self.whole)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": f"response.{kind}", "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event
+
+
+def _part(kind: str) -> dict[str, Any]:
+    return {"type": kind, "text": "", **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
+
+
+def _logprobs(part_kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if part_kind == "output_text" else {}
+
+
+def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
+    """A response of which nothing is there yet, but what was asked for."""
+    params = job.choices[0].params
+    return {
+        "id": job.id,
+        "object": "response",
+        "created_at": job.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "model": job.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+        "tools": [{"strict": None, "description": None, **tool.model_dump(exclude_none=True)} for tool in body.tools],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }

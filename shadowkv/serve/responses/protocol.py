@@ -1,0 +1,178 @@
+"""Body of ``/v1/responses``. Nothing is stored: the whole conversation is in ``input``."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+
+from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
+from shadowkv.serve.converted import Converted
+from shadowkv.serve.limits import (
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_METADATA_CHARS,
+    MAX_METADATA_KEY_CHARS,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+)
+from shadowkv.serve.messages import Effort
+from shadowkv.serve.protocol import Sampling, Stops
+from shadowkv.serve.response_format import checked_schema
+from shadowkv.serve.responses.items import InputItem, messages_of
+from shadowkv.serve.tools import WORDS, Function, within_limits
+from shadowkv.serve.typed_union import few_parts
+
+NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"})
+
+
+class FunctionTool(Function):
+    """A tool; the only type is a function."""
+
+    type: Literal["function"]
+
+
+def _choice(value: Any) -> str | dict[str, str]:
+    if value in WORDS:
+        return str(value)
+    name = value.get("name") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(name, str):
+        raise wrong("must be 'none', 'auto', 'required' or {'type': 'function', 'name': …}")
+    at_most(MAX_NAME_CHARS, "characters of a name", len(name))
+    return {"type": "function", "name": name}
+
+
+TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": [*WORDS]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+            "required": ["type", "name"],
+        },
+    ]
+}
+ToolChoice = Annotated[str | dict[str, str], PlainValidator(_choice), WithJsonSchema(TOOL_CHOICE)]
+
+
+class Format(Body):
+    """Form of the answer: ``json_schema`` goes with ``schema``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Format:
+        if self.type == "json_schema":
+            checked_schema({"schema": self.schema_})
+        return self
+
+    def as_response_format(self) -> dict[str, Any]:
+        """What a chat has."""
+        return {"type": self.type, **({"json_schema": {"schema": self.schema_}} if self.type == "json_schema" else {})}
+
+
+class TextConfig(Body):
+    """``text``."""
+
+    format: Format = Format()
+
+
+class Reasoning(Body):
+    """``reasoning``; there are no summaries."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    list[InputItem],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(few_parts),
+]
+Input = Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=Text | Items)]
+
+
+def _few_pairs(value: dict[str, str]) -> dict[str, str]:
+    at_most(MAX_METADATA, "pairs", len(value))
+    for key, text in value.items():
+        at_most(MAX_METADATA_KEY_CHARS, "characters of a key", len(key))
+        at_most(MAX_METADATA_CHARS, "characters of a value", len(text))
+    return value
+
+
+Metadata = Annotated[
+    dict[str, str],
+    AfterValidator(_few_pairs),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_CHARS},
+            "maxProperties": MAX_METADATA,
+        }
+    ),
+]
+
+
+def _known(value: str) -> str:
+    if value != "reasoning.encrypted_content":
+        raise wrong("only 'reasoning.encrypted_content' can be included, of which there is none; a chat has logprobs")
+    return value
+
+
+class ResponsesRequest(Converted, Sampling):
+    """Body of ``/v1/responses``. ``store`` has no effect, as in vLLM: nothing is stored, and answers say so."""
+
+    names = NAMES
+
+    input: Input
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stop: Stops = Field([])
+    text: TextConfig = TextConfig()
+    tools: Annotated[
+        list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(within_limits)
+    ] = Field([])
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    metadata: Metadata = Field({})
+    include: Annotated[list[Annotated[str, AfterValidator(_known)]], Field(max_length=16, fail_fast=True)] = Field([])
+    store: bool = False
+    previous_response_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _check_stored(self) -> ResponsesRequest:
+        if self.previous_response_id is not None:
+            reason = "this server stores no responses: send the whole conversation as input"
+            raise refusal("previous_response_id", reason)
+        return self
+
+    def as_chat(self) -> dict[str, Any]:
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        return {
+            "messages": messages_of(self.input, self.instructions),
+            "max_tokens": self.max_output_tokens,
+            "stop": self.stop,
+            "response_format": self.text.format.as_response_format(),
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
+            ],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+        }
+
+    def drop(self) -> None:
+        self.input = []

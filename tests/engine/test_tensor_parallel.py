@@ -1,0 +1,249 @@
+"""Tensor-parallel engines on CPUs: ranks are processes, what they exchange goes through gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_engine import drain, prompt, tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from shadowkv import SamplingParams
+from shadowkv.engine.async_engine import AsyncEngine
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.parallel.driver import DriverRunner
+from shadowkv.engine.parallel.ranks import Ranks
+from shadowkv.engine.parallel.worker import Worker
+from shadowkv.engine.request import RequestOutput
+from shadowkv.engine.runner import Runner
+from shadowkv.engine.selections import SelectionRecord
+from shadowkv.layers.group import RankFailure
+from shadowkv.models import load_config, load_model
+from shadowkv.models.registry import family
+from shadowkv.serve.start import load_engines
+
+SIZES = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of a model with random weights and SmolLM2's 9 and 3 heads: what is made up for `dummy` each rank makes up
+    for itself."""
+    directory = tmp_path_factory.mktemp("heads")
+    config = json.loads((tiny / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | SIZES))
+    made = load_model(directory, load_format="dummy", dtype=torch.float32)
+    parameters = made.model.state_dict()
+    found = {
+        name: parameters[target.parameter][target.start : target.stop].clone()
+        for name, target in family("llama").targets(load_config(directory)).items()
+    }
+    save_file(found, directory / "model.safetensors")
+    Tokenizer(WordLevel({f"t{n}": n for n in range(300)}, unk_token="t0")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@contextmanager
+def engine_of(model: Path, size: int, **options: Any) -> Iterator[Engine]:
+    settings = {"max_num_seqs": 4, "max_cached_seqs": 2, "kv_dense_below": 0, "max_model_len": 2048, **options}
+    engine = Engine(EngineConfig(model=str(model), tensor_parallel_size=size, **settings))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answers(engine: Engine) -> dict[str, list[RequestOutput]]:
+    """Of prompts that share a start, one that is given up in the middle, drawn and greedy, one with its own scores."""
+    shared = prompt(0, 925)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)  # a page is sealed: 96 > 93
+    drawn = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True, logprobs=1)
+    outputs: dict[str, list[RequestOutput]] = {}
+    engine.add_request("long", shared, greedy)
+    engine.add_request("short", prompt(1, 20), drawn)
+    outputs |= drain(engine)
+    engine.add_request("shares", shared + prompt(2, 30), greedy)
+    engine.add_request("given up", prompt(3, 1000), greedy)
+    began = engine.step()  # which may have tokens already
+    engine.abort("given up")
+    outputs |= drain(engine)
+    outputs["shares"] = [one for one in began if one.request_id == "shares"] + outputs.get("shares", [])
+    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, cache_prompt=False)
+    engine.add_request("scored", prompt(4, 40), scored)
+    return outputs | drain(engine)
+
+
+def chances(outputs: list[RequestOutput]) -> list[float]:
+    return [one.logprob for output in outputs for one in output.logprobs or []]
+
+
+@pytest.mark.parametrize(("size", "kv"), [(2, "full"), (3, "shadowkv:place=device")])
+def test_ranks_answer_as_one(model: Path, size: int, kv: str) -> None:
+    """What each rank has of a compressed cache, one device has in groups of keys."""
+    alone = kv if kv == "full" else f"{kv},key_groups={size}"
+    with engine_of(model, 1, kv=alone) as engine:
+        expected = answers(engine)
+    with engine_of(model, size, kv=kv) as engine:
+        found = answers(engine)
+        assert engine.cache.free.within(engine.cache.total)
+        while engine.scheduler.prefix_cache.evict():
+            pass
+        assert engine.cache.free == engine.cache.total
+    assert found.keys() == expected.keys() == {"long", "short", "shares", "scored"}
+    assert found["shares"][-1].cached_tokens >= 64
+    for name, outputs in expected.items():
+        assert tokens(found[name]) == tokens(outputs)
+        assert chances(found[name]) == pytest.approx(chances(outputs), abs=1e-3)
+    scores = [
+        [one.logprob for one in output["scored"][0].prompt_logprobs or [] if one is not None]
+        for output in (found, expected)
+    ]
+    assert len(scores[0]) == 39
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+def workers() -> list[int]:
+    """Processes of other ranks that this one has started."""
+    listed = subprocess.run(["pgrep", "-f", "-P", str(os.getpid()), "parallel.worker"], capture_output=True, text=True)
+    return [int(line) for line in listed.stdout.split()]
+
+
+def test_a_rank_that_dies_ends_all(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of a request, with one clear error, and again where nothing is at work."""
+    with engine_of(model, 2) as engine:
+        engine.add_request("one", prompt(0, 900), SamplingParams(max_tokens=2000 - 900, ignore_eos=True))
+        (rank,) = workers()
+        os.kill(rank, signal.SIGTERM)  # which a service manager sends to all: rank 0 may still have to answer
+        for _ in range(3):
+            engine.step()
+        os.kill(rank, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankFailure, match=r"tensor-parallel rank 1 has ended \(SIGKILL\)"):
+            drain(engine)
+        assert time.monotonic() - began < 30
+        engine.abort("one")
+    assert not workers()
+    served = AsyncEngine(EngineConfig(model=str(model), tensor_parallel_size=2, max_model_len=256, max_num_seqs=2))
+    served.start()
+    (rank,) = workers()
+    os.kill(rank, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while served.is_alive and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not served.is_alive
+    served.shutdown()
+    assert not workers()
+    assert "the engine has died: tensor-parallel rank 1 has ended (SIGKILL)" in caplog.messages
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_rank_that_ends_before_the_meeting_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ChildProcessError, match=r"tensor-parallel rank 1 has ended \(exit code 1\)"):
+        load_engines(EngineConfig(model=str(model), tensor_parallel_size=2, device="cpu"), None)
+
+
+def test_a_group_of_somebody_else_is_left_alone(model: Path, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"has a torch\.distributed group already"):
+            Engine(EngineConfig(model=str(model), tensor_parallel_size=2, device="cpu"))
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_a_step_computed_without_a_rank_is_told_nobody(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a rank that is gone is noticed while a step is under way, which then ends with anything. And CUDA graphs
+    go before the ranks: NCCL waits for those that have collectives."""
+    done: list[str] = []
+    ranks = Ranks.__new__(Ranks)
+    ranks.failure = None
+    monkeypatch.setattr(ranks, "close", lambda: done.append("ranks"))
+    with engine_of(model, 1) as engine:
+        engine._ranks = ranks
+        engine.add_request("one", prompt(0, 20), SamplingParams(max_tokens=8, ignore_eos=True))
+        assert engine.step()
+        take = engine._take_tokens
+
+        def noticed(*args: Any, **options: Any) -> list[RequestOutput]:
+            ranks.failure = "tensor-parallel rank 1 has ended (SIGKILL)"
+            return take(*args, **options)
+
+        monkeypatch.setattr(engine, "_take_tokens", noticed)
+        with pytest.raises(RankFailure, match=r"rank 1 has ended \(SIGKILL\)"):
+            engine.step()
+        monkeypatch.setattr(engine.runner, "graphs", SimpleNamespace(drop=lambda: done.append("graphs")))
+    assert done == ["graphs", "ranks"]
+
+
+def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 runs it without: the sums of a graph are of more rows, and a rehearsal's are more sums."""
+    with engine_of(model, 1) as engine:
+        sent: list[tuple[Any, ...]] = []
+        ranks = SimpleNamespace(tell=lambda *what: None, send=lambda *what: sent.append(what), together=nullcontext)
+        driver = DriverRunner(engine.runner.model, cast(Any, engine.cache), cast(Any, ranks))
+        monkeypatch.setattr(engine.cache, "numbers", lambda sequences: [0], raising=False)
+        worker = Worker(Runner(engine.runner.model, engine.cache), engine.cache)
+        monkeypatch.setattr(worker.runner, "graphs", SimpleNamespace())  # which can not run anything
+        worker.allocate(0, 3, 8)
+        worker.prefill(0, [(0, [5, 6, 7])])
+        while worker._prefills:
+            worker.advance(0)
+        sequence = worker._sequences[0]
+        driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence]))
+        worker.obey(sent[-1])
+        assert sequence.length == 5
+
+
+def test_ranks_end_with_the_process_they_belong_to(model: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from shadowkv import LLM\n"
+        f"llm = LLM({str(model)!r}, tensor_parallel_size=2, max_model_len=256, max_num_seqs=2)\n"
+        "print(llm.engine._ranks._processes[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    rank, end = int(ended.stdout.split()[-1]), time.monotonic() + 30
+    while Path(f"/proc/{rank}/cmdline").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{rank}/cmdline").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
+        ({"device": "cuda:1"}, "device='cuda:1' is one GPU"),
+        ({"kv_offload_gib": 1.0}, "take tensor_parallel_size=1"),
+        ({"kv_disk_dir": "cache"}, "take tensor_parallel_size=1"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Engine(EngineConfig(**{"tensor_parallel_size": 2, **options}))
+
+
+def test_what_a_rank_cannot_load_is_said_once(model: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="place='host' needs as many kv heads on every rank"),
+        engine_of(model, 2, kv="shadowkv"),
+    ):
+        pass
+    assert not workers()

@@ -1,0 +1,138 @@
+"""Weights that stay in a GGUF file's blocks: answers as of the numbers that they stand for, memory as of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_cache import packed_logits
+from families import build
+from gguf_files import write_model
+from test_adapter import write_adapter
+from test_families import sequences
+
+from shadowkv.layers.block_linear import BlockLinear
+from shadowkv.layers.block_matrix import BlockMatrix, Run
+from shadowkv.models import LoadedModel, load_model, loader, requirements
+from shadowkv.ops import Ops
+from shadowkv.ops.extension import load_cpu
+
+pytestmark = pytest.mark.skipif(not load_cpu(), reason="weights stay in blocks where the C++ extension is built")
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+ALL_ALIKE = {kind: dict.fromkeys((*PROJECTIONS, "token_embd", "output"), kind) for kind in ("Q4_0", "Q4_1", "Q8_0")}
+MIXED = {
+    # As llama.cpp's Q4_K_M has them, with one more that is dequantised.
+    "Q4_K_M": {
+        **dict.fromkeys(PROJECTIONS, "Q4_K"),
+        **dict.fromkeys(("attn_v", "ffn_down", "token_embd", "output"), "Q6_K"),
+        "attn_output": "Q5_0",
+    },
+    "part": {"attn_q": "Q4_0", "attn_v": "Q8_0", "ffn_up": "Q4_1"},
+}
+
+
+def write(folder: Path, case: str, kinds: dict[str, str]) -> tuple[Path, Path]:
+    """A file with quantised tensors, and one with the numbers that they stand for."""
+    model = build(case, folder, SIZES)
+    return (
+        write_model(folder / "blocks.gguf", model, kinds=kinds),
+        write_model(folder / "plain.gguf", model, kinds=kinds, plain=True),
+    )
+
+
+def assert_same_logits(ours: LoadedModel, theirs: LoadedModel) -> None:
+    for lengths in ((9, 1, 5), (150,)):  # few tokens, and more than are multiplied without a copy of the weights
+        tokens = sequences(lengths)
+        for mine, other in zip(packed_logits(ours.model, tokens), packed_logits(theirs.model, tokens), strict=True):
+            assert other.abs().max() > 0.1
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds", "words"),
+    [
+        ("llama", ALL_ALIKE["Q4_0"], "Q4_0"),
+        ("qwen2", ALL_ALIKE["Q4_1"], "Q4_1"),  # with biases
+        ("llama-tied", ALL_ALIKE["Q8_0"], "Q8_0"),
+        ("llama", MIXED["Q4_K_M"], "Q4_K and Q6_K"),
+        ("phi3", MIXED["Q4_K_M"] | {"attn_qkv": "Q4_K"}, "Q4_K and Q6_K"),  # joined in the file
+        ("qwen3", MIXED["part"], "Q4_0 and Q4_1 and Q8_0"),
+    ],
+)
+def test_same_logits(case: str, kinds: dict[str, str], words: str, tmp_path: Path) -> None:
+    blocks, plain = write(tmp_path, case, kinds)
+    ours, theirs = load_model(blocks), load_model(plain)
+    assert ours.model.weights_in_words == f"float32, {words} weights"
+    assert ours.model.num_parameters == theirs.model.num_parameters
+    assert_same_logits(ours, theirs)
+
+
+def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+    blocks, plain = write(tmp_path, "llama", MIXED["Q4_K_M"])
+    kept, dense = load_model(blocks).model, load_model(plain).model
+    sizes = {"Q4_K": 144 / 256, "Q6_K": 210 / 256}
+    for layer in kept.layers:
+        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, BlockLinear)
+        assert [run.form for run in layer.attention.qkv.weight.runs] == ["Q4_K", "Q6_K"]
+        assert layer.attention.qkv.weight.runs[0].rows == 512  # q and k in one product
+        assert layer.mlp.down.weight.nbytes == sizes["Q6_K"] * 256 * 512
+    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, BlockMatrix))
+    assert kept.num_bytes == dense.num_bytes - saved < dense.num_bytes / 2
+
+
+def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, _ = write(tmp_path, "llama", ALL_ALIKE["Q8_0"])
+    need = load_model(blocks).model.num_bytes
+    monkeypatch.setattr(requirements, "free_bytes", lambda device: need)
+    load_model(blocks)
+    monkeypatch.setattr(requirements, "free_bytes", lambda device: need - 1)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loader, "fill", fail)
+    with pytest.raises(MemoryError, match=r"as float32, Q8_0 weights on cpu, .*; pass --dtype bfloat16, use a smaller"):
+        load_model(blocks)  # its norms would halve
+    monkeypatch.setattr(requirements, "free_bytes", lambda device: need // 2)
+    with pytest.raises(MemoryError, match="free; use a smaller model"):
+        load_model(blocks)
+
+
+def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    reference = Ops("cpu", overrides={"quantised_matmul": "reference"})
+    monkeypatch.setattr(loader, "Ops", lambda device: reference)
+    return {}
+
+
+def dequantised_as_fp8(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("shadowkv.models.requirements.unfit", lambda device, dtype: None)
+    return {"quantization": "fp8", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("how", [dequantised_without_cpu_kernels, dequantised_as_fp8])
+def test_where_products_are_of_plain_numbers(
+    how: Callable[[pytest.MonkeyPatch], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = how(monkeypatch)
+    blocks, plain = (load_model(file, **options).model for file in write(tmp_path, "llama", MIXED["Q4_K_M"]))
+    assert not blocks.block_forms
+    for name, parameter in plain.named_parameters():
+        mine = blocks.get_parameter(name)
+        assert mine.dtype == parameter.dtype and torch.equal(mine.float(), parameter.float()), name
+
+
+def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None:
+    blocks, plain = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
+    module = "model.layers.1.self_attn.k_proj"
+    sides = {"A": torch.randn(4, 256), "B": 0.1 * torch.randn(256, 4)}
+    pairs = {f"base_model.model.{module}.lora_{side}.weight": matrix for side, matrix in sides.items()}
+    adapter = write_adapter(tmp_path / "adapter", pairs)
+    ours, theirs = load_model(blocks, adapter=adapter), load_model(plain, adapter=adapter)
+    assert ours.notes == (f"1 weights that the adapter changes are dequantised: {module}.weight, ...",)
+    assert ours.model.layers[1].attention.qkv.weight.runs == (Run(256, "Q4_0"), Run(256, None), Run(256, "Q4_0"))
+    assert_same_logits(ours, theirs)

@@ -1,0 +1,71 @@
+"""Attention over selected tokens from latents in Triton against the reference: on a GPU, or through the interpreter."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from selected_case import Case
+from torch import Tensor
+
+from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.ops.attend_selected import reference
+from shadowkv.ops.attend_selected.sources import CodedRows
+from shadowkv.ops.rotate.tables import RotaryTables
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+    from shadowkv.ops.attend_coded import triton as attend_coded
+    from shadowkv.ops.attend_selected import triton
+
+    def there(x: Any) -> Any:
+        """The same on the device."""
+        if isinstance(x, Tensor):
+            return x.to(DEVICE)
+        if isinstance(x, RotaryTables):
+            return RotaryTables(x.config, len(x.cos), DEVICE)
+        if hasattr(x, "__dataclass_fields__"):
+            return replace(x, **{name: there(value) for name, value in vars(x).items()})
+        return tuple(map(there, x)) if isinstance(x, tuple) else x
+
+    @pytest.mark.parametrize(
+        ("form", "codec"),
+        [
+            ({"keys": "low-rank", "values": "rows", "dim": 80}, None),
+            ({"keys": "low-rank-int8", "values": "3", "drawn": True, "chunk": 1, "rank": 40}, "lloyd-3bit"),
+            ({"keys": "low-rank-int4", "values": "2", "rope": {"rotary_dim": 32, "interleaved": True}}, None),
+            ({"keys": "low-rank-int4", "values": "rows", "dim": 48, "rope": {"rotary_dim": 24}}, None),
+            ({"keys": "low-rank-mixed", "values": "4", "drawn": True, "chunk": 1, "rank": 44}, None),
+            ({"keys": "low-rank-mixed", "values": "3", "chunk": 4, "group": 8}, "lloyd-3bit"),
+        ],
+    )
+    def test_it_is_the_reference(
+        form: dict[str, Any], codec: str | None, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        """Of a row that selects nothing, too, and shared by several thread blocks."""
+        monkeypatch.setattr(attend_coded, "LEAST_PAGES", 1)
+        case = Case(batch=3, **form)
+        case.selected[1] = -1
+        if codec is not None:  # whose codes lie alike
+            assert isinstance(case.values, CodedRows)
+            case.values = replace(case.values, codec=ROW_CODECS[codec])
+        wanted = case.exact()
+        found = triton.attend_selected(*map(there, case.arguments))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.cpu().double(), other.double(), atol=5e-5, rtol=1e-4)
+        if not ON_GPU:
+            return
+        q = there(case.q).bfloat16()
+        found, exact, low = (
+            op.attend_selected(x, *map(there, case.arguments[1:]))[0].double()
+            for op, x in ((triton, q), (reference, q.float()), (reference, q))
+        )
+        assert (found - exact).norm() <= 2 * (low - exact).norm()
+
+    def test_other_sources_are_refused() -> None:
+        for form in ({"keys": "rows"}, {"keys": "low-rank", "buffered": True}):
+            with pytest.raises(ValueError, match="takes latents, and values in no buffer, not"):
+                triton.attend_selected(*Case(**form).arguments)

@@ -1,0 +1,216 @@
+"""Two replicas with a small real model behind ``shadowkv ray serve``, on the CPU; at the end one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shadowkv.engine.async_engine import AsyncEngine
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve.api import build_app
+from shadowkv.serve.settings import ServerSettings
+
+pytest.importorskip("ray.serve")
+
+SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
+KEY = {"Authorization": "Bearer secret"}
+SECONDS = 100
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, headers=KEY, timeout=SECONDS)
+
+    def samples(self, name: str, **labels: str) -> dict[str, float]:
+        """Values of a metric by replica."""
+        page = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text
+        found = [one for family in text_string_to_metric_families(page) for one in family.samples if one.name == name]
+        return {one.labels.get("replica", ""): one.value for one in found if labels.items() <= one.labels.items()}
+
+    def replicas(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "ServeReplica:shadowkv:" in "".join(child.cmdline()[:1])]
+
+    def stream(self, prompt: str, tokens: int) -> Iterator[str]:
+        """Its events' data."""
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=KEY, timeout=SECONDS) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    yield line.removeprefix("data: ")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    """The plain one."""
+    engine = AsyncEngine(EngineConfig(**SMALL))
+    engine.start()
+    yield engine
+    engine.shutdown(10)
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    flags += ["--port=0", "--replicas=2", "--served-model-name=small", "--api-key=secret", "--max-body-mib=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shadowkv.ray", "serve", *flags, "--shutdown-timeout=60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "RAY_ADDRESS": "local",
+            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000",
+        },
+    )
+    family = [process]
+    try:
+        request.getfixturevalue("engine")  # meanwhile
+        line = ""
+        while not line.startswith("ready: "):
+            line = process.stdout.readline()
+            assert line, process.wait()
+        family += psutil.Process(process.pid).children(recursive=True)
+        yield Server(process, line.split()[1].removesuffix("/v1"))
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            family += psutil.Process(process.pid).children(recursive=True)
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def plain(engine: AsyncEngine) -> Iterator[httpx.Client]:
+    """A plain server's answers."""
+    from starlette.testclient import TestClient
+
+    settings = ServerSettings(api_key=("secret",), max_body_mib=1)
+    with TestClient(build_app(engine, "small", settings)) as client:
+        yield client
+
+
+CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, "temperature": 0}
+REQUESTS = [
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
+    ("POST", "/v1/messages", CHAT),
+    ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "stream": True}),
+    ("POST", "/tokenize", {"prompt": "Hi"}),
+    ("POST", "/v1/completions", {"prompt": "word " * 2000}),
+    ("POST", "/v1/messages", {"messages": 7}),
+    ("POST", "/v1/completions", {"prompt": "x" * 2**20}),
+    ("GET", "/v1/models/other", None),
+    ("GET", "/nowhere", None),
+    ("DELETE", "/health", None),
+    ("GET", "/health", None),
+    ("GET", "/version", None),
+    ("HEAD", "/v1/models", None),
+]
+
+
+def told(answer: httpx.Response) -> tuple[int, list[str], object]:
+    """What an answer says, without its id and its time."""
+    names = sorted(name for name in answer.headers if name not in ("date", "server", "transfer-encoding", "connection"))
+    assert len(answer.headers.get_list("x-request-id")) == 1
+
+    def strip(value: object) -> object:
+        if isinstance(value, list):
+            return [strip(one) for one in value]
+        if isinstance(value, dict):
+            own = ("id", "item_id", "created", "created_at", "completed_at")
+            return {name: strip(one) for name, one in value.items() if name not in own}
+        return value
+
+    def line(text: str) -> object:
+        with suppress(ValueError):
+            return strip(json.loads(text.removeprefix("data: ")))
+        return text
+
+    return answer.status_code, names, [line(text) for text in answer.text.splitlines()]
+
+
+def test_answers_are_those_of_a_plain_server(server, plain):
+    for method, path, body in REQUESTS:
+        options = {"json": body, "headers": KEY} if body else {"headers": KEY}
+        answer = httpx.request(method, server.url + path, timeout=SECONDS, **options)
+        assert told(answer) == told(plain.request(method, path, **options)), (method, path)
+    assert told(httpx.get(f"{server.url}/v1/models")) == told(plain.get("/v1/models"))  # without a key
+    named = httpx.get(f"{server.url}/v1/models", headers={**KEY, "X-Request-Id": "mine"})
+    assert named.headers["X-Request-Id"] == "mine"
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached(server):
+    prompts = [f"{word}. " + "List the days of the week, please. " * 20 for word in ("One", "Two")]
+
+    def cached(prompt: str) -> int:
+        usage = server.post(prompt=prompt, max_tokens=1).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    before = server.samples("shadowkv:prompt_tokens_total")
+    assert [cached(prompt) for prompt in prompts] == [0, 0]
+    assert all(cached(f"{prompt} {turn}") > 100 for turn in range(3) for prompt in prompts)
+    after = server.samples("shadowkv:prompt_tokens_total")
+    assert len(after) == 2 and all(after[name] > before[name] for name in after)
+    assert server.samples("shadowkv:replicas") == {"": 2}
+
+
+def test_a_client_that_hangs_up_frees_its_sequence(server):
+    stream = server.stream("Once", 900)
+    next(stream)
+    stream.close()
+    aborted = {"name": "shadowkv:request_success_total", "finished_reason": "abort"}
+    end = time.monotonic() + SECONDS
+    while not sum(server.samples(**aborted).values()) or sum(server.samples("shadowkv:num_requests_running").values()):
+        assert time.monotonic() < end
+
+
+def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(server, plain):
+    asked = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    right = plain.post("/v1/completions", json=asked, headers=KEY).json()["choices"]
+    streams = [server.stream(f"Story {number}:", 150) for number in range(2)]  # one in each
+    for stream in streams:
+        next(stream)
+    with ThreadPoolExecutor(6) as pool:
+        wholes = [pool.submit(server.post, **asked) for _ in range(4)]
+        end = time.monotonic() + SECONDS
+        while sum(server.samples("shadowkv:num_requests_running").values()) < 6:
+            assert time.monotonic() < end
+        os.kill(server.replicas()[0].pid, signal.SIGKILL)
+        ends = [[json.loads(one) for one in lines[-3:-1]] for lines in pool.map(list, streams)]
+        answers = [whole.result() for whole in wholes]
+    assert [answer.json()["choices"] for answer in answers] == [right] * 4
+    failed = [end[-1]["error"]["code"] for end in ends if "error" in end[-1]]
+    assert failed == ["engine_dead"]
+    assert [end[-1]["choices"][0]["finish_reason"] for end in ends if "error" not in end[-1]] == ["length"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_what_runs_at_a_signal_to_stop_is_answered(server):
+    stream = server.stream("Once", 30)
+    next(stream)
+    replicas = server.replicas()
+    server.process.send_signal(signal.SIGTERM)
+    assert json.loads([*stream][-2])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 143
+    assert not any(replica.is_running() for replica in replicas)

@@ -1,0 +1,230 @@
+"""The page without a browser: its files and headers, documents, what the server says of itself, answers compared."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_engine import REPLY, SELECTIONS, FakeEngine
+from page_files import FACT, log, pdf
+from replies import events
+from test_serve_errors import error_of
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.serve import __main__ as command
+from shadowkv.serve import documents
+from shadowkv.serve.answers import DocumentText
+from shadowkv.serve.api import build_app
+from shadowkv.serve.api_error import ApiError
+from shadowkv.serve.documents import read_document
+from shadowkv.serve.page_assets import PAGE_PATHS
+from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.start import load_engines
+
+BINARY = {"Content-Type": "application/octet-stream"}
+PAGE = Path(__file__).resolve().parents[2] / "shadowkv" / "serve" / "page"
+
+
+def ask(app, method, url, **options):
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request(method, url, **options)
+
+    return asyncio.run(run())
+
+
+def test_its_files_need_no_key_and_everything_else_does(engine):
+    app = build_app(engine, "fake", ServerSettings(api_key=("secret", "other")))
+    assert {"/", "/page/page.js", "/page/page.css"} < PAGE_PATHS and len(PAGE_PATHS) == len([*PAGE.iterdir()])
+    for path in PAGE_PATHS:
+        answer = ask(app, "GET", path)
+        assert answer.status_code == 200 and answer.content, path
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert ask(app, "GET", "/").headers["content-type"] == "text/html; charset=utf-8"
+    assert ask(app, "GET", "/page/api.js").headers["content-type"].startswith("text/javascript")
+    for path in ("/page/stats", "/page/", "/page/none.js", "/page/../page/stats"):
+        assert ask(app, "GET", path).status_code == 401, path
+    assert ask(app, "POST", "/page/document", content=b"a", headers=BINARY).status_code == 401
+    for header in ({"Authorization": "Bearer secret"}, {"Authorization": "Bearer other"}, {"X-API-Key": "other"}):
+        assert ask(app, "GET", "/page/stats", headers=header).status_code == 200, header
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_is_stored():
+    for file in PAGE.iterdir():
+        text = file.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 300, file.name
+        for word in (
+            "http:",
+            "https:",
+            "//cdn",
+            "localStorage",
+            "sessionStorage",
+            "document.cookie",
+            "innerHTML",
+            "onclick=",
+        ):
+            assert word not in text, (file.name, word)
+
+
+def test_what_the_server_says_of_itself(call, post, engine):
+    post("completions", prompt="Hi")
+    stats = call("GET", "/page/stats").json()
+    assert stats["policy"] == "fake" and stats["compared"] is None and stats["waiting"] == 3
+    assert (stats["prompt_tokens"], stats["generated_tokens"], stats["hit_tokens"]) == (3, len(REPLY), 2)
+    assert stats["first_tokens"] == 1 and stats["first_token_seconds"] == pytest.approx(3, rel=0.01)
+    sizes = {name: (tier["used_bytes"], tier["total_bytes"]) for name, tier in stats["tiers"].items()}
+    assert sizes == {"device": (10, 100), "host": (20, 200), "states": (3, 30), "disk": (9, 90)}
+    (segment,) = stats["segments"]
+    assert segment["tokens"] == 640 and segment["tiers"] == ["device", "disk"] and stats["segment_count"] == 1
+    engine.is_alive = False
+    assert error_of(call("GET", "/page/stats"), 503)["code"] == "engine_dead"
+
+
+def test_answers_are_compared_by_the_name_of_the_model(engine):
+    other = FakeEngine()
+    other.kv, other.reply = "full", "Another."
+    app = build_app(engine, "fake", None, other)
+    assert [one["id"] for one in ask(app, "GET", "/v1/models").json()["data"]] == ["fake", "fake@full"]
+    assert ask(app, "GET", "/v1/models/fake@full").json()["max_model_len"] == 200
+    assert ask(app, "GET", "/page/stats").json()["compared"] == "fake@full"
+    for name, reply in ((None, REPLY), ("fake", REPLY), ("fake@full", "Another.")):
+        answer = ask(app, "POST", "/v1/completions", json={"prompt": "Hi", "model": name}).json()
+        assert (answer["model"], answer["choices"][0]["text"]) == (name or "fake", reply)
+    answer = ask(app, "POST", "/v1/responses", json={"input": "Hi", "model": "fake@full"}).json()
+    assert (answer["model"], answer["output"][0]["content"][0]["text"]) == ("fake@full", "Another.")
+    assert ask(app, "POST", "/v1/completions", json={"prompt": "Hi", "model": "fake@quest"}).status_code == 404
+    # Its answers are no part of what the served policy does.
+    assert ask(app, "GET", "/page/stats").json()["generated_tokens"] == 2 * len(REPLY)
+
+
+def test_policies_that_are_compared_share_their_weights(tiny_model):
+    options = {"kv": "quest", "kv_budget": 64, "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 512}
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", **options)
+    engines = load_engines(config, "full")
+    try:
+        served, other = (one.engine for one in engines)
+        assert served.runner.model is other.runner.model and served.cache is not other.cache
+        assert (other.config.kv, other.config.kv_budget, other.config.max_num_seqs) == ("full", None, 1)
+        app = build_app(engines[0], "tiny", None, engines[1])
+        body = {"prompt": [*range(2, 202)], "max_tokens": 3, "temperature": 0, "return_selections": True}
+        for name, everything in (("tiny", False), ("tiny@full", True)):
+            answer = ask(app, "POST", "/v1/completions", json={**body, "model": name}).json()
+            (first, *others) = answer["choices"][0]["selections"]
+            assert first is None and others and all(one["everything"] is everything for one in others)
+    finally:
+        for one in engines:
+            one.shutdown(20)
+
+
+def test_a_batch_run_compares_nothing(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--compare", "full", "--input", "a.jsonl", "--output", "b.jsonl"])
+    assert "--compare is for a server" in capsys.readouterr().err
+
+
+def test_ranks_compare_nothing(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--compare", "full", "--tensor-parallel-size", "2"])
+    assert "--compare takes --tensor-parallel-size 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_selections_come_with_each_token_where_asked_for(post, endpoint):
+    wanted = [None, *[asdict(SELECTIONS) | {"exact": [[0, 8], [64, 100]]}] * (len(REPLY) - 1)]
+    wanted = [one and one | {"groups": [one["groups"][0] | {"layers": [0, 2]}]} for one in wanted]
+    assert post(endpoint, return_selections=True).json()["choices"][0]["selections"] == wanted
+    streamed = events(post(endpoint, return_selections=True, stream=True))
+    assert [one for event in streamed for one in event["choices"][0].get("selections", ())] == wanted
+    assert "selections" not in post(endpoint).text
+    assert error_of(post(endpoint, return_selections=1))["param"] == "return_selections"
+
+
+def test_answers_that_have_no_room_for_selections_say_so(call):
+    refused = call("POST", "/v1/responses", json={"input": "Hi", "return_selections": True})
+    assert error_of(refused)["param"] == "return_selections"
+
+
+def test_cached_prompts_are_told_with_their_tiers(serve):
+    with serve(kv="full") as client:
+        assert client.http.get("/page/stats").json()["segments"] == []
+        client.cached([*range(2, 202)])
+        tiers = ()
+        for _ in range(200):
+            (segment,) = (stats := client.http.get("/page/stats").json())["segments"]
+            if len(tiers := segment["tiers"]) == 3:
+                break
+        assert tiers == ["device", "host", "disk"] and stats["segment_count"] == 1
+        assert (segment["first"], segment["tokens"], segment["sealed"], segment["running"]) == (0, 192, False, False)
+        assert stats["tiers"]["disk"]["used_bytes"] > 0
+        client.forget_above_the_disk()
+        assert client.http.get("/page/stats").json()["segments"][0] == {**segment, "tiers": ["disk"]}
+
+
+# -- documents -----------------------------------------------------------------------------------------------------
+
+
+def test_texts():
+    assert read_document("Käse\r\nund\nBrot".encode()).text == "Käse\nund\nBrot"
+    assert read_document("Käse".encode("utf-8-sig")).text == read_document("Käse".encode("utf-16")).text == "Käse"
+    assert read_document("Käse".encode("latin-1")).text == "Käse"
+    for raw, reason in ((b"", "no text"), (b" \n", "no text"), (b"\x89PNG\0\0", "neither")):
+        with pytest.raises(ApiError, match=reason):
+            read_document(raw)
+
+
+def test_pdfs(monkeypatch):
+    pypdf = pytest.importorskip("pypdf", reason="pypdf reads PDFs")
+    found = read_document(pdf(log(30)))
+    assert found.pages == 2 and FACT in found.text.replace("\n", " ")
+
+    def written(**options):
+        writer = pypdf.PdfWriter()
+        for page in pypdf.PdfReader(BytesIO(pdf("Hello"))).pages if options else ():
+            writer.add_page(page)
+        if options:
+            writer.encrypt(**options)
+        else:
+            writer.add_blank_page(100, 100)
+        out = BytesIO()
+        writer.write(out)
+        return out.getvalue()
+
+    assert read_document(written(user_password="", owner_password="x", algorithm="RC4-128")).text == "Hello"
+    for raw, reason in (
+        (written(user_password="x", algorithm="RC4-128"), "encrypted"),
+        (written(), "only pictures"),
+        (pdf("Hello")[:200], "cannot be read"),
+        (b"%PDF-1.4 nonsense", "cannot be read"),
+    ):
+        with pytest.raises(ApiError, match=reason) as caught:
+            read_document(raw)
+        assert caught.value.code == "unreadable_document"
+    monkeypatch.setattr(documents, "MAX_TEXT_CHARS", 100)
+    with pytest.raises(ApiError, match="more than 100 characters"):
+        read_document(pdf(log(30)))
+
+
+def test_a_document_over_http(call, monkeypatch):
+    answer = call("POST", "/page/document", content=FACT.encode(), headers=BINARY)
+    DocumentText.model_validate(answer.json(), strict=True)
+    assert answer.json() == {"text": FACT, "pages": 0}
+    assert error_of(call("POST", "/page/document", content=b"\0", headers=BINARY))["code"] == "unreadable_document"
+    for kind in ("text/plain", "application/json", "multipart/form-data"):  # what other sites may send unasked
+        refused = call("POST", "/page/document", content=b"a", headers={"Content-Type": kind})
+        assert "application/octet-stream" in error_of(refused)["message"]
+    monkeypatch.setattr("shadowkv.serve.page_routes.MAX_DOCUMENT_BYTES", 10)
+    assert error_of(call("POST", "/page/document", content=b"a" * 11, headers=BINARY), 413)["code"] == "body_too_large"
+
+
+def test_a_document_that_takes_too_long_is_given_up(engine, monkeypatch):
+    monkeypatch.setattr("shadowkv.serve.api.DOCUMENT_SECONDS", 0.0)
+    app = build_app(engine, "fake")
+    answer = ask(app, "POST", "/page/document", content=b"a", headers=BINARY)
+    app.state.documents.close()
+    assert "more than 0 seconds" in error_of(answer, 413)["message"]
