@@ -36,7 +36,7 @@ sanitize: ## Run a small case of every CUDA op under compute-sanitizer (another 
 lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) scripts/typecheck.py
+	$(PY) -m mypy
 	$(PY) scripts/structure.py --check
 
 format: .venv/.installed-lint ## Format the code and fix what ruff can

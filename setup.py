@@ -1,7 +1,7 @@
 """Package discovery and the C++ extension. The metadata is in pyproject.toml.
 
-The top-level folders models/ and eval/ are installed as shadowkv.models and shadowkv.eval. The extension,
-shadowkv/_cpu.*.so, holds faster CPU backends of some ops; without a compiler, or where torch is not importable while
+The top-level folders models/ and eval/ are linked to from shadowkv/, so that a checkout imports as an install does.
+The extension, shadowkv/_cpu.*.so, holds faster CPU backends of some ops; without a compiler, or where torch is not importable while
 building, it is left out, and those ops run in PyTorch. The CUDA ops, shadowkv/_cuda/*.so, are built where torch is a
 CUDA build and nvcc and ninja are installed.
 """
@@ -13,12 +13,6 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-
-MOUNTED = {"shadowkv.models": "models", "shadowkv.eval": "eval"}
-
-packages = find_packages(include=["shadowkv", "shadowkv.*"])
-for name, folder in MOUNTED.items():
-    packages += [name, *(f"{name}.{sub}" for sub in find_packages(folder))]
 
 
 def skip(reason: object) -> None:
@@ -80,8 +74,7 @@ class BuildIfPossible(build_ext):
 
 
 setup(
-    packages=packages,
-    package_dir={"shadowkv": "shadowkv", **MOUNTED},
+    packages=find_packages(include=["shadowkv", "shadowkv.*"]),
     package_data={"shadowkv": ["py.typed"], "shadowkv.serve": ["page/*"], "shadowkv.models": ["configs/*.json"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildIfPossible},

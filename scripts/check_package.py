@@ -8,6 +8,7 @@ Needs setuptools and torch, and no network. Compiling the C++ ops takes a minute
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -63,15 +64,15 @@ def main() -> int:
         tree, target = base / "tree", base / "installed"
         # A copy: building leaves folders behind.
         files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
-        for file in filter(lambda one: (ROOT / one).is_file(), files):
+        for file in filter(lambda one: (ROOT / one).exists(), files):
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
-            (tree / file).write_bytes((ROOT / file).read_bytes())
+            shutil.copy(ROOT / file, tree / file, follow_symlinks=False)
         run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", base, cwd=tree)
         (sdist,) = base.glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
             archive.extractall(base / "unpacked", filter="data")
         (source,) = (base / "unpacked").iterdir()
-        lost = [one for one in tracked() if not (source / one).is_file()]
+        lost = [one for one in tracked() if not (source / installed_as(one)).is_file()]
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
         run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", base, source)
         (wheel,) = base.glob("*.whl")

@@ -16,7 +16,7 @@ How a request travels: `serve` or `LLM` → `engine.Engine.step` → `Scheduler`
 → `models.Decoder` → `layers` → `KVCache.append / attend / finish_prefill` → parts → `ops`.
 Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf` and `serve ← ray`,
 and `kvcache ← cache ← engine`.
-`models/` is the package `shadowkv.models`, `eval/` is `shadowkv.eval`.
+`models/` is the package `shadowkv.models`, `eval/` is `shadowkv.eval`: links in `shadowkv/` lead to them.
 
 A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages
 from admission on. Exact pages, sealed pages and the host tier share one set of page tables over all layers
