@@ -106,10 +106,10 @@ def prefill_all(
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
-    """Tokens that the last step attended to, and the smallest share of the keys' energy that a layer kept."""
+    """Tokens that the last step attended to, and the least of each of the cache's diagnostics in any layer."""
     found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
-    kept = cache.kept_energy(sequence)
-    return found if kept is None else {**found, "least_kept_energy": round(float(kept.min()), 4)}
+    least = {f"least_{name}": round(float(x.min()), 4) for name, x in cache.diagnostics(sequence).items()}
+    return {**found, **least}
 
 
 def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:

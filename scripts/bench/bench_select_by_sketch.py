@@ -19,8 +19,8 @@ from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.draws import Draws
 from shadowkv.ops.select_by_sketch import cuda, reference
-from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores.reference import plane_bytes
 from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops.select_by_sketch.draws import Draws
+from shadowkv.ops.draws import Draws
 
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""

@@ -235,17 +235,18 @@ class KVCache:
         if self.decode.fetching is not None:
             self.decode.fetching.forget()
 
-    def kept_energy(self, sequence: Sequence) -> Tensor | None:
-        """Share of the squared norm of a compressed sequence's keys that its low-rank form keeps, float32 [layers].
+    def diagnostics(self, sequence: Sequence) -> dict[str, Tensor]:
+        """What the policy's parts have to say of how well a compressed sequence's states fit, by name, [layers] each:
+        of low-rank keys ``kept_energy``, the share of the keys' squared norm that is kept, float32.
 
-        The least of its segments, of the layers that are not skipped. None where the policy has no low-rank keys or the
-        sequence is dense.
+        The least of its segments, of the layers that are not skipped; nothing where the sequence is dense.
         """
-        if "kept_energy" not in self.store.state or not (sequence.path and self.layout.compressed):
-            return None
+        names = self.parts.diagnostics
+        if not (names and sequence.path and self.layout.compressed):
+            return {}
         self.pool.arrived(sequence)
         states = [segment.state for segment in sequence.path]
-        return self.store.state["kept_energy"][:, states, 0].amin(1)
+        return {name: self.store.state[name][:, states, 0].amin(1) for name in names}
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 

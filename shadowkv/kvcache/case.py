@@ -43,7 +43,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
         rope_dim=rope.dim,
         interleaved=rope.interleaved,
         chunk=spec.chunk,
-        rank=sum(rank for rank, _ in spec.key_ranks(shape)) if spec.low_rank else 0,
+        rank=layout.parts.keys.rank,
         key_codec=layout.parts.keys.codec_id,
         value_codec=layout.parts.values.codec_id,
         centred=spec.centred,

@@ -25,7 +25,7 @@ from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
-from shadowkv.ops.select_by_sketch.draws import Draws, row_seeds
+from shadowkv.ops.draws import Draws, row_seeds
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
 """Sees layer, rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended to."""

@@ -58,7 +58,8 @@ class Fetching:
         whole = store.buffer
         assert whole is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
-        self.store, self._counters = store, whole.counters
+        (field,) = store.layout.host_fields
+        self.store, self._counters, self._host = store, whole.counters, store.page[field.name]
         self._first = store.layout.compressed.start
         self._buffers = [
             ChunkBuffer(counters=whole.counters, **{name: getattr(whole, name)[layer] for name in per_layer})
@@ -84,7 +85,7 @@ class Fetching:
     def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
         buffer = self._buffers[layer - self._first]
-        where = self.store.page["values"][layer], batch.value_pages, batch.rows
+        where = self._host[layer], batch.value_pages, batch.rows
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
         done = None if self._stream is None else self._stream.record_event()
         return Fetch(BufferedRows(source, buffer.rows, batch.rows, entries), done)

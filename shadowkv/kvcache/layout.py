@@ -12,6 +12,7 @@ import torch
 from shadowkv.kvcache.growth import MOST_SEGMENTS, Growth, Standing
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 
@@ -87,6 +88,7 @@ class Layout:
 
     Attributes:
         exact_fields, sealed_fields: of pages of the device tier.
+        excluded_fields: of the sealed ones, ``EXCLUDED`` where the policy has it.
         host_fields: of pages of the host tier.
         state_fields: of a fitted state.
         buffer_fields: of a segment's buffer of fetched values.
@@ -113,17 +115,18 @@ class Layout:
         heads = (shape.num_kv_heads, PAGE, shape.head_dim)
         self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
-        if spec.outliers or parts.index.reads_excluded:
-            # A byte per kv head and chunk: exact elsewhere (sink, outlier), so neither scored nor selected.
-            on_device.append(Field("excluded", (shape.num_kv_heads, PAGE // spec.chunk), torch.bool))
         values = parts.values.page_fields()
+        self.excluded_fields: tuple[Field, ...] = ()
         self.sealed_fields: tuple[Field, ...] = ()
         self.host_fields: tuple[Field, ...] = ()
         self.state_fields: tuple[Field, ...] = ()
         if spec.seals:
             on_host = spec.place == "host" and self.compressed
-            self.host_fields = tuple(x for x in values if x.name == "values") if on_host else ()
-            self.sealed_fields = (*on_device, *(x for x in values if x not in self.host_fields))
+            self.host_fields = (parts.values.placed_field,) if on_host else ()
+            if spec.outliers or parts.index.reads_excluded:
+                self.excluded_fields = (Field(EXCLUDED, (shape.num_kv_heads, PAGE // spec.chunk), torch.bool),)
+            on_values = (x for x in values if x not in self.host_fields)
+            self.sealed_fields = (*on_device, *self.excluded_fields, *on_values)
             self.state_fields = tuple(field for part in parts for field in part.state_fields())
         self.growth = Growth(spec, bool(self.state_fields))
         self.buffer_fields = self._buffer_fields()

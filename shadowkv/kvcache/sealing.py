@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.parts import Parts
-from shadowkv.kvcache.parts.base import SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, SealedTokens
 from shadowkv.kvcache.sequence import Tables
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
@@ -35,13 +35,13 @@ class Sealing:
                 part.seal(self.store, some)
         if excluded is not None:
             self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)
-        if "excluded" not in self.store.page:
+        if not self.store.layout.excluded_fields:
             return
         if excluded is None:
-            shape = layers, len(tokens.pages), *self.store.page["excluded"].shape[2:]
+            shape = layers, len(tokens.pages), *self.store.page[EXCLUDED].shape[2:]
             # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
-        self.store.write("excluded", tokens.layers, tokens.pages, excluded)
+        self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
     def due(self, slots: np.ndarray) -> np.ndarray:
         """Which of ``slots`` have an exact tail that outgrew its window, and a state that reaches its oldest page."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from shadowkv.kvcache.by_layer import ByLayer
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
+from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.prefill_batch import ExactRows
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops import Ops
@@ -103,8 +104,8 @@ class Store:
         if self.layout.skips(layer):
             chunks = pages.shape[1] * PAGE // self.layout.spec.chunk
             return pages.new_zeros(len(pages), self.layout.shape.num_kv_heads, chunks, dtype=torch.bool)
-        if "excluded" in self.page:
-            return self.page["excluded"][layer][pages].transpose(1, 2).flatten(2)
+        if self.layout.excluded_fields:
+            return self.page[EXCLUDED][layer][pages].transpose(1, 2).flatten(2)
         spec = self.layout.spec  # has no outliers
         chunk = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device)
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]

@@ -54,10 +54,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
     sealed, tail = PAGE * pages, context - PAGE * pages
     budget = int(spec.budget_chunks(np.asarray(context)))
     selected = min(budget * spec.chunk, sealed - spec.static_tokens)
-    excluded = sum(field.nbytes for field in layout.sealed_fields if field.name == "excluded")
-    # Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can be
-    # shared, so never more than all of them.
-    keys = min(selected * layout.shape.num_kv_heads, sealed) if spec.low_rank else selected
+    excluded = sum(field.nbytes for field in layout.excluded_fields)
     values = selected * parts.values.bytes_per_token()
     found = hit_rate if layout.buffer_fields else 0.0
     missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - found)
@@ -65,7 +62,7 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
         exact=(spec.static_tokens + tail) * exact_token,
         index=parts.index.scored_bytes(sealed, budget) + pages * excluded,
         state=sum(part.state_bytes_read() for part in parts),
-        keys=keys * parts.keys.bytes_per_token(),
+        keys=parts.keys.rebuilt_bytes(selected, sealed),
         values=values - missed,
         host_values=missed,
     )

@@ -112,7 +112,7 @@ def test_either_of_two_that_wait_may_go(layers: int) -> None:
         assert cache.free == cache.total
 
 
-@pytest.mark.parametrize("what", ["decode", "restore", "export", "trim", "kept_energy"])
+@pytest.mark.parametrize("what", ["decode", "restore", "export", "trim", "diagnostics"])
 def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
     cache = make_cache(SPECS["turbo"])
     stream = Stream(0, cache.allocate(900, 1000))
@@ -134,7 +134,8 @@ def test_whoever_else_uses_it_waits_for_all_of_it(what: str) -> None:
     elif what == "trim":
         cache.trim(sequence)
     else:
-        assert torch.equal(cache.kept_energy(sequence), cache.kept_energy(stream.sequence))
+        there, here = (cache.diagnostics(one)["kept_energy"] for one in (sequence, stream.sequence))
+        assert torch.equal(there, here)
     assert arrival.there == SHAPE.num_layers and sequence.arrival is None
 
 

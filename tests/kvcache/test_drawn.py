@@ -10,7 +10,7 @@ from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
-from shadowkv.ops.select_by_sketch.draws import CAUTION, row_seeds
+from shadowkv.ops.draws import CAUTION, row_seeds
 
 S, STEPS = 3000, 70
 

@@ -111,7 +111,7 @@ def test_latents_are_the_projection_on_the_top_singular_vectors() -> None:
         low = (stream.k[layer, :sealed].flatten(1).double() @ v @ v.T).float().view(sealed, SHAPE.num_kv_heads, -1)
         wanted = rotate_plainly(low, torch.arange(sealed, device=DEVICE)).transpose(0, 1)
         torch.testing.assert_close(rebuilt, wanted, atol=3e-4, rtol=1e-3)
-        kept = cache.kept_energy(stream.sequence)[layer].item()
+        kept = cache.diagnostics(stream.sequence)["kept_energy"][layer].item()
         keys = stream.k[layer, :S].flatten(1).double()
         assert kept == pytest.approx(((keys @ v).norm() ** 2 / keys.norm() ** 2).item(), abs=1e-5)
 

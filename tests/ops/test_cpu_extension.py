@@ -12,11 +12,11 @@ from test_cpu_attend_selected import Case
 from torch import Tensor
 
 from shadowkv.ops import extension
+from shadowkv.ops.draws import MOST_BITS, Draws
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.paged_attention import cpu
 from shadowkv.ops.select_by_sketch import cpu as cpu_selection
 from shadowkv.ops.select_by_sketch import reference as reference_selection
-from shadowkv.ops.select_by_sketch.draws import MOST_BITS, Draws
 from shadowkv.ops.sign_scores import cpu as cpu_scores
 from shadowkv.ops.sign_scores import reference as reference_scores
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bytes

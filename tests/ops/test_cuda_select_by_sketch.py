@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.draws import CAUTION, Draws, by_chance
 from shadowkv.ops.select_by_sketch import cuda, reference
-from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, by_chance
 from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes
 from shadowkv.ops.sketch_queries import cuda as making

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shadowkv.ops.draws import Draws
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.select_by_sketch import cuda as selecting
-from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import pack_sketch
 from shadowkv.ops.sketch_queries import cuda, reference

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
+from shadowkv.ops.draws import Draws
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.registry import NAMES, Ops
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
-from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

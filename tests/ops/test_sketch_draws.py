@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.ops.select_by_sketch.draws import CAUTION, Draws, by_chance, mix, row_seeds
+from shadowkv.ops.draws import CAUTION, Draws, by_chance, mix, row_seeds
 from shadowkv.ops.select_by_sketch.reference import EXCLUDED, drawn_runs, kept_runs
 from shadowkv.ops.sign_scores.reference import pack_sketch, sign_scores
 from shadowkv.ops.sketch_queries.reference import sketch_queries

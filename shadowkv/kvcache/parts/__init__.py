@@ -60,6 +60,11 @@ class Parts:
         """Those that the parts call."""
         return frozenset(op for part in self for op in part.ops)
 
+    @property
+    def diagnostics(self) -> tuple[str, ...]:
+        """Those that the parts report."""
+        return tuple(name for part in self for name in part.diagnostics)
+
     def __iter__(self) -> Iterator[Part]:
         return iter((self.keys, self.index, self.values))
 

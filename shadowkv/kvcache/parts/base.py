@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from shadowkv.kvcache.store import Store
 
 
+EXCLUDED = "excluded"
+"""The field of sealed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
+scored nor selected. It is the cache's own: of policies with outliers, and of those whose index reads it."""
+
+
 @dataclass(frozen=True)
 class SealedTokens:
     """Full pages of tokens about to be stored, of L layers at once.
@@ -36,7 +41,8 @@ class SealedTokens:
         states: int64 [n], or [1] when all pages are stored with one.
         first: int64 [n], positions of the pages' first tokens.
         pages: int64 [n], granules of the device pages.
-        value_pages: int64 [n], granules of the pages that hold ``values`` (the same where they stay on the device).
+        value_pages: int64 [n], granules of the pages that hold ``ValuePart.placed_field`` (the same where it stays on
+            the device).
         keys: [L, n, 64, H, d] before the rotation.
         rotated: [L, n, 64, H, d] after the rotation.
         values: [L, n, 64, H, d].
@@ -100,9 +106,12 @@ class Part(ABC):
 
     Attributes:
         ops: those that it calls, besides what every policy does (``shadowkv.kvcache.case``).
+        diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller
+            the worse.
     """
 
     ops: ClassVar[tuple[str, ...]] = ()
+    diagnostics: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -166,6 +175,16 @@ class Part(ABC):
 class KeyPart(Part):
     """How a selected key is rebuilt."""
 
+    @property
+    def rank(self) -> int:
+        """Dimensions of its latents, all groups of heads together; 0 where keys are kept head by head."""
+        return 0
+
+    def rebuilt_bytes(self, selected: int, sealed: int) -> float:
+        """Bytes that a step reads to rebuild the keys of ``selected`` tokens per kv head, of ``sealed`` ones, in one
+        layer, all kv heads."""
+        return selected * self.bytes_per_token()
+
     @abstractmethod
     def source(self, store: Store, layer: int, batch: SealedBatch) -> KeySource:
         """Where the keys of the batch's sealed tokens are."""
@@ -177,7 +196,7 @@ class IndexPart(Part):
     Attributes:
         draws: whether it can draw a share of the budget by its scores.
         estimates_mass: whether it can end where it has found so much of the softmax.
-        reads_excluded: whether the field ``excluded`` of pages says what may not be selected. An index for which it
+        reads_excluded: whether the field ``EXCLUDED`` of pages says what may not be selected. An index for which it
             does not is told by ``exclude``.
     """
 
@@ -232,7 +251,7 @@ class RankedIndex(IndexPart):
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
-        logits, _ = mask_logits(ranks, store.page["excluded"][layer], batch.pages, batch.num_chunks)
+        logits, _ = mask_logits(ranks, store.page[EXCLUDED][layer], batch.pages, batch.num_chunks)
         # No log-sum-exp, which would take the last digits of the ranks away.
         lse = torch.zeros_like(logits[..., :1])
         k = min(batch.max_budget, logits.shape[-1])
@@ -245,8 +264,13 @@ class RankedIndex(IndexPart):
 
 
 class ValuePart(Part):
-    """How values are stored: the field ``values`` [H, C, c, w], which is on the host where the policy places values
-    there, and others, which stay on the device."""
+    """How values are stored."""
+
+    @property
+    def placed_field(self) -> Field:
+        """The first of its fields of pages, [H, C, c, w], rows of chunks: where the policy places values on the host it
+        lies there, and selected rows are fetched; the others stay on the device."""
+        return self.page_fields()[0]
 
     @abstractmethod
     def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows | CodedRows:

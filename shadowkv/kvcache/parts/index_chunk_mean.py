@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -33,7 +33,7 @@ class ChunkMean(ScoredIndex):
         return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        landmarks, excluded = store.page["landmarks"][layer], store.page["excluded"][layer]
+        landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks)
 
 
@@ -55,6 +55,6 @@ class ChunkMeanFP8(ChunkMean):
         store.write("landmark_scale", tokens.layers, tokens.pages, scale)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        landmarks, excluded = store.page["landmarks"][layer], store.page["excluded"][layer]
+        landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         scale = store.page["landmark_scale"][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks, scale)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import chunk_scores
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -34,4 +34,4 @@ class Exact(ScoredIndex):
         return
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        return chunk_scores(q, store.page["keys"][layer], store.page["excluded"][layer], batch, q.shape[-1] ** -0.5)
+        return chunk_scores(q, store.page["keys"][layer], store.page[EXCLUDED][layer], batch, q.shape[-1] ** -0.5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -27,5 +27,5 @@ class MinMax(ScoredIndex):
         store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        bounds, excluded = store.page["bounds"][layer], store.page["excluded"][layer]
+        bounds, excluded = store.page["bounds"][layer], store.page[EXCLUDED][layer]
         return store.ops.min_max_scores(q, bounds, excluded, batch.pages, batch.num_chunks)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import FittedTokens, ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
 
 if TYPE_CHECKING:
@@ -58,5 +58,5 @@ class PCA(ScoredIndex):
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        fields = store.state["pca_basis"][layer], store.page["pca_keys"][layer], store.page["excluded"][layer]
+        fields = store.state["pca_basis"][layer], store.page["pca_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)

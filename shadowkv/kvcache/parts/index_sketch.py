@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import FittedTokens, IndexPart, SealedTokens, Selection
+from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, IndexPart, SealedTokens, Selection
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
@@ -126,7 +126,7 @@ class SignSketch(Sketch):
         return tokens * (signs.nbytes + scale.nbytes) / PAGE
 
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", "excluded"))
+        signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", EXCLUDED))
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)
         scores = mask_logits(scores, excluded, batch.pages, batch.num_chunks)[0].squeeze(2)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field
-from shadowkv.kvcache.parts.base import FittedTokens, ScoredIndex, SealedTokens
+from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
 
 if TYPE_CHECKING:
@@ -71,5 +71,5 @@ class Skewed(ScoredIndex):
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        fields = store.state["skew"][layer], store.page["skewed_keys"][layer], store.page["excluded"][layer]
+        fields = store.state["skew"][layer], store.page["skewed_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)

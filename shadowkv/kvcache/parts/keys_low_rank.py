@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shadowkv.kvcache.store import Store
 
 
+KEPT_ENERGY = "kept_energy"
+"""The field of states that has the share of the keys' squared norm that the subspace keeps."""
+
 HEADROOM = 1.25
 """What latents of generated tokens may be larger than all of the prompt's."""
 
@@ -35,6 +38,7 @@ class LowRankKeys(KeyPart):
     """
 
     ops = ("low_rank_basis", "project_latents")
+    diagnostics = (KEPT_ENERGY,)
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -49,8 +53,12 @@ class LowRankKeys(KeyPart):
 
     @property
     def rank(self) -> int:
-        """Of all groups together."""
         return sum(rank for rank, _ in self.spec.key_ranks(self.shape))
+
+    def rebuilt_bytes(self, selected: int, sealed: int) -> float:
+        """Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can
+        be shared, so never more than all of them."""
+        return min(selected * self.shape.num_kv_heads, sealed) * self.bytes_per_token()
 
     @property
     def codec(self) -> LatentCodec:
@@ -66,7 +74,7 @@ class LowRankKeys(KeyPart):
 
     def state_fields(self) -> tuple[Field, ...]:
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
-        fields = (Field("basis", (self.rank, *heads), self.dtype), Field("kept_energy", (1,), torch.float32))
+        fields = (Field("basis", (self.rank, *heads), self.dtype), Field(KEPT_ENERGY, (1,), torch.float32))
         if self.codec.largest is None:
             return fields
         of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
@@ -76,7 +84,7 @@ class LowRankKeys(KeyPart):
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = None if self.codec.largest is None else keys.mean(1, dtype=torch.float32).to(self.dtype)
         basis, kept, largest = self.subspaces(store, keys, mean)
-        learned = {"kept_energy": kept.sum(1).clamp(max=1)}
+        learned = {KEPT_ENERGY: kept.sum(1).clamp(max=1)}
         if mean is not None and self.codec.largest is not None:
             # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
             step = HEADROOM * largest.clamp(min=1e-12) / self.codec.largest

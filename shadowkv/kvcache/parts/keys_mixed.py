@@ -10,7 +10,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import allocate
-from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, LowRankKeys
+from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
 
@@ -42,7 +42,7 @@ class MixedLowRankKeys(LowRankKeys):
             Field("basis_step", (self.rank,), torch.float32),
             Field("latent_bits", (self.rank,), torch.uint8),
             Field("key_mean", heads, self.dtype),
-            Field("kept_energy", (1,), torch.float32),
+            Field(KEPT_ENERGY, (1,), torch.float32),
         )
 
     def sealing_bytes(self) -> int:
@@ -69,7 +69,7 @@ class MixedLowRankKeys(LowRankKeys):
             "basis_step": unit * step,
             "latent_bits": widths,
             "key_mean": mean,
-            "kept_energy": kept.sum(1),
+            KEPT_ENERGY: kept.sum(1),
         }
         for name, found in learned.items():
             state = store.state[name][layers]

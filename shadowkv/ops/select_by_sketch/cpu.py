@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.draws import Draws
 from shadowkv.ops.extension import load_cpu as available
 from shadowkv.ops.select_by_sketch import reference
-from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores.cpu import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
+from shadowkv.ops.draws import Draws
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.select_by_sketch import reference
-from shadowkv.ops.select_by_sketch.draws import Draws
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries
 from shadowkv.ops.sketch_queries.reference import SketchQueries

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.select_by_sketch.draws import Draws, by_chance
+from shadowkv.ops.draws import Draws, by_chance
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
