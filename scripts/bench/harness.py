@@ -14,7 +14,7 @@ from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfPages
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
@@ -43,7 +43,7 @@ def open_cache(
     fetch_buffer: float = FETCH_BUFFER,
 ) -> KVCache:
     """A cache with scattered room for ``sequences`` with prompts of ``tokens`` that may grow to ``capacity`` each."""
-    spec, slots = spec.resolve(shape), max(sequences, FEWEST_SEQUENCES)
+    spec, slots = resolve(spec, shape), max(sequences, FEWEST_SEQUENCES)
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity, fetch_buffer)
     need = layout.demand(tokens, capacity)
     cache = KVCache(
