@@ -15,7 +15,7 @@ from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.sequence import Sequence as CachedSequence
 from shadowkv.kvcache.spec import PREFILLS, KVSpec
 from shadowkv.models.decoder import Decoder
@@ -114,7 +114,7 @@ def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
 
 def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:
     shape, dtype = loaded.config.shape, loaded.model.dtype
-    spec = spec.resolve(shape)
+    spec = resolve(spec, shape)
     return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -44,7 +45,7 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
         own = spec.budget is not None or spec.index == "none" or not budgets
         for budget in (spec.budget,) if own else budgets:
             label = kv if budget is None else f"{kv}@{budget}"
-            policies[label] = Policy(label, kv, preset(spec, budget=budget).resolve(shape))
+            policies[label] = Policy(label, kv, resolve(preset(spec, budget=budget), shape))
     return list(policies.values())
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shadowkv.eval.policies import without_field
 from shadowkv.eval.report import BASELINE
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 
@@ -48,7 +49,7 @@ class Variation:
             refused = {}
             for variant in variants:
                 try:
-                    preset(variant).resolve(shape)
+                    resolve(preset(variant), shape)
                 except ValueError as error:
                     refused[variant] = "; ".join(line.removeprefix("  - ") for line in str(error).splitlines()[1:])
             left = [variant for variant in variants if variant not in refused]

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.shape import share
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.config import ModelConfig
@@ -111,14 +112,14 @@ class Shard:
         """The policy of the rank's heads, resolved; raises ValueError for one that cannot be."""
         whole, groups = self.whole.shape, min(self.size, self.whole.num_kv_heads)
         if self.size == 1:
-            return spec.resolve(whole)
+            return resolve(spec, whole)
         if spec.low_rank:
             if spec.key_groups not in (1, groups):
                 raise ValueError(
                     f"key_groups={spec.key_groups} is not the {groups} that tensor_parallel_size={self.size} makes"
                 )
             spec = replace(spec, key_groups=groups)
-        spec = spec.resolve(whole)
+        spec = resolve(spec, whole)
         if spec.place == "host" and whole.num_kv_heads % groups:
             raise ValueError(
                 f"place='host' needs as many kv heads on every rank, and tensor_parallel_size={self.size} cuts "

@@ -31,7 +31,7 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.eval.ruler import TASKS
 from shadowkv.eval.statistics import mean_and_error
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.config import ModelConfig
@@ -53,7 +53,7 @@ def measure_bytes(args: argparse.Namespace, rows: Rows) -> None:
         cell: Cell = {"model": args.speed_model, "kv": kv, "context": context}
         if rows.has(cell):
             continue
-        spec = preset(kv).resolve(config.shape)
+        spec = resolve(preset(kv), config.shape)
         parts = build_parts(spec, config.shape, torch.bfloat16)
         size = sequence_bytes(Layout(spec, config.shape, torch.bfloat16, parts, context), context)
         figures = {
@@ -82,7 +82,7 @@ def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
         )
     )
     prompts = cut_prompts(read_texts(args.text), loaded.tokenizer, args.prompts, args.prompt_tokens)
-    specs = [preset(kv).resolve(config.shape) for kv in missing]
+    specs = [resolve(preset(kv), config.shape) for kv in missing]
     found = distortions(loaded, specs, [prompt.tokens for prompt in prompts])
     for kv, spec, (keys, values) in zip(missing, specs, found, strict=True):
         rows.add(cell | {"kv": kv, "d_keys": keys, "d_values": values} | _about(spec, _device(args.device)))
@@ -112,7 +112,7 @@ def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
         for figure, found in figures.items():
             assert found is not None, "every policy has these"
             cell[figure], cell[f"{figure}_stderr"] = found[0], found[1] if len(ones) > 1 else None
-        rows.add(cell | {"kv": kv} | _about(preset(kv).resolve(config.shape), _device(args.device)))
+        rows.add(cell | {"kv": kv} | _about(resolve(preset(kv), config.shape), _device(args.device)))
 
 
 def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
@@ -137,7 +137,7 @@ def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
         answers = PredictionFile(folder / "predictions.jsonl").predictions
         for kv, cell in cells.items():
             figures = paired_score(answers, _label(kv, config), length, tasks)
-            rows.add(cell | figures | _about(preset(kv).resolve(config.shape), _device(args.device)))
+            rows.add(cell | figures | _about(resolve(preset(kv), config.shape), _device(args.device)))
 
 
 def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: Sequence[str]) -> Cell:
@@ -189,7 +189,7 @@ def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
                 found = json.loads(files[kv].read_text(encoding="utf-8"))
                 figures = {name: found[name] for name in ("batch", "step_ms", "status")}
                 figures["tokens_per_s"] = found["decode_tokens_per_s"]
-                rows.add(cells[kv] | figures | _about(preset(kv).resolve(config.shape), _device("cuda")))
+                rows.add(cells[kv] | figures | _about(resolve(preset(kv), config.shape), _device("cuda")))
     if failed:
         raise RuntimeError(f"not measured: {'; '.join(failed)}")
 

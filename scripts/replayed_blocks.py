@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.engine.runner import Runner
+from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.sparse_prefill import BlockHook
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS
 
@@ -20,6 +22,12 @@ def replayed(density: float, seed: int = 0) -> BlockHook:
         return found[tuple(indices.shape)]
 
     return hook
+
+
+def replay(runner: Runner, sequences: list[Sequence], density: float | None) -> None:
+    """Gives sparse prefills their blocks from now on, or leaves them to choose, on every rank
+    (``Runner.collective_rpc``)."""
+    runner.cache.block_hook = None if density is None else replayed(density)
 
 
 def random_blocks(like: Tensor, density: float, seed: int) -> tuple[Tensor, Tensor]:

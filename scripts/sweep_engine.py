@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from replayed_blocks import replayed
+from replayed_blocks import replay
 
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replay",
         nargs="+",
-        type=replay,
+        type=densities_of,
         default=[{}],
         metavar="DENSITY",
         help="blocks of sparse prefills are random ones, as large a share: of every prompt (0.1), or by its tokens "
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
 
 
-def replay(text: str) -> dict[int | None, float]:
+def densities_of(text: str) -> dict[int | None, float]:
     """Densities by prompt length, None for any; raises ArgumentTypeError for what is none."""
     found: dict[int | None, float] = {}
     try:
@@ -76,7 +76,7 @@ def replayed_density(densities: dict[int | None, float], tokens: int) -> float |
 def replay_blocks(engine: Engine, density: float | None) -> None:
     """Gives sparse prefills of ``engine`` their blocks from now on, or leaves them to choose."""
     if engine.cache.spec.prefill == "sparse":
-        engine.cache.block_hook = None if density is None else replayed(density)
+        engine.runner.collective_rpc(replay, [], density)
 
 
 def combinations(args: argparse.Namespace) -> Iterator[Cell]:

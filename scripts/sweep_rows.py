@@ -37,6 +37,7 @@ GAPS = (
     ("engine", "kv", "prefill", "quantization", "decoding", "behind", "probe", "probe_behind"),
     ("gap_p50_ms", "gap_p99_ms", "probe_ttft_s"),
 )
+RANKS = ("case", "gpus", "kv", "context"), ("batch", "tokens_per_s", "step_ms", "ttft_s", "ratio")
 BYTES = ("model", "kv", "context"), ("device_bytes_per_token", "host_bytes_per_token", "bytes_per_token")
 DISTORTION = ("model", "kv", "prompts", "prompt_tokens"), ("d_keys", "d_values")
 FIDELITY = (

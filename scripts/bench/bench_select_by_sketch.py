@@ -21,8 +21,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.draws import Draws
 from shadowkv.ops.select_by_sketch import cuda, reference
-from shadowkv.ops.sign_scores.reference import plane_bytes
-from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
+from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
 OTHER_BYTES = 16 * 1024
 UNCACHED_BYTES = 200e6

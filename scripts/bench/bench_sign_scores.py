@@ -40,7 +40,7 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
     columns, device = tokens // 64, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
-        Field("signs", (heads, 64, reference.plane_bytes(dim)), torch.uint8),
+        Field("signs", (heads, 64, queries_reference.plane_bytes(dim)), torch.uint8),
         Field("scale", (heads, 64), torch.float16),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
@@ -77,7 +77,7 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     check(args, call())
     time = microseconds([call] * 10)
     queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, slots)] * 10)
-    moved = int(args[6].sum()) * heads * 64 * (reference.plane_bytes(dim) + 2)
+    moved = int(args[6].sum()) * heads * 64 * (queries_reference.plane_bytes(dim) + 2)
     floor = moved / READ_SPEED * 1e6
     row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,

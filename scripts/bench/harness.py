@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.eval.caches import prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfPages
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
@@ -43,7 +44,7 @@ def open_cache(
     fetch_buffer: float = FETCH_BUFFER,
 ) -> KVCache:
     """A cache with scattered room for ``sequences`` with prompts of ``tokens`` that may grow to ``capacity`` each."""
-    spec, slots = spec.resolve(shape), max(sequences, FEWEST_SEQUENCES)
+    spec, slots = resolve(spec, shape), max(sequences, FEWEST_SEQUENCES)
     layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity, fetch_buffer)
     need = layout.demand(tokens, capacity)
     cache = KVCache(
@@ -97,9 +98,27 @@ def fill_random(cache: KVCache, sequence: Sequence, tokens: int) -> None:
     cache.end_prefill(batch)
 
 
+@torch.inference_mode()
+def prefilled(runner: Runner, sequence: Sequence, prompt: list[int]) -> Tensor:
+    """Logits [V] of the last of a prompt's tokens."""
+    steps = runner.prefill([(sequence, prompt)])
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            logits: Tensor = end.value[0]
+            return logits[0]
+
+
 def endless(new: int) -> SamplingParams:
     """Greedy, to the last of ``new`` tokens."""
     return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+
+
+def fill_all(runner: Runner, sequences: list[Sequence], tokens: int) -> None:
+    """``fill_random`` for each, on every rank (``Runner.collective_rpc``)."""
+    for sequence in sequences:
+        fill_random(runner.cache, sequence, tokens)
 
 
 def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -> None:
@@ -115,8 +134,8 @@ def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -
         except OutOfPages as error:
             raise MemoryError(f"only {number} of {there + len(prompts)} sequences fit") from error
         if synthetic:
-            fill_random(cache, sequence, len(prompt))
+            engine.runner.collective_rpc(fill_all, [sequence], len(prompt))
             token = prompt[-1]
         else:
-            token = int(prefill(engine.runner.model, cache, [(sequence, prompt)])[0].argmax())
+            token = int(prefilled(engine.runner, sequence, prompt).argmax())
         engine.resume(request, sequence, token)

@@ -10,7 +10,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from shadowkv.cache.matches import Prompt
-    from shadowkv.engine.grammar import Constraint
+    from shadowkv.engine.constraint import Constraint
     from shadowkv.engine.selections import TokenSelections
 
 

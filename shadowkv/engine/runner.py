@@ -95,6 +95,11 @@ class Runner:
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)
 
+    def collective_rpc(self, function: Callable[..., Result], sequences: list[Sequence], *what: Any) -> Result:
+        """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
+        own parts of the sequences. They find it by its name: it is of a module that can be imported there."""
+        return function(self, sequences, *what)
+
     @torch.inference_mode()
     def plan_attention(self, shapes: list[tuple[int, int]]) -> Iterator[None]:
         """Attends with so many made-up queries to so many keys, one pair of numbers after the other: plans of attention

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from shadowkv.hf.batch import Batch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.registry import config_from_hf
@@ -52,7 +53,7 @@ class ShadowKVCache(Cache):
                 f"model.set_attn_implementation({ATTENTION!r}) first"
             )
         ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len, None)
-        spec, rotary = preset(kv).resolve(ours.shape), model.get_decoder().rotary_emb
+        spec, rotary = resolve(preset(kv), ours.shape), model.get_decoder().rotary_emb
         self.batch = Batch(spec, ours, max_model_len, rotary)
         super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])
 

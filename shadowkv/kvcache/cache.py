@@ -23,7 +23,7 @@ from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
@@ -84,7 +84,7 @@ class KVCache:
         fetch_buffer: float = FETCH_BUFFER,
     ) -> None:
         self.device = torch.device(device)
-        self.spec = spec.resolve(shape)
+        self.spec = resolve(spec, shape)
         self.shape, self.dtype, self.slots, self.max_model_len = shape, dtype, slots, max_model_len
         self.parts = build_parts(self.spec, shape, dtype)
         self.layout = Layout(self.spec, shape, dtype, self.parts, max_model_len, fetch_buffer)

@@ -61,7 +61,7 @@ class KVSpec:
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
-        rank: dimensions of the low-rank keys; None picks by model (see ``resolve``).
+        rank: dimensions of the low-rank keys; None picks by model (see ``with_defaults``).
         key_groups: groups of kv heads, each with low-rank keys of its own, as tensor-parallel ranks have them; the
             dimensions are shared out by heads, rounded up to a multiple of 32 (see ``key_ranks``).
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
@@ -90,8 +90,8 @@ class KVSpec:
     centred: bool = False
     skip_layers: int = 0
 
-    def resolve(self, shape: ModelShape) -> KVSpec:
-        """The spec with its model-dependent defaults filled in; raises ValueError with every reason it cannot be.
+    def with_defaults(self, shape: ModelShape) -> KVSpec:
+        """The spec with its model-dependent defaults filled in.
 
         Default rank: 5/32 of H*d (the paper's 160 of 1024), but 1/2 where H*d < 512: few kv heads are
         less low-rank. Rounded up to a multiple of 32 where there is room: tensor cores take that many at a time.
@@ -103,21 +103,12 @@ class KVSpec:
             spec = replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
         if spec.values == ROTATED:
             spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
-        reasons = spec._reasons(shape)
-        if reasons:
-            raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
         return spec
 
-    def _reasons(self, shape: ModelShape) -> list[str]:
-        from shadowkv.kvcache.parts import AXES, unsupported
-
-        reasons = [
-            f"{axis}={getattr(self, axis)!r} is not one of {', '.join(known)}"
-            for axis, known in AXES.items()
-            if getattr(self, axis) not in known
-        ]
-        if not reasons:
-            reasons = unsupported(self, shape)
+    def contradictions(self, shape: ModelShape) -> list[str]:
+        """Why its numbers cannot be, for models of ``shape``; what its parts cannot do, they say themselves
+        (``parts.resolve``)."""
+        reasons = []
         if self.prefill not in (None, *PREFILLS):
             reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
         if self.chunk < 1 or PAGE % self.chunk:

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from shadowkv.engine.config import EngineConfig, parse_budget
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import CACHE_DTYPES, PRESETS
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -103,7 +104,7 @@ def test_batch_is_another_name_of_max_num_seqs():
 def test_policies_have_vllms_names_of_a_caches_dtype():
     assert parse("--kv-cache-dtype", "auto") == EngineConfig()
     for name in CACHE_DTYPES:
-        spec = parse("--kv-cache-dtype", name).spec().resolve(ModelShape(2, 8, 4, 64))
+        spec = resolve(parse("--kv-cache-dtype", name).spec(), ModelShape(2, 8, 4, 64))
         assert spec.seals == (name != "bfloat16") and spec.index == "none", name
     for name in ("float16", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4"):  # vLLM's too
         with pytest.raises(argparse.ArgumentError, match=f"'{name}' is not one of auto, bfloat16"):

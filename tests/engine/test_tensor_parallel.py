@@ -31,6 +31,7 @@ from shadowkv.engine.parallel.worker import Worker
 from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.selections import SelectionRecord
+from shadowkv.kvcache.sequence import Sequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
 from shadowkv.models.registry import family
@@ -114,6 +115,26 @@ def test_ranks_answer_as_one(model: Path, size: int, kv: str) -> None:
     ]
     assert len(scores[0]) == 39
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+def note(runner: Runner, sequences: list[Sequence], folder: str) -> list[int]:
+    """What a rank has, in a file of its own."""
+    lengths = [sequence.length for sequence in sequences]
+    Path(folder, str(runner.model.group.rank)).write_text(f"{runner.cache.shape.num_kv_heads} {lengths}")
+    return lengths
+
+
+def test_all_ranks_call_a_function(model: Path, tmp_path: Path) -> None:
+    with engine_of(model, 2) as engine:
+        engine.add_request("one", prompt(0, 70), SamplingParams(max_tokens=9, ignore_eos=True))
+        while not engine.scheduler.running:
+            engine.step()
+        (sequence,) = (running.sequence for running in engine.scheduler.running)
+        length = sequence.length
+        assert engine.runner.collective_rpc(note, [sequence], str(tmp_path)) == [length]
+        drain(engine)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"0": f"2 [{length}]", "1": f"1 [{length}]"}
 
 
 def workers() -> list[int]:

@@ -11,7 +11,7 @@ from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.case import OF_LAYERS, case_of
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.registry import NAMES
@@ -55,7 +55,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
 
 def test_the_numbers_of_a_case() -> None:
     shape, rope = ModelShape(2, 32, 8, 128), RopeConfig(128, rotary_dim=64, interleaved=True)
-    spec = preset("turbo-host").resolve(shape)
+    spec = resolve(preset("turbo-host"), shape)
     parts = build_parts(spec, shape, torch.bfloat16)
     case = case_of(Layout(spec, shape, torch.bfloat16, parts, 65536 + 32), rope, torch.device("cpu"))
     assert (case.dtype, case.head_dim, case.group) == (torch.bfloat16, 128, 4)

@@ -12,7 +12,7 @@ from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
-from shadowkv.kvcache.parts import AXES, build_parts
+from shadowkv.kvcache.parts import AXES, build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.reference import gather_selected
@@ -255,9 +255,9 @@ def test_four_bit_latents_lie_two_to_a_byte() -> None:
 
 def test_four_bit_latents_take_half_a_byte_each() -> None:
     fields = [
-        build_parts(preset(f"turbo:keys=low-rank-int{bits},rank=16").resolve(SHAPE), SHAPE, torch.bfloat16).keys
+        build_parts(resolve(preset(f"turbo:keys=low-rank-int{bits},rank=16"), SHAPE), SHAPE, torch.bfloat16).keys
         for bits in (8, 4)
     ]
     assert [part.bytes_per_token() for part in fields] == [16, 8]
     with pytest.raises(ValueError, match="needs a rank that is a multiple of 2, not 15"):
-        preset("turbo:keys=low-rank-int4,rank=15").resolve(SHAPE)
+        resolve(preset("turbo:keys=low-rank-int4,rank=15"), SHAPE)

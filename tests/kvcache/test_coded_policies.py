@@ -12,7 +12,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import OURS
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.coded import CodedKeys
 from shadowkv.kvcache.presets import CACHE_DTYPES, preset
 from shadowkv.kvcache.shape import ModelShape
@@ -180,7 +180,7 @@ def test_what_other_formats_lose(name: str, distortion: float) -> None:
 
 
 def page_bytes(spec: KVSpec, shape: ModelShape) -> dict[str, int]:
-    spec = spec.resolve(shape)
+    spec = resolve(spec, shape)
     parts = build_parts(spec, shape, torch.bfloat16)
     return {field.name: field.nbytes for part in parts for field in part.page_fields()}
 
@@ -203,7 +203,7 @@ def test_bytes_of_a_page(name: str, of_128: int, of_64: int, scale: int) -> None
 def test_bytes_that_the_formats_promise() -> None:
     shape = ModelShape(32, 32, 8, 128)
     assert page_bytes(preset("full:values=vq-4x256"), shape)["values"] == 64 * 256
-    values = build_parts(preset("full:values=vq-4x256").resolve(shape), shape, torch.bfloat16).values
+    values = build_parts(resolve(preset("full:values=vq-4x256"), shape), shape, torch.bfloat16).values
     assert {field.name: field.nbytes for field in values.state_fields()} == {
         "value_vq_largest": 8 * 128 * 4, "value_vq_codebook": 256 * 4 * 4,
     }  # fmt: skip
@@ -236,14 +236,14 @@ def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
         (KVSpec(keys="tq25"), "keys='tq25' needs a head dim that is one of 64, 128, 256, not 80"),
     ):
         with pytest.raises(ValueError, match=reason):
-            spec.resolve(ModelShape(2, 8, 2, 80))
+            resolve(spec, ModelShape(2, 8, 2, 80))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", NEW + MIXED)
 def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str, device: str) -> None:
     shape, spec = ModelShape(2, 32, 8, 128), spec_of(name, "tq3_0")
-    parts = build_parts(spec.resolve(shape), shape, torch.bfloat16)
+    parts = build_parts(resolve(spec, shape), shape, torch.bfloat16)
     ops = frozenset(("attend_coded", "attend_selected", "quantise_rows", "rebuild_rows"))
     case = Case(
         ops, torch.bfloat16, 128, 32, 8, 128, key_codec=parts.keys.codec_id, value_codec=parts.values.codec_id,

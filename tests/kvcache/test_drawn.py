@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
 from shadowkv.ops.draws import CAUTION, row_seeds
@@ -62,7 +63,7 @@ def test_nothing_is_drawn_where_all_could_be_found() -> None:
 )
 def test_what_cannot_be_drawn_from_is_refused(kv: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        preset(kv).resolve(SHAPE)
+        resolve(preset(kv), SHAPE)
 
 
 def test_every_index_names_what_it_found_in_order() -> None:

@@ -5,7 +5,7 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, rotate_plainly, sealed_batch
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 
@@ -66,7 +66,7 @@ def test_chunks_of_zeros_are_zeros() -> None:
 def test_half_the_bytes(dim: int) -> None:
     shape = ModelShape(2, 8, 8, dim)
     plain, small = (
-        build_parts(preset(f"shadowkv:index={index}").resolve(shape), shape, torch.bfloat16).index
+        build_parts(resolve(preset(f"shadowkv:index={index}"), shape), shape, torch.bfloat16).index
         for index in ("chunk-mean", "chunk-mean-fp8")
     )
     assert small.bytes_per_token() == small.scored_bytes(1, 1) == plain.bytes_per_token() / 2 + 8 * 4 / 64

@@ -12,6 +12,7 @@ from shadowkv.kvcache import spec as spec_module
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, SETTLED, Growth, Standing
 from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import Sequence
@@ -71,7 +72,7 @@ def walk(growth: Growth, at: Standing, start: int, capacity: int) -> tuple[int, 
 @settings(deadline=None, max_examples=300)
 @given(st.data(), specs, tokens, tokens)
 def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, new, more):
-    growth = Growth(spec.resolve(SHAPE), learns(spec))
+    growth = Growth(resolve(spec, SHAPE), learns(spec))
     at = data.draw(standings(growth))
     start = at.sealed + max(1, new)
     forecast = growth.forecast(at, start, start + more)
@@ -86,7 +87,7 @@ def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, n
 @settings(deadline=None)
 @given(st.data(), specs, tokens)
 def test_what_is_sealed_grows_with_the_sequence_and_leaves_the_newest_exact(data, spec, new):
-    growth = Growth(spec.resolve(SHAPE), learns(spec))
+    growth = Growth(resolve(spec, SHAPE), learns(spec))
     at = data.draw(standings(growth))
     length = at.sealed + new
     after = growth.sealed(at, length, final=False)

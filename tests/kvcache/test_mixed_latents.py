@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shadowkv.kvcache.codecs.latents import Int4Latents, MixedLatents
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import WIDTHS, allocate
 from shadowkv.kvcache.presets import preset
@@ -90,7 +90,7 @@ def test_no_allocation_costs_less() -> None:
 )
 def test_sizes_that_the_document_claims(tokens: int, mebibytes: float) -> None:
     """Llama-3.1-8B; 68 tokens exact, as it counts, and no rounding to pages."""
-    spec = preset("shard", rank=192).resolve(LLAMA_8B)
+    spec = resolve(preset("shard", rank=192), LLAMA_8B)
     parts = build_parts(spec, LLAMA_8B, torch.bfloat16)
     assert [part.bytes_per_token() for part in parts] == [96, 0, 256]
     state = sum(field.nbytes for part in parts for field in part.state_fields())

@@ -15,7 +15,7 @@ from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.snapshot import SnapshotHeader
@@ -162,7 +162,7 @@ def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_
     shape = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
 
     def per_token(kv: str, tokens: int = 2**17) -> float:
-        spec = preset(kv).resolve(shape)
+        spec = resolve(preset(kv), shape)
         layout = Layout(spec, shape, torch.bfloat16, build_parts(spec, shape, torch.bfloat16), tokens)
         need, unit = layout.demand(tokens, tokens), layout.bytes_per_block()
         return sum(need[kind] * unit[kind] for kind in unit) / tokens
@@ -181,13 +181,13 @@ def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_
 )
 def test_what_cannot_be_skipped_is_refused(kv: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        replace(SPECS[kv], skip_layers=3).resolve(SHAPE)
+        resolve(replace(SPECS[kv], skip_layers=3), SHAPE)
     with pytest.raises(ValueError, match="skip_layers=-1 at either end is not between 0 and half"):
-        replace(SPECS[kv], skip_layers=-1).resolve(SHAPE)
+        resolve(replace(SPECS[kv], skip_layers=-1), SHAPE)
 
 
 def test_policies_say_what_they_skip() -> None:
     spec = preset("turboquant-4:skip_layers=2")
     assert spec.skip_layers == 2
-    words = spec.resolve(ModelShape(num_layers=30, num_query_heads=9, num_kv_heads=3, head_dim=64))
+    words = resolve(spec, ModelShape(num_layers=30, num_query_heads=9, num_kv_heads=3, head_dim=64))
     assert "first and last 2 layers exact" in words.in_words(SHAPE)

@@ -5,6 +5,7 @@ import torch
 from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.kvcache import sparse_prefill
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.select_blocks.reference import BLOCK
@@ -102,7 +103,7 @@ def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="prefill='some' is not one of dense, sparse"):
         preset("full:prefill=some")
     with pytest.raises(ValueError, match="prefill='some' is not one of dense, sparse"):
-        KVSpec(prefill="some").resolve(SHAPE)
+        resolve(KVSpec(prefill="some"), SHAPE)
 
 
 def test_caches_of_other_modes_do_not_store_alike() -> None:

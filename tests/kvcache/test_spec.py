@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, SINK, KVSpec
@@ -39,21 +40,21 @@ tokens = st.integers(1, 300_000)
     ],
 )
 def test_default_rank_is_5_of_32_but_half_of_small_widths_in_steps_of_32(heads, dim, rank):
-    assert KVSpec(keys="low-rank").resolve(ModelShape(1, heads, heads, dim)).rank == rank
+    assert resolve(KVSpec(keys="low-rank"), ModelShape(1, heads, heads, dim)).rank == rank
 
 
 def test_resolving_keeps_what_was_chosen_and_leaves_other_keys_without_a_rank():
-    assert KVSpec(keys="low-rank", rank=7).resolve(LLAMA).rank == 7
-    assert KVSpec(keys="dense").resolve(LLAMA).rank is None
-    spec = preset("shadowkv").resolve(LLAMA)
-    assert spec == spec.resolve(LLAMA)
+    assert resolve(KVSpec(keys="low-rank", rank=7), LLAMA).rank == 7
+    assert resolve(KVSpec(keys="dense"), LLAMA).rank is None
+    spec = resolve(preset("shadowkv"), LLAMA)
+    assert spec == resolve(spec, LLAMA)
     assert replace(spec, rank=None) == PRESETS["shadowkv"]
 
 
 def test_every_reason_is_listed_at_once():
     spec = KVSpec("k?", "i?", "v?", "p?", budget=1.5, chunk=7, outliers=-1, local=0, rank=3)
     with pytest.raises(ValueError) as error:
-        spec.resolve(LLAMA)
+        resolve(spec, LLAMA)
     text = str(error.value)
     for reason in ("'k?'", "'i?'", "'v?'", "'p?'", "budget=1.5", "chunk=7", "outliers=-1", "local=0", "rank=3"):
         assert reason in text, reason
@@ -97,9 +98,9 @@ def test_every_reason_is_listed_at_once():
 )
 def test_what_cannot_be_is_refused_for_that_reason_alone(change):
     good = KVSpec("low-rank", "chunk-mean", "dense", "host", budget=0.5, outliers=4, rank=100)
-    assert good.resolve(LLAMA) == good
+    assert resolve(good, LLAMA) == good
     with pytest.raises(ValueError) as error:
-        replace(good, **change).resolve(LLAMA)
+        resolve(replace(good, **change), LLAMA)
     assert str(error.value).count("\n  - ") == 1
     assert str(list(change.values())[-1]) in str(error.value)
 
@@ -107,7 +108,7 @@ def test_what_cannot_be_is_refused_for_that_reason_alone(change):
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("budget", [None, 1, 4096, 1.0, 1e-6])
 def test_what_can_be_is_accepted(chunk, budget):
-    KVSpec("low-rank", "min-max", budget=budget, chunk=chunk, rank=1024).resolve(LLAMA)
+    resolve(KVSpec("low-rank", "min-max", budget=budget, chunk=chunk, rank=1024), LLAMA)
 
 
 def test_a_spec_is_a_value():
@@ -119,7 +120,7 @@ def test_a_spec_is_a_value():
 
 def test_presets_are_the_papers():
     assert preset("full") == KVSpec()
-    ours = preset("shadowkv").resolve(LLAMA)
+    ours = resolve(preset("shadowkv"), LLAMA)
     assert (ours.keys, ours.index, ours.place) == ("low-rank", "chunk-mean", "host")
     assert (ours.rank, ours.chunk, ours.outliers, ours.local) == (160, 8, 48, 4 * 8)
     quest = preset("quest")
@@ -260,8 +261,8 @@ def test_the_exact_tail_holds_local_to_local_plus_a_page_and_fits_its_ring(spec,
 @pytest.mark.parametrize(("dim", "bits"), [(64, 3), (96, 4), (80, 4), (128, 3), (256, 3)])
 def test_rotated_values_have_as_few_bits_as_the_head_dim_allows(dim, bits):
     shape = ModelShape(2, 8, 2, dim)
-    assert preset("turbo").resolve(shape).values == f"rotated-{bits}bit"
-    assert preset("turbo:values=rotated-4bit").resolve(shape).values == "rotated-4bit"
+    assert resolve(preset("turbo"), shape).values == f"rotated-{bits}bit"
+    assert resolve(preset("turbo:values=rotated-4bit"), shape).values == "rotated-4bit"
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads():

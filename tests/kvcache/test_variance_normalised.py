@@ -5,7 +5,7 @@ import torch
 from coded_rows import back, gaussian_rows
 
 from shadowkv.kvcache.codecs.variance_normalised import KVarNKeys, KVarNValues, balance
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 
@@ -21,7 +21,7 @@ def loss(codec, rows: torch.Tensor) -> float:
 def test_bytes_of_a_page(dim: int, keys: int, values: int) -> None:
     """Of keys two float16 of a channel and one of a token, of values the other way round, and the codes."""
     shape = ModelShape(2, 16, 8, dim)
-    parts = build_parts(preset("kvarn").resolve(shape), shape, torch.bfloat16)
+    parts = build_parts(resolve(preset("kvarn"), shape), shape, torch.bfloat16)
     assert [part.bytes_per_token() for part in parts] == [8 * keys, 0, 8 * values]
     assert not any(part.state_fields() for part in parts)
 
@@ -84,8 +84,8 @@ def test_what_decodes_less_than_pages_is_refused() -> None:
     shape = ModelShape(2, 8, 2, 64)
     for kv in ("kvarn:index=sketch", "kvarn:keys=low-rank,rank=32", "turbo:values=kvarn-2bit"):
         with pytest.raises(ValueError, match="is decoded by pages: it needs index='none'"):
-            preset(kv).resolve(shape)
+            resolve(preset(kv), shape)
     with pytest.raises(ValueError, match="a power of two from 64 on, not 80"):
-        preset("kvarn").resolve(ModelShape(2, 8, 2, 80))
+        resolve(preset("kvarn"), ModelShape(2, 8, 2, 80))
     with pytest.raises(ValueError, match="it is a format of values alone"):
-        preset("kvarn:keys=kvarn-2bit").resolve(shape)
+        resolve(preset("kvarn:keys=kvarn-2bit"), shape)

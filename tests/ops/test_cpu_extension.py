@@ -19,8 +19,8 @@ from shadowkv.ops.select_by_sketch import cpu as cpu_selection
 from shadowkv.ops.select_by_sketch import reference as reference_selection
 from shadowkv.ops.sign_scores import cpu as cpu_scores
 from shadowkv.ops.sign_scores import reference as reference_scores
-from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bytes
-from shadowkv.ops.sketch_queries.reference import sketch_queries
+from shadowkv.ops.sign_scores.reference import pack_sketch
+from shadowkv.ops.sketch_queries.reference import plane_bytes, sketch_queries
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
 

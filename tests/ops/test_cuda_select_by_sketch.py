@@ -10,9 +10,9 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.draws import CAUTION, Draws, by_chance
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores import cuda as scoring
-from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits, plane_bytes
+from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
 from shadowkv.ops.sketch_queries import cuda as making
-from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
+from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
 if not cuda.available():
     pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.sign_scores import cuda, reference
-from shadowkv.ops.sketch_queries.reference import SketchQueries, sketch_queries
+from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
 if not cuda.available():
     pytest.skip("needs a GPU and the CUDA ops (csrc/build_cuda.py)", allow_module_level=True)
@@ -27,7 +27,7 @@ def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -
     device = torch.device("cuda")
     fields = [
         Field("other", (100,), torch.uint8),
-        Field("signs", (heads, 64, reference.plane_bytes(dim)), torch.uint8),
+        Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
         Field("scale", (heads, 64), torch.float16),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256 + 512

@@ -12,7 +12,8 @@ from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, Rule, least_squares, norm,
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.sign_scores.reference import STEP, plane_bits, plane_bytes
+from shadowkv.ops.sign_scores.reference import STEP, plane_bits
+from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 triton = pytest.importorskip("triton")
 

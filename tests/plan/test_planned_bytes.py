@@ -18,7 +18,7 @@ from shadowkv.engine.sizing import (
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfPages
-from shadowkv.kvcache.parts import build_parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -37,7 +37,7 @@ SPECS = {
 
 
 def make_layout(spec: KVSpec, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> Layout:
-    spec = spec.resolve(shape)
+    spec = resolve(spec, shape)
     return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), 4096)
 
 
@@ -165,7 +165,7 @@ def test_prefill_reserve_is_the_prompts_a_block_in_the_mlp_and_what_storing_take
 
 
 def test_reads_of_the_paper_on_its_model() -> None:
-    spec = preset("shadowkv").resolve(LLAMA)
+    spec = resolve(preset("shadowkv"), LLAMA)
     layout = make_layout(spec, LLAMA, torch.bfloat16)
     reads = step_reads(layout, build_parts(spec, LLAMA, torch.bfloat16), 131072, 0.6)
     vector = 1024 * 2
@@ -180,7 +180,7 @@ def test_reads_of_the_paper_on_its_model() -> None:
 
 
 def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> None:
-    spec = preset("turbo-host").resolve(LLAMA)
+    spec = resolve(preset("turbo-host"), LLAMA)
     parts = build_parts(spec, LLAMA, torch.bfloat16)
     for fetch_buffer, share in ((2.0, 0.4), (0.0, 1.0)):
         layout = Layout(spec, LLAMA, torch.bfloat16, parts, 131072, fetch_buffer)
@@ -191,7 +191,7 @@ def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> Non
 
 
 def test_of_a_sketchs_maps_a_step_reads_that_of_the_queries() -> None:
-    spec = preset("turbo").resolve(LLAMA)
+    spec = resolve(preset("turbo"), LLAMA)
     layout = make_layout(spec, LLAMA, torch.bfloat16)
     fields = {field.name: field.nbytes for field in layout.state_fields}
     unread = fields["sketch_mean"] + fields["sketch_key_map"]
@@ -202,14 +202,14 @@ def test_of_a_sketchs_maps_a_step_reads_that_of_the_queries() -> None:
 
 @pytest.mark.parametrize("name", ["full", "shadowkv", "quest"])
 def test_dense_sequences_read_all_of_themselves(name: str) -> None:
-    spec = SPECS[name].resolve(SHAPE)
+    spec = resolve(SPECS[name], SHAPE)
     context = min(300, spec.dense_limit)
     reads = step_reads(make_layout(spec), build_parts(spec, SHAPE, torch.float32), context, 0.6)
     assert reads == StepReads(exact=context * 2 * SHAPE.kv_dim * 4)
 
 
 def test_selection_never_reads_more_than_there_is() -> None:
-    spec = KVSpec(keys="low-rank", index="chunk-mean", budget=1.0).resolve(SHAPE)
+    spec = resolve(KVSpec(keys="low-rank", index="chunk-mean", budget=1.0), SHAPE)
     layout, parts = make_layout(spec), build_parts(spec, SHAPE, torch.float32)
     reads = step_reads(layout, parts, 1000, 0.0)
     sealed = 64 * spec.sealed_pages(1000)

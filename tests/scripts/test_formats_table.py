@@ -21,6 +21,7 @@ from tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.loading import load_from_config
 from shadowkv.eval.files import Prediction
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 
 COUNTS = ["--prompts", "2", "--prompt-tokens", "500", "--new-tokens", "4"]
@@ -71,7 +72,7 @@ def test_distortion_is_that_of_what_is_stored(model):
     text = torch.randint(1, 128, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     names = ["full", "full:values=lloyd-4bit", "full:values=lloyd-4bit,place=host", "full:keys=lloyd-4bit", "quest"]
     full, values, on_host, keys, quest = distortions(
-        loaded, [preset(name).resolve(loaded.config.shape) for name in names], [text]
+        loaded, [resolve(preset(name), loaded.config.shape) for name in names], [text]
     )
     assert full == quest == (0.0, 0.0)
     assert values == on_host and values[0] == keys[1] == 0

@@ -11,6 +11,7 @@ import mixed_sweep
 import prefill_plots
 import prefill_sweep
 import pytest
+import ranks_sweep
 import reuse_sweep
 import sweep_engine
 import torch
@@ -42,7 +43,7 @@ def in_this_process(monkeypatch) -> list[tuple[object, ...]]:
         function(*args)
         return True
 
-    for sweep in (prefill_sweep, mixed_sweep, reuse_sweep):
+    for sweep in (prefill_sweep, mixed_sweep, reuse_sweep, ranks_sweep):
         monkeypatch.setattr(sweep, "in_fresh_process", call)
     return calls
 
@@ -65,6 +66,29 @@ def test_every_length_of_every_policy_is_measured_once(model, tmp_path, in_this_
     assert len(in_this_process) == 3
     assert prefill_sweep.main([*flags, "--kv", "full", "turbo", "--contexts", "64,200"]) == 0
     assert len(in_this_process) == 3 and read(out) == rows
+
+
+def test_ranks_are_compared_with_one_gpu_and_with_full(model, tmp_path, in_this_process):
+    out = tmp_path / "ranks.csv"
+    flags = ["--model", str(model), *TINY, "--prefill", "dense", "--context", "640", "--batch", "2", "--out", str(out)]
+    few = ["--steps", "2", "--windows", "1", "--prompts", "1"]
+    assert ranks_sweep.main([*flags, *few, "--kv", "full", "turbo", "--gpus", "1", "2"]) == 0
+    rows = read(out)
+    decode = {(row["gpus"], row["kv"]): row for row in rows if row["case"].endswith("batch of 2")}
+    prompts = {(row["gpus"], row["kv"]): row for row in rows if row["case"].endswith("prompt")}
+    assert list(decode) == list(prompts) == [("1", "full"), ("2", "full"), ("1", "turbo"), ("2", "turbo")]
+    assert len(rows) == 8 and all(row["batch"] == "2" for row in decode.values())
+    for table in (decode, prompts):
+        rates = {key: float(row["tokens_per_s"]) for key, row in table.items()}
+        assert table["1", "full"]["ratio"] == ""
+        for one, base in (
+            (("2", "full"), ("1", "full")),
+            (("2", "turbo"), ("1", "turbo")),
+            (("1", "turbo"), ("1", "full")),
+        ):
+            assert float(table[one]["ratio"]) == pytest.approx(rates[one] / rates[base], rel=2e-3)
+    assert ranks_sweep.main([*flags, *few, "--kv", "full", "--gpus", "2"]) == 0
+    assert read(out) == rows and len(in_this_process) == 4
 
 
 def test_an_engine_has_a_process_of_its_own(model, tmp_path, monkeypatch):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequence import Sequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
+
+Result = TypeVar("Result")
 
 Prefilled = tuple[Tensor, list[Tensor]]
 
@@ -126,6 +128,11 @@ class DriverRunner(Runner):
         with self._ranks.together():
             self.model.group.copy_first(hidden)
             return super().prompt_logprobs(hidden, tokens, count)
+
+    def collective_rpc(self, function: Callable[..., Result], sequences: list[Sequence], *what: Any) -> Result:
+        self._ranks.send("collective_rpc", function, self._of.numbers(sequences), what)
+        with self._ranks.together():
+            return super().collective_rpc(function, sequences, *what)
 
     def plan_attention(self, shapes: list[tuple[int, int]]) -> Iterator[None]:
         self._ranks.send("plan_attention", shapes)

@@ -11,7 +11,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -81,6 +81,9 @@ class Worker:
         model = self.runner.model
         hidden = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.runner.prompt_logprobs(model.group.copy_first(hidden), tokens, 0)
+
+    def collective_rpc(self, function: Callable[..., Any], numbers: list[int], what: tuple[Any, ...]) -> None:
+        self.runner.collective_rpc(function, [self._sequences[number] for number in numbers], *what)
 
     def plan_attention(self, shapes: list[tuple[int, int]]) -> None:
         for _ in self.runner.plan_attention(shapes):

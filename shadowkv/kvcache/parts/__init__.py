@@ -75,9 +75,21 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
     return Parts(*(part(spec, shape, dtype) for part in _classes(spec)))
 
 
-def unsupported(spec: KVSpec, shape: ModelShape) -> list[str]:
-    """Why the parts that ``spec`` names cannot serve ``shape``; empty where they can."""
-    return [reason for part in _classes(spec) for reason in part.unsupported(spec, shape)]
+def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
+    """``spec`` for models of ``shape``, its defaults filled in; raises ValueError with every reason it cannot be
+    used."""
+    spec = spec.with_defaults(shape)
+    reasons = [
+        f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(known)}"
+        for axis, known in AXES.items()
+        if getattr(spec, axis) not in known
+    ]
+    if not reasons:
+        reasons = [reason for part in _classes(spec) for reason in part.unsupported(spec, shape)]
+    reasons += spec.contradictions(shape)
+    if reasons:
+        raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
+    return spec
 
 
 def _classes(spec: KVSpec) -> list[Any]:  # each axis has its own class

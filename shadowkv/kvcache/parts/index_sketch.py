@@ -21,7 +21,8 @@ from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
-from shadowkv.ops.sign_scores.reference import RUN, plane_bytes
+from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch

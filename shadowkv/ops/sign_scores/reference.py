@@ -8,13 +8,11 @@ in two planes: signs alone say where to look, and only there the other bits are 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from shadowkv.ops.sketch_queries.reference import SketchQueries
+from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes
 
 STEP = 0.9957
 """Distance of the levels in standard deviations: the uniform 4-level quantiser of a Gaussian with the least error."""
@@ -24,11 +22,6 @@ RUN = 8
 
 PAGES_AT_ONCE = 512
 """Pages unpacked at a time, to bound the copies."""
-
-
-def plane_bytes(dim: int) -> int:
-    """Bytes of one of a key's two planes: a bit a dimension, padded to 8 bytes."""
-    return -(-dim // 64) * 8
 
 
 def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS
-from shadowkv.ops.sign_scores.reference import STEP, plane_bytes
+from shadowkv.ops.sign_scores.reference import STEP
+from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 
 def supports(case: Case) -> list[str]:

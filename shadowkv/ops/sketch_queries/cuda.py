@@ -9,8 +9,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.sign_scores.reference import plane_bytes
-from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries
+from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
 PLANE_BYTES, GROUP = (8, 16, 32), 8
 """Bytes of a plane, those of head dims up to 128 and from 200 to 256, and the most query heads of a kv head."""

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shadowkv.ops.sign_scores.reference import plane_bytes
-
 PLANES = 4
 """Bits of the rounder numbers that signs are scored with: what signs leave out of a key is 40 times as much."""
+
+
+def plane_bytes(dim: int) -> int:
+    """Bytes of one of a key's two planes: a bit a dimension, padded to 8 bytes."""
+    return -(-dim // 64) * 8
 
 
 @dataclass(frozen=True)

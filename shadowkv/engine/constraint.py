@@ -1,0 +1,37 @@
+"""Where a request stands in a grammar that its answer follows: tokens that may not come next are masked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import xgrammar
+
+
+class Constraint:
+    """Where one request stands in its grammar."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor) -> None:
+        import xgrammar
+
+        self._allowed = allowed
+        self._apply = xgrammar.apply_token_bitmask_inplace
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def mask(self, logits: Tensor) -> None:
+        """Sets the logits [V] of tokens that may not come next to -inf, in place."""
+        self._matcher.fill_next_token_bitmask(self._mask, 0)
+        self._mask &= self._allowed
+        self._apply(logits.unsqueeze(0), self._mask.to(logits.device))
+
+    def accept(self, token: int) -> bool:
+        """Takes the chosen token; False if it may not come next, as any where the grammar has no way on."""
+        return bool(self._matcher.accept_token(token))
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_terminated())
