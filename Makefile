@@ -37,7 +37,7 @@ lint: .venv/.installed-lint ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	.venv/bin/lint-imports --no-cache --quiet
+	.venv/bin/lint-imports --no-cache
 	$(PY) scripts/structure.py --check
 
 format: .venv/.installed-lint ## Format the code and fix what ruff can
