@@ -1,10 +1,11 @@
-"""Which files are tested first; a seed that is fixed once and fresh once; the memory of a GPU that several processes
-test on."""
+"""Which files are tested first; seeds and examples that are drawn, the same ones in every run unless others are asked
+for; disks that are waited for; the memory of a GPU that several processes test on."""
 
 import os
-import secrets
 import signal
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,6 +16,17 @@ LONGEST = (
 )
 """Files that take longest, from the first to begin on: at the end other processes would have nothing left to do."""
 
+
+DRAW = os.environ.get("DRAW", "0")
+"""Says which seeds and examples are drawn: of the same, a test fails always or never."""
+
+with suppress(ImportError):  # a machine with a GPU may not have it
+    from hypothesis import HealthCheck, settings
+
+    # A slow machine draws examples slowly, which is no fault of a test.
+    slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("tests", derandomize=DRAW == "0", database=None, **slow)
+    settings.load_profile("tests")
 
 # Shells have what they start in the background ignore Ctrl-C, which is tested.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -27,13 +39,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Triton's interpreter is slow: only GPUs run its kernels with both.
-@pytest.fixture(params=["fresh"] if os.environ.get("TRITON_INTERPRET") == "1" else ["fixed", "fresh"])
-def seed(request: pytest.FixtureRequest) -> int:
+@pytest.fixture
+def drawn(request: pytest.FixtureRequest) -> int:
+    """A seed of the test's own; a failing test prints it."""
+    value = zlib.crc32(f"{DRAW} {request.node.nodeid}".encode())
+    print(f"seed {value}")
+    return value
+
+
+@pytest.fixture(params=["drawn"] if os.environ.get("TRITON_INTERPRET") == "1" else ["fixed", "drawn"])
+def seed(request: pytest.FixtureRequest, drawn: int) -> int:
     """Also seeds torch; a failing test prints it."""
-    value = 20241028 if request.param == "fixed" else secrets.randbits(32)
+    value = 20241028 if request.param == "fixed" else drawn
     print(f"seed {value}")
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def disks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than any takes that works, and though so small a model computes faster than it restores: what is found
+    cached does not depend on the machine. A test that is about the waiting sets its own."""
+    for place, value in (("arrivals", 120.0), ("chains", 120.0)):
+        monkeypatch.setattr(f"shadowkv.cache.{place}.FETCH_SECONDS", value)
+        monkeypatch.setattr(f"shadowkv.cache.{place}.MOST_FETCH_SECONDS", value)
+    monkeypatch.setattr("shadowkv.cache.saves.MOST_FETCH_SECONDS", 120.0)
+    monkeypatch.setattr("shadowkv.cache.findings.OPENING_SECONDS", 120.0)
+    monkeypatch.setattr("shadowkv.cache.chains.Chains.seconds", lambda *_: 0.0)
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from shadowkv.cache.filesystem import FileSystem
 
+HELD_SECONDS = 240.0
+"""Most that a held disk waits: by half of it whoever is not to wait for the disk has gone on, on any machine."""
+
 
 def failure(number: int) -> OSError:
     """What the system says."""
@@ -40,7 +43,7 @@ class SlowDisk(FileSystem):
 
 
 class HeldDisk(FileSystem):
-    """Listings, reads and writes wait until they may go on."""
+    """Listings, openings, reads and writes, those named, wait until they may go on."""
 
     def __init__(self, *held: str) -> None:
         self.held, self.go_on, self.reached = held, threading.Event(), threading.Event()
@@ -48,7 +51,7 @@ class HeldDisk(FileSystem):
     def _wait(self, call: str) -> None:
         if call in self.held:
             self.reached.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(HELD_SECONDS)
 
     def names(self, directory: Path) -> list[str]:
         self._wait("names")
@@ -57,6 +60,10 @@ class HeldDisk(FileSystem):
     def open(self, path: Path) -> int:
         self._wait("open")
         return super().open(path)
+
+    def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        self._wait("read")
+        return super().read(descriptor, buffer, offset)
 
     def write(self, descriptor: int, data: memoryview | bytes, offset: int) -> int:
         self._wait("write")

@@ -27,6 +27,8 @@ KEY = CacheKey(
 )
 LAYERS, LAYER_BYTES = 3, 1000
 LIMIT = 10**9
+PATIENCE = 120.0
+"""Seconds in which a disk of a busy machine has done what is asked of it: a test that passes never waits so long."""
 
 
 def prompt(seed: int, length: int = 200) -> np.ndarray:
@@ -72,19 +74,19 @@ def found(tier: DiskTier, names: list[str]) -> list[Entry]:
 def put(tier: DiskTier, ids: np.ndarray, parent: Head | None = None, **others: Any) -> Head:
     """Stores a snapshot and waits until it is there."""
     head = head_of(ids, parent, **others)
-    assert tier.put(head, ids[head.start :], [data_of(head)]).result(10)
+    assert tier.put(head, ids[head.start :], [data_of(head)]).result(PATIENCE)
     return head
 
 
 def keep(tier: DiskTier, name: str, head: Head, tokens: int | None = None) -> None:
     """Saves all that leads to a snapshot under a name."""
-    tier.keep(name, tokens or head.length, tier.chain(head.name)).result(10)
+    tier.keep(name, tokens or head.length, tier.chain(head.name)).result(PATIENCE)
 
 
 def read(tier: DiskTier, entry: Entry, ids: np.ndarray) -> bytes:
     """The data of an entry."""
     buffers = [bytearray(700), bytearray(entry.head.nbytes - 700)]
-    tier.read(entry, buffers, ids[entry.head.start : entry.head.length]).result(10)
+    tier.read(entry, buffers, ids[entry.head.start : entry.head.length]).result(PATIENCE)
     return b"".join(buffers)
 
 
@@ -93,7 +95,7 @@ def opened(directory: Path, limit: int = LIMIT, key: CacheKey = KEY, **others: A
     """A tier whose directory is known; it ends without leaving a thread."""
     tier = DiskTier(directory, limit, key, **{"watch_seconds": 0.05, **others})
     try:
-        assert tier.wait_scanned(10)
+        assert tier.wait_scanned(PATIENCE)
         yield tier
     finally:
-        assert tier.close(10)
+        assert tier.close(PATIENCE)

@@ -4,7 +4,7 @@ import os
 import tarfile
 
 import pytest
-from stored_snapshots import KEY, data_of, keep, opened, prompt, put
+from stored_snapshots import KEY, PATIENCE, data_of, keep, opened, prompt, put
 from test_cache_command import run, tar_of
 
 from shadowkv.cache.filesystem import FileSystem
@@ -47,9 +47,9 @@ def test_names_go_along_with_what_they_keep(named, tmp_path, capsys):
     code, text, _ = run(capsys, "import", "--dir", target, archive)
     assert code == 0 and text.splitlines()[-1] == "names/long.json: imported"
     with opened(target, first.file_bytes + second.file_bytes + 1) as tier:
-        save, chain = tier.kept("long").result(10)
+        save, chain = tier.kept("long").result(PATIENCE)
         assert save == saved(directory)["long"] and [entry.head.uid for entry in chain] == [first.uid, second.uid]
-        assert not tier.put(other, prompt(8), [data_of(other)]).result(10)  # nothing makes room for it
+        assert not tier.put(other, prompt(8), [data_of(other)]).result(PATIENCE)  # nothing makes room for it
     assert [path.stat().st_mode & 0o777 for path in (target / "names", target / "names/long.json")] == [0o700, 0o600]
     for number, (text, names) in enumerate(
         [(first.name, ["short"]), (second.name, ["long", "short"]), ("other", ["other"])]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from faulty_disks import FullDisk, ReadOnlyDisk, failure
-from stored_snapshots import KEY, LIMIT, head_of, keep, opened, prompt, put
+from stored_snapshots import KEY, LIMIT, PATIENCE, head_of, keep, opened, prompt, put
 from test_cache_command import damage, run
 
 from shadowkv.cache.errors import SnapshotGone, UnknownName, UnusableName
@@ -34,13 +34,13 @@ def test_what_a_name_keeps_is_found_again_after_a_restart(tmp_path):
     assert [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)] == [0o600, 0o700]
     assert set(json.loads(file.read_text())) == {"format", "key", "tokens", "snapshots", "saved"}
     with opened(tmp_path) as tier:
-        save, chain = tier.kept("a.b-C_1").result(10)
+        save, chain = tier.kept("a.b-C_1").result(PATIENCE)
         assert (save.tokens, save.snapshots) == (192, (first.name, second.name))
         assert [entry.head.uid for entry in chain] == [first.uid, second.uid]
         with pytest.raises(UnknownName, match="nothing is saved as 'other'"):
-            tier.kept("other").result(10)
+            tier.kept("other").result(PATIENCE)
         keep(tier, "a.b-C_1", first)
-        assert tier.kept("a.b-C_1").result(10)[0].snapshots == (first.name,)
+        assert tier.kept("a.b-C_1").result(PATIENCE)[0].snapshots == (first.name,)
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "a\\b", "x" * 65, "ä", "a\n", "a\0", " a", "%2e%2e"])
@@ -75,7 +75,7 @@ def test_what_names_keep_is_not_evicted(tmp_path, caplog):
         keep(tier, "third", others[3])
         # There is no room left: what is kept stays, and what is new is refused.
         head = head_of(prompt(9, 128))
-        assert not tier.put(head, prompt(9, 128), [bytes(head.nbytes)]).result(10)
+        assert not tier.put(head, prompt(9, 128), [bytes(head.nbytes)]).result(PATIENCE)
         assert (tier.stats().refused, tier.stats().pinned_bytes, tier.stats().evictions) == (1, 3 * SIZE, 2)
         keep(tier, "mine", others[3])  # in place of what it kept
         put(tier, prompt(9, 128))
@@ -121,7 +121,7 @@ def test_a_name_for_what_has_just_been_removed_is_refused(tmp_path):
         chain = tier.chain(head.name)
         (tmp_path / head.file_name).unlink()
         with pytest.raises(SnapshotGone, match="is not there any more"):
-            tier.keep("x", 128, chain).result(10)
+            tier.keep("x", 128, chain).result(PATIENCE)
         assert not (tmp_path / "names").exists() and tier.lookup(head.name) is None
 
 
@@ -134,10 +134,10 @@ def test_what_is_gone_or_of_another_key_is_not_served(tmp_path):
         opened(tmp_path, key=replace(KEY, quantization=None)) as tier,
         pytest.raises(UnusableName, match="another model"),
     ):
-        tier.kept("x").result(10)
+        tier.kept("x").result(PATIENCE)
     (tmp_path / first.file_name).unlink()
     with opened(tmp_path) as tier, pytest.raises(UnknownName, match="not all there any more"):
-        tier.kept("x").result(10)
+        tier.kept("x").result(PATIENCE)
 
 
 def changed(**fields):
@@ -175,9 +175,9 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, harm):
         path = tmp_path / "names" / "x.json"
         path.write_text(harm(path.read_text()), encoding="latin-1")
         with pytest.raises(UnusableName, match=r"names/x\.json is not what was written: .*; save it anew"):
-            tier.kept("x").result(10)
+            tier.kept("x").result(PATIENCE)
         keep(tier, "x", head)
-        assert tier.kept("x").result(10)[0].tokens == 128
+        assert tier.kept("x").result(PATIENCE)[0].tokens == 128
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
@@ -234,7 +234,7 @@ def test_nothing_is_evicted_while_the_names_cannot_be_read(tmp_path):
 
     with opened(tmp_path, SIZE, files=Unreadable()) as tier:
         head, new = put(tier, IDS[:128]), head_of(prompt(1, 128))
-        assert not tier.put(new, prompt(1, 128), [bytes(new.nbytes)]).result(10)
+        assert not tier.put(new, prompt(1, 128), [bytes(new.nbytes)]).result(PATIENCE)
         assert tier.lookup(head.name) and tier.stats().write_errors == 1
 
 

@@ -10,21 +10,23 @@ import time
 from pathlib import Path
 
 import pytest
-from stored_snapshots import data_of, found, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
 
 from shadowkv.cache.__main__ import main
 from shadowkv.cache.errors import SnapshotGone
 
 PROMPTS = [prompt(seed, 256) for seed in range(6)]
 SIZE = head_of(PROMPTS[0][:128]).file_bytes
+SECONDS = 3.0
 
 
-def hammer(directory: Path, seed: int, seconds: float, results) -> None:
-    """Stores, finds and reads; reports how often which came to pass, and whatever was wrong."""
+def hammer(directory: Path, seed: int, results) -> None:
+    """Stores, finds and reads for SECONDS, and longer until it has done some of each; reports how often which came to
+    pass, and whatever was wrong."""
     chance, counts, wrong = random.Random(seed), {"read": 0, "stored": 0, "gone": 0}, []
     with opened(directory, limit=7 * SIZE, watch_seconds=0.01) as tier:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end or counts["read"] <= 20 or counts["stored"] <= 5:
             ids = chance.choice(PROMPTS)
             chain = found(tier, names_of(ids))
             parent = None
@@ -41,7 +43,7 @@ def hammer(directory: Path, seed: int, seconds: float, results) -> None:
                 continue
             if len(chain) < 2:
                 head = head_of(ids if chain else ids[:128], parent)
-                stored = tier.put(head, ids[head.start : head.length], [data_of(head)]).result(10)
+                stored = tier.put(head, ids[head.start : head.length], [data_of(head)]).result(PATIENCE)
                 counts["stored"] += bool(stored)
             if chance.random() < 0.1:
                 (directory / f"{chance.choice(names_of(ids))}.safetensors").unlink(missing_ok=True)
@@ -54,12 +56,12 @@ def hammer(directory: Path, seed: int, seconds: float, results) -> None:
 def test_processes_that_share_a_directory_never_read_anything_wrong(tmp_path, capsys):
     context = multiprocessing.get_context("spawn")  # what runs beside is not there after a fork
     results = context.Queue()
-    processes = [context.Process(target=hammer, args=(tmp_path, seed, 3.0, results)) for seed in range(2)]
+    processes = [context.Process(target=hammer, args=(tmp_path, seed, results)) for seed in range(2)]
     for process in processes:
         process.start()
-    reports = [results.get(timeout=30) for _ in processes]
+    reports = [results.get(timeout=300) for _ in processes]
     for process in processes:
-        process.join(10)
+        process.join(PATIENCE)
         assert process.exitcode == 0
     for counts, wrong in reports:
         assert not wrong
@@ -79,7 +81,7 @@ from stored_snapshots import data_of, head_of, opened, prompt
 def stop_at(here):
     if here == place:
         print("here", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
 class Disk(FileSystem):
     def reserve(self, *given):

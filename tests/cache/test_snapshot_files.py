@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import xxhash
 from safetensors.numpy import load_file
-from stored_snapshots import LAYER_BYTES, LAYERS, data_of, head_of, prompt
+from stored_snapshots import LAYER_BYTES, LAYERS, PATIENCE, data_of, head_of, prompt
 
 from shadowkv.cache.errors import BadSnapshot
 from shadowkv.cache.files import SnapshotFile, read_head, write_snapshot
@@ -138,7 +138,7 @@ def test_several_threads_read_a_large_file_into_several_buffers(tmp_path, monkey
         os.truncate(tmp_path / head.file_name, 700_000)
         with pytest.raises(BadSnapshot, match="cut off"):
             file.read_into(buffers, readers)
-        assert readers.close(5)
+        assert readers.close(PATIENCE)
 
 
 @pytest.mark.parametrize("sizes", [[2999], [3001], [], [1000, 1000]])
@@ -328,7 +328,7 @@ def test_buffers_are_left_alone_when_a_read_has_failed(written, monkeypatch):
                 failed.set()
                 raise OSError(errno.EIO, "broken")
             if offset == 5096:
-                assert failed.wait(5)
+                assert failed.wait(PATIENCE)
                 time.sleep(0.1)
                 ended.set()
             return super().read(descriptor, buffer, offset)
@@ -337,12 +337,12 @@ def test_buffers_are_left_alone_when_a_read_has_failed(written, monkeypatch):
     with SnapshotFile(path.parent, head.name, Disk()) as file, pytest.raises(OSError, match="broken"):
         file.read_into([bytearray(3000)], readers)
     assert ended.is_set()
-    assert readers.close(5)
+    assert readers.close(PATIENCE)
 
 
 def test_readers_that_have_ended_keep_nobody(written):
     path, head = written
     readers = Workers(2, "read")
-    assert readers.close(5)
+    assert readers.close(PATIENCE)
     with SnapshotFile(path.parent, head.name) as file, pytest.raises(CancelledError):
         file.read_into([bytearray(3000)], readers)

@@ -21,7 +21,7 @@ from tiers import assert_nothing_left, evict_device, evict_host, settle
 
 sys.path.append(str(Path(__file__).parents[1] / "cache"))
 
-from faulty_disks import BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk, SlowDisk
+from faulty_disks import HELD_SECONDS, BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk, SlowDisk
 
 from shadowkv import LLM
 from shadowkv.cache.chains import RETRY_SECONDS
@@ -151,10 +151,11 @@ def test_a_disk_that_hangs_is_not_waited_for(make: Any, tmp_path: Path, monkeypa
         pass
     disk.go_on.clear()
     monkeypatch.setattr("shadowkv.cache.speeds.Speeds.computing_seconds", lambda _, tokens: tokens * 1e-3)
+    monkeypatch.setattr("shadowkv.cache.chains.FETCH_SECONDS", 1.0)
     began = time.monotonic()
     engine.add_request("x", QUESTION, GREEDY)
     outputs = drain(engine)
-    assert 0.5 < time.monotonic() - began < 5
+    assert 0.5 < time.monotonic() - began < HELD_SECONDS / 2
     assert (tokens(outputs["x"]), outputs["x"][-1].cached_tokens) == (wanted, 0)
     disk.go_on.set()
     settle(engine)
@@ -288,16 +289,16 @@ def test_a_thousand_that_wait_for_one_document_are_soon_looked_through(make: Any
         pages = engine.request(str(number), [5], GREEDY).prompt.pages if not requests else requests[0].prompt.pages
         prompt_ = type(first.prompt)(document, pages.extend_to(document))
         requests.append(replace(first, request_id=str(number), prompt=prompt_))
-    began, sharing, leader = time.monotonic(), Sharing(requests), Leader(requests[0].prompt, 30_000)
+    began, sharing, leader = time.thread_time(), Sharing(requests), Leader(requests[0].prompt, 30_000)
     assert all(sharing.waits(number, 0, leader) for number in range(1024))
     assert not sharing.waits(0, 60_000, leader)
-    assert time.monotonic() - began < 0.5
+    assert time.thread_time() - began < 2  # it takes 0.01, and each against each other a thousand times that
 
 
 def test_clients_of_a_server_that_ends_do_not_wait_for_its_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AsyncEngine(EngineConfig(model=str(tiny), load_format="dummy", kv="full"))
     written = threading.Event()
-    monkeypatch.setattr(engine.engine, "close", lambda: written.wait(20))
+    monkeypatch.setattr(engine.engine, "close", lambda: written.wait(300))
     engine.start()
 
     async def told() -> None:
@@ -308,7 +309,7 @@ def test_clients_of_a_server_that_ends_do_not_wait_for_its_disk(tiny: Path, monk
             async for _ in outputs:
                 pass
 
-    asyncio.run(asyncio.wait_for(told(), 10))
+    asyncio.run(asyncio.wait_for(told(), 120))
     written.set()
-    engine.shutdown(10)
+    engine.shutdown(120)
     assert not engine.is_alive

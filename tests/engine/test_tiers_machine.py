@@ -40,8 +40,6 @@ class Serving(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
         small_blocks(self.patch, 2 * PAGE)
-        self.patch.setattr("shadowkv.cache.speeds.Speeds.host_seconds", lambda *_: 0.0)
-        self.patch.setattr("shadowkv.cache.speeds.Speeds.disk_seconds", lambda *_: 0.0)
         self.asked: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}
         self.histories: list[list[int]] = []

@@ -6,7 +6,7 @@ import time
 
 from shadowkv.engine.engine import Engine
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 120.0
 
 
 def settle(engine: Engine) -> None:

@@ -40,7 +40,7 @@ class Client:
     """Asks one server."""
 
     def __init__(self, url: str, engine: AsyncEngine) -> None:
-        self.engine, self.http = engine, httpx.Client(base_url=url, timeout=60)
+        self.engine, self.http = engine, httpx.Client(base_url=url, timeout=300)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -75,7 +75,7 @@ class Client:
             done.set()
 
         self.engine._commands.put(forget)
-        assert done.wait(20)
+        assert done.wait(300)
 
 
 @contextmanager
@@ -91,4 +91,4 @@ def serving(model: Path, directory: Path, settings: ServerSettings | None = None
             with client.http:
                 yield client
     finally:
-        engine.shutdown(20)
+        engine.shutdown(120)

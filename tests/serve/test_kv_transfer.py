@@ -28,12 +28,6 @@ PROMPT = tokens(1, 700)
 SENT = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "remote_engine_id": None}}
 
 
-@pytest.fixture(autouse=True)
-def so_small_a_model_computes_faster_than_it_restores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in ("host_seconds", "disk_seconds"):
-        monkeypatch.setattr(f"shadowkv.cache.speeds.Speeds.{way}", lambda *_: 0.0)
-
-
 @contextmanager
 def both(serve: Serve, **options: Any) -> Iterator[tuple[Client, Client]]:
     """A prefill server and a decode server."""
