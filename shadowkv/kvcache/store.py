@@ -12,8 +12,8 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.prefill_batch import ExactRows
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.ops import Ops
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotate.tables import RotaryTables
 from shadowkv.ops.rotations import random_rotation
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shadowkv.ops.page import PAGE
+
 if TYPE_CHECKING:
     from shadowkv.ops.sketch_queries.reference import SketchQueries
 
@@ -90,5 +92,5 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
         scores *= scale[names].transpose(1, 2).flatten(2).float()
         parts.append(scores.unflatten(-1, (-1, RUN)).amax(-1))
     best = torch.cat(parts, dim=-1).clamp(*(sign * torch.finfo(torch.float16).max for sign in (-1, 1))).half()
-    beyond = torch.arange(best.shape[-1], device=best.device) >= 64 // RUN * num_pages[:, None, None]
+    beyond = torch.arange(best.shape[-1], device=best.device) >= PAGE // RUN * num_pages[:, None, None]
     return best.masked_fill_(beyond, float("-inf"))
