@@ -18,7 +18,7 @@ from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 
 class Decoder(nn.Module):

@@ -33,7 +33,7 @@ from shadowkv.models.sources import is_hub_id, resolve
 from shadowkv.models.stored import Stored
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 LOAD_FORMATS = ("auto", "dummy")
 

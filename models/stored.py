@@ -7,7 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_coded import cuda, reference
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.ops.rotations import random_rotation
 
@@ -46,11 +47,11 @@ def problem(case: Case) -> list[Call]:
     """Arguments of a call per layer, layers of 1 GB together, so that none is found in a cache: random codes, rows full
     or of random lengths, all in whole pages."""
     rows, tokens, ragged, group, *bits, centred = case
-    columns, device = tokens // 64, torch.device("cuda")
+    columns, device = tokens // PAGE, torch.device("cuda")
     fields = []
     for axis, width in zip("kv", bits, strict=True):
-        fields.append(Field(f"{axis} codes", (HEADS, 64, 1, DIM * width // 8), torch.uint8))
-        fields.append(Field(f"{axis} scale", (HEADS, 64, 1), torch.float16))
+        fields.append(Field(f"{axis} codes", (HEADS, PAGE, 1, DIM * width // 8), torch.uint8))
+        fields.append(Field(f"{axis} scale", (HEADS, PAGE, 1), torch.float16))
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     layers = max(2, min(20, 2**30 // (size * rows * columns)))
     tier = Tier("device", layers, size, rows * columns, device)
@@ -59,7 +60,7 @@ def problem(case: Case) -> list[Call]:
     names = torch.tensor(tier.allocate(rows * columns)).cuda()
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
-    begin, end = torch.zeros(rows, dtype=torch.int64, device=device), 64 * counts.cuda()
+    begin, end = torch.zeros(rows, dtype=torch.int64, device=device), PAGE * counts.cuda()
     row = torch.arange(rows, device=device)
     mean, rotary = torch.randn(rows, HEADS, DIM, device=device), RotaryTables(RopeConfig(DIM), tokens, device)
     calls = []
@@ -68,7 +69,7 @@ def problem(case: Case) -> list[Call]:
         for axis, width in zip("kv", bits, strict=True):
             codes, scale = views[f"{axis} codes"][layer], views[f"{axis} scale"][layer]
             for some in names.split(4096):
-                scale[some] = 8 + 4 * torch.rand(len(some), HEADS, 64, 1, device=device).half()
+                scale[some] = 8 + 4 * torch.rand(len(some), HEADS, PAGE, 1, device=device).half()
             rotation = random_rotation(DIM, axis).to(device)
             sides.append(CodedRows(codes, scale, LLOYD_ROWS[width], DIM, rotation, pages))
         keys, values = sides
@@ -89,7 +90,7 @@ def error(call: Call) -> float:
         if isinstance(side, CentredKeys):
             fields |= {"slots": side.slots[:1], "first": side.first[:1]}
         sides.append(type(side)(**fields))
-    small = *sides, begin[:1], end[:1].clamp(max=64 * 128)
+    small = *sides, begin[:1], end[:1].clamp(max=PAGE * 128)
     found, exact = cuda.attend_coded(q[:1].float(), *small), reference.attend_coded(q[:1].float(), *small)
     return max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True))
 

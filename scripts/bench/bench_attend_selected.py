@@ -23,9 +23,10 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.codec import LatentCodec
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
-PAGE, HEADS, GROUP, DIM, RANK = 64, 8, 4, 128, 160
+HEADS, GROUP, DIM, RANK = 8, 4, 128, 160
 COLD = 200 << 20
 """Bytes that the calls of a graph read between them at least; the cache holds 50 MiB."""
 

@@ -17,7 +17,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 CASES = [  # queries, keys, kv heads, group, dim
     (8192, 61440, 8, 4, 128),

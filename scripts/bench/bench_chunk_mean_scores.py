@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.chunk_mean_scores import reference
+from shadowkv.ops.page import PAGE
 
 if torch.cuda.is_available():
     from shadowkv.ops.chunk_mean_scores import triton
@@ -33,7 +34,7 @@ CASES = [  # rows, tokens, kv heads, group, dim
 
 def problem(dtype: torch.dtype, rows: int, tokens: int, heads: int, group: int, dim: int) -> tuple[Tensor, ...]:
     """The arguments of a call."""
-    columns, device = tokens // 64, torch.device("cuda")
+    columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
         Field("landmarks", (heads, CHUNKS, dim), dtype),

@@ -25,6 +25,7 @@ from scripted_selection import repeating
 from shadowkv.kvcache.memory import GRANULE, Field, Tier
 from shadowkv.ops.fetch_chunks import cuda
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.page import PAGE
 
 BUS_SPEED = 50.7e9
 PINNED_GIB = 3
@@ -63,10 +64,10 @@ def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: 
 def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
     """Rows of the table: every share."""
     rows, tokens, k, chunk, width, dtype = case
-    field = Field("values", (HEADS, 64 // chunk, chunk, width), dtype)
+    field = Field("values", (HEADS, PAGE // chunk, chunk, width), dtype)
     host = arena().views([field])[field.name][0]
     # Sequences share pages of the arena at random: together they would have more than it holds.
-    pages = torch.randint(0, host.shape[0] * GRANULE // field.nbytes - 1, (rows, tokens // 64), device="cuda")
+    pages = torch.randint(0, host.shape[0] * GRANULE // field.nbytes - 1, (rows, tokens // PAGE), device="cuda")
     pages *= field.nbytes // GRANULE
     slots = torch.randperm(rows, device="cuda")
     chunks, row_bytes = tokens // chunk, chunk * width * dtype.itemsize

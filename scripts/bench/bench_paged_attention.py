@@ -22,9 +22,9 @@ from torch import Tensor
 
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.registry import PREFERENCE, Ops
 
-PAGE = 64
 ROOF = 4.5e12
 """Bytes per second that an H200 reads."""
 

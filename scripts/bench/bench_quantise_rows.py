@@ -17,6 +17,7 @@ from timing import READ_SPEED, Row, microseconds, run
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_selected.sources import CodedRows
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import triton
 from shadowkv.ops.rebuild_rows import triton as rebuild
 from shadowkv.ops.rotations import random_rotation
@@ -33,14 +34,14 @@ def measure(case: tuple[str, int, torch.dtype]) -> list[Row]:
     rotation = random_rotation(dim, "values").to(device) if codec.rotated else None
     fields = [Field("codes", (HEADS, 8, 8, codec.row_bytes(dim)), torch.uint8)]
     if codec.scales(dim):
-        fields.append(Field("scale", (HEADS, 64, 1), codec.scale_dtype))
+        fields.append(Field("scale", (HEADS, PAGE, 1), codec.scale_dtype))
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     tier = Tier("device", 1, size, PAGES, device)
     views = tier.views(fields)
     codes = views["codes"]
     scale = views["scale"] if codec.scales(dim) else codes[..., :0].flatten(-3, -2)
     pages = torch.tensor(tier.allocate(PAGES), device=device)[torch.randperm(PAGES, device=device)]
-    rows = torch.randn(1, PAGES, 64, HEADS, dim, device=device).to(dtype)
+    rows = torch.randn(1, PAGES, PAGE, HEADS, dim, device=device).to(dtype)
     state = tuple(
         torch.full((1, 1, HEADS, *shape), 1 / 64, device=device) for shape in codec.state_shapes(dim).values()
     )
@@ -52,11 +53,11 @@ def measure(case: tuple[str, int, torch.dtype]) -> list[Row]:
 
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     source = CodedRows(codes[0], scale[0], codec, dim, rotation, pages[None], None, tuple(x[0] for x in state), slots)
-    out = torch.empty(HEADS, 64 * PAGES, dim, dtype=torch.bfloat16, device=device)
+    out = torch.empty(HEADS, PAGE * PAGES, dim, dtype=torch.bfloat16, device=device)
     time = microseconds([store] * 3)
     back = microseconds([lambda: rebuild.rebuild_rows(source, 0, out, False)] * 3)
     wanted = codec.decode(*codec.encode(rows[0, :CHECKED], rotation, state), rotation, dim, state)
-    found = out[:, : 64 * CHECKED].unflatten(1, (CHECKED, 64)).permute(1, 2, 0, 3)
+    found = out[:, : PAGE * CHECKED].unflatten(1, (CHECKED, PAGE)).permute(1, 2, 0, 3)
     assert (found - wanted).norm() < 0.01 * wanted.norm(), "rebuilt rows are not those of the reference"
     moved = rows.nbytes + PAGES * sum(field.nbytes for field in fields)
     floor = moved / READ_SPEED * 1e6

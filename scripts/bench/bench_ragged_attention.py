@@ -15,8 +15,8 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.ops import Ops
 from shadowkv.ops.ragged_attention import cuda, triton
+from shadowkv.ops.registry import Ops
 
 CASES = [  # lengths, kv heads, group, dim
     ([1024] * 8, 8, 4, 128),

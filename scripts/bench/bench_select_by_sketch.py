@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.draws import Draws
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
@@ -43,12 +44,12 @@ CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of whi
 
 def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int, drawn: int) -> tuple:
     """Arguments of a call; every row is full."""
-    columns, device = tokens // 64, torch.device("cuda")
+    columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
-        Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
-        Field("rest", (heads, 64, plane_bytes(dim)), torch.uint8),
-        Field("scale", (heads, 64), torch.float16),
+        Field("signs", (heads, PAGE, plane_bytes(dim)), torch.uint8),
+        Field("rest", (heads, PAGE, plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, PAGE), torch.float16),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     tier = Tier("device", 1, size, rows * columns, device)
@@ -56,8 +57,8 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     views = {name: layers[0] for name, layers in tier.views(fields).items()}
     names = torch.tensor(tier.allocate(rows * columns)).cuda()
     for some in names.split(4096):
-        excluded = torch.rand(len(some), heads, 64 // chunk, device=device) < 0.01
-        scale = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
+        excluded = torch.rand(len(some), heads, PAGE // chunk, device=device) < 0.01
+        scale = 0.3 + torch.rand(len(some), heads, PAGE, device=device).half()
         views["scale"][some] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), -0.0)
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     coarse = (5 + 2 * torch.randn(rows, heads, 8 * columns, device=device)).half()
@@ -79,7 +80,7 @@ def rows_of(args: tuple, some: slice) -> tuple:
 
 def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) -> int:
     """Bytes of coarse scores and of the kept runs of one row."""
-    pages, wanted = torch.tensor([tokens // 64]), torch.tensor([budget])
+    pages, wanted = torch.tensor([tokens // PAGE]), torch.tensor([budget])
     runs = int(reference.kept_runs(pages, wanted, chunk))
     return heads * (tokens // 8 * 2 + runs * 8 * (2 * plane_bytes(dim) + 2))
 

@@ -16,6 +16,7 @@ from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores import cuda, reference
 from shadowkv.ops.sketch_queries import cuda as queries_cuda
@@ -37,11 +38,11 @@ CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
 
 def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
     """Queries, their maps and slots and the other arguments of a call; rows are full, or of random lengths."""
-    columns, device = tokens // 64, torch.device("cuda")
+    columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
-        Field("signs", (heads, 64, queries_reference.plane_bytes(dim)), torch.uint8),
-        Field("scale", (heads, 64), torch.float16),
+        Field("signs", (heads, PAGE, queries_reference.plane_bytes(dim)), torch.uint8),
+        Field("scale", (heads, PAGE), torch.float16),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     tier = Tier("device", 1, size, rows * columns, device)
@@ -49,7 +50,7 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
     views = {name: layers[0] for name, layers in tier.views(fields).items()}
     names = torch.tensor(tier.allocate(rows * columns)).cuda()
     for some in names.split(4096):
-        views["scale"][some] = 0.3 + torch.rand(len(some), heads, 64, device=device).half()
+        views["scale"][some] = 0.3 + torch.rand(len(some), heads, PAGE, device=device).half()
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
@@ -77,7 +78,7 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     check(args, call())
     time = microseconds([call] * 10)
     queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, slots)] * 10)
-    moved = int(args[6].sum()) * heads * 64 * (queries_reference.plane_bytes(dim) + 2)
+    moved = int(args[6].sum()) * heads * PAGE * (queries_reference.plane_bytes(dim) + 2)
     floor = moved / READ_SPEED * 1e6
     row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,

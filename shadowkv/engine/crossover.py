@@ -95,8 +95,8 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
 
 
 def _lengths(first: int, last: int) -> Iterator[int]:
-    """Few lengths, each a quarter longer than the one before, in whole pages of 64."""
+    """Few lengths, each a quarter longer than the one before, in whole pages."""
     tokens = first
     while tokens <= last:
         yield tokens
-        tokens = -(-tokens * 5 // 4 // 64) * 64
+        tokens = -(-tokens * 5 // 4 // PAGE) * PAGE

@@ -22,7 +22,7 @@ from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.loader import LoadedModel, load_model
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.ops import Ops
 from shadowkv.ops.draw_tokens.weights import COLDEST, PARAMETERS
 from shadowkv.ops.mix64 import mix64
+from shadowkv.ops.registry import Ops
 
 COLUMNS = PARAMETERS[:-1]
 """Parameters of a draw that stay the same from step to step, by their names in ``SamplingParams``."""

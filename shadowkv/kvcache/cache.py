@@ -40,7 +40,7 @@ from shadowkv.kvcache.sparse_prefill import BlockHook
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 from shadowkv.kvcache.store import Store
 from shadowkv.kvcache.transfer import Transfer
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 

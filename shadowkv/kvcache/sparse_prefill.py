@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 SHARE = 0.02

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shadowkv.kvcache.shape import ModelShape, share
-
-PAGE = 64
-"""Tokens in a page, of every pool and tier."""
+from shadowkv.ops.page import PAGE as PAGE
 
 DEFAULT_BUDGET = 1 / 64
 """Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""

@@ -13,8 +13,8 @@ from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.prefill_batch import ExactRows
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.ops import Ops
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotate.tables import RotaryTables
 from shadowkv.ops.rotations import random_rotation
 

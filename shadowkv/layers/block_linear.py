@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.block_matrix import BlockMatrix, Run
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 
 class BlockLinear(nn.Module):

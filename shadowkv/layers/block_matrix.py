@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shadowkv.ops import Ops
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
+from shadowkv.ops.registry import Ops
 
 OPS = ("dequantise_blocks", "quantised_matmul")
 """What it calls."""

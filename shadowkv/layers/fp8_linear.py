@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shadowkv.ops import Ops
 from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.registry import Ops
 
 OPS = ("quantise_tokens", "scaled_matmul")
 """What it calls."""

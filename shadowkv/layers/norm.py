@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 
 class RMSNorm(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.layers.block_matrix import Run
 from shadowkv.layers.group import Group
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 
 @dataclass(frozen=True)

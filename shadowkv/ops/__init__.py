@@ -1,5 +1,1 @@
-"""The engine's operations: one folder each, one file per backend, one signature; chosen once by ``Ops``."""
-
-from shadowkv.ops.registry import Ops
-
-__all__ = ["Ops"]
+"""The engine's operations: one folder each, one file per backend, one signature; chosen once by ``registry.Ops``."""

@@ -9,7 +9,7 @@ import torch
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampler import Sampler, _uniform
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 
 sample = Sampler(Ops("cpu")).sample
 

@@ -17,8 +17,8 @@ from test_families import sequences
 from shadowkv.layers.block_linear import BlockLinear
 from shadowkv.layers.block_matrix import BlockMatrix, Run
 from shadowkv.models import LoadedModel, load_model, loader, requirements
-from shadowkv.ops import Ops
 from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.registry import Ops
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="weights stay in blocks where the C++ extension is built")
 

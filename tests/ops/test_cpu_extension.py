@@ -282,7 +282,7 @@ from plain_formulas import assert_close
 import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
 import test_quantised_blocks as quantised
-from shadowkv.ops import Ops
+from shadowkv.ops.registry import Ops
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
 torch.manual_seed(0)
 for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:

@@ -5,8 +5,8 @@ import torch
 from plain_formulas import SHAPES, assert_close_like_lowp
 from test_ragged_attention import LENGTHS, packed
 
-from shadowkv.ops import Ops
 from shadowkv.ops.ragged_attention import cuda, reference, triton
+from shadowkv.ops.registry import Ops
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -5,8 +5,8 @@ import torch
 
 from shadowkv.layers.fp8_linear import FP8Linear
 from shadowkv.models.fp8 import fill_quantised, unfit
-from shadowkv.ops import Ops
 from shadowkv.ops.quantise_tokens import reference as quantise_reference
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
 
 if not cuda.available():

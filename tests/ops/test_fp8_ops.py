@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shadowkv.ops import Ops
 from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
 
 TABLE = torch.arange(256, dtype=torch.uint8).view(FP8).double()

@@ -7,9 +7,9 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from shadowkv.ops import Ops
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.registry import Ops
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 numbers of a block begin."""

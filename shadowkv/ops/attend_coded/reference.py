@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotate.reference import halves
 from shadowkv.ops.rotate.tables import RotaryTables
-
-PAGE = 64
 
 PAGES_AT_ONCE = 64
 """Pages of a row that are decoded at a time."""

@@ -17,10 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.attend_coded.reference import PAGE, turned_products
+from shadowkv.ops.attend_coded.reference import turned_products
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, unknown_codecs
+from shadowkv.ops.page import PAGE
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
 
 LEAST = 16
 """Rows that a matrix product takes at the least."""
@@ -194,7 +198,7 @@ def _attend_coded(
     """A part of the pages of one kv head of a row."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
-    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, 64)
+    member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS)
     alive = (member < GROUP)[:, None]
     column = tl.arange(0, KEY_COLUMNS)
     q = tl.load(asked + (unit * GROUP + member[:, None]) * KEY_COLUMNS + column[None, :], mask=alive, other=0.0)
@@ -213,8 +217,8 @@ def _attend_coded(
     peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, VALUE_COLUMNS], tl.float32)
-    last = tl.minimum((part + 1) * pages_each, tl.minimum(pages, tl.cdiv(high, 64).to(tl.int32)))
-    for page in range(tl.maximum(part * pages_each, (low // 64).to(tl.int32)), last):
+    last = tl.minimum((part + 1) * pages_each, tl.minimum(pages, tl.cdiv(high, TOKENS).to(tl.int32)))
+    for page in range(tl.maximum(part * pages_each, (low // TOKENS).to(tl.int32)), last):
         name = tl.load(key_pages + row * pages + page)
         keys = decoded_rows(
             key_codes + name * key_page, key_table, head, token, KEY_BITS, KEY_SELECTORS, DIM, KEY_COLUMNS
@@ -224,9 +228,9 @@ def _attend_coded(
             scores *= tl.load(key_step + unit)
         if KEY_SCALED:
             name = tl.load(key_scale_pages + row * pages + page)
-            scores *= tl.load(key_scale + name * key_scale_page + head * 64 + token).to(tl.float32)[None, :]
+            scores *= tl.load(key_scale + name * key_scale_page + head * TOKENS + token).to(tl.float32)[None, :]
         if HALF > 0:
-            angle = (start + page * 64) * HALF + frequency
+            angle = (start + page * TOKENS) * HALF + frequency
             page_c, page_s = (
                 tl.load(cos + angle, mask=turning, other=0.0),
                 tl.load(sin + angle, mask=turning, other=0.0),
@@ -234,17 +238,17 @@ def _attend_coded(
             scores += tl.dot(a * page_c[None, :] + b * page_s[None, :], near_c, input_precision="tf32x3")
             scores += tl.dot(b * page_c[None, :] - a * page_s[None, :], near_s, input_precision="tf32x3")
             scores += c[:, None]
-        place_in_row = page * 64 + token
+        place_in_row = page * TOKENS + token
         lives = (place_in_row >= low) & (place_in_row < high)
         scores = tl.where(lives[None, :], scores, float("-inf"))
         name = tl.load(value_pages + row * pages + page)
         values = decoded_rows(
             value_codes + name * value_page, value_table, head, token, VALUE_BITS, VALUE_SELECTORS, DIM, VALUE_COLUMNS
         )
-        scale = tl.full([64], 1.0, tl.float32)
+        scale = tl.full([TOKENS], 1.0, tl.float32)
         if VALUE_SCALED:
             name = tl.load(value_scale_pages + row * pages + page)
-            scale = tl.load(value_scale + name * value_scale_page + head * 64 + token).to(tl.float32)
+            scale = tl.load(value_scale + name * value_scale_page + head * TOKENS + token).to(tl.float32)
         peak, total, acc = add_tokens(q, scores, lives, values, scale, peak, total, acc, VALUE_SCALED)
     target = (unit * tl.num_programs(1) + part) * GROUP
     store_part(out, lse, target, peak, total, acc, GROUP, GROUP_BLOCK, VALUE_COLUMNS)
@@ -293,7 +297,7 @@ def decoded_rows(
     """Rows [64, COLUMNS] of a page of one head: dense ones, or what codes stand for, in the order of their bytes."""
     if BITS == 0:
         column = tl.arange(0, COLUMNS)[None, :]
-        row = page + head * (64 * DIM) + token[:, None] * DIM
+        row = page + head * (TOKENS * DIM) + token[:, None] * DIM
         return tl.load(row + column, mask=column < DIM, other=0.0)
     else:
         # Codes that share a byte of the narrowest plane.
@@ -322,4 +326,4 @@ def decoded_rows(
         else:
             packed = tl.load(row + byte, mask=there, other=0).to(tl.int32)[:, :, None]
             codes = (packed >> (place * BITS)) & ((1 << BITS) - 1)
-        return tl.load(table + tl.reshape(codes, (64, COLUMNS)))
+        return tl.load(table + tl.reshape(codes, (TOKENS, COLUMNS)))

@@ -1,8 +1,8 @@
 """Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
 a prompt is given, values as levels of a table or 8-bit floats, rotations of neighbours or of some dimensions.
 
-A program takes 64 tokens of one kv head at a time, all of its query heads together, and makes keys of their latents:
-the dimensions that rotate as a pair in two products.
+A program takes as many tokens as a page has of one kv head at a time, all of its query heads together, and makes keys
+of their latents: the dimensions that rotate as a pair in two products.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from shadowkv.ops.attend_coded.triton import (
 from shadowkv.ops.attend_selected.sources import BufferedRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LANES, LATENTS, CodecId
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
 
 KEYS = (*LATENTS, CodecId.LATENT_MIXED)
 VALUES = (CodecId.DENSE, *LANES, CodecId.FP8)
@@ -65,7 +69,7 @@ def attend_selected(
     form, codes, latents, basis = StoredForm(values, dim, exact), codes_of(values), keys.latents, keys.basis
     chunk = latents.shape[2]
     bits, bit = places_of_bits(keys)
-    tiles = triton.cdiv(chunks * chunk, 64)
+    tiles = triton.cdiv(chunks * chunk, PAGE)
     parts = thread_blocks(batch * heads, tiles, q.device)
     out = torch.empty(batch, heads, parts, group, form.columns, dtype=torch.float32, device=q.device)
     lse = out.new_empty(batch, heads, parts, group)
@@ -101,7 +105,7 @@ def _attend_latents(
     """A part of what one kv head of a row has selected."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
-    member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, 64), tl.arange(0, HALF_BLOCK)
+    member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
     if INTERLEAVED:  # dimensions that rotate together; behind them those that do not
         one = tl.where(pair < TURNING, 2 * pair, pair + TURNING)
@@ -121,14 +125,14 @@ def _attend_latents(
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, VALUE_COLUMNS], tl.float32)
     for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, tiles)):
-        number = (tile * 64 + at) // CHUNK
+        number = (tile * TOKENS + at) // CHUNK
         chunk = tl.load(selected + unit * chunks + number, mask=number < chunks, other=-1)
         lives = chunk >= 0
         position = tl.where(lives, chunk * CHUNK + at % CHUNK, 0)
-        place = position % 64
-        stored = latents + tl.load(key_pages + row * pages + position // 64) * latent_page + place * WIDTH
-        k_one = tl.zeros((64, HALF_BLOCK), tl.float32)
-        k_other = tl.zeros((64, HALF_BLOCK), tl.float32)
+        place = position % TOKENS
+        stored = latents + tl.load(key_pages + row * pages + position // TOKENS) * latent_page + place * WIDTH
+        k_one = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
+        k_other = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
         for block in range(0, RANK, 32):
             rank = block + tl.arange(0, 32)
             in_rank = rank < RANK
@@ -156,13 +160,13 @@ def _attend_latents(
             weight = tl.load(log_weight + unit * chunks + number, mask=lives, other=0.0)
             scores += (weight * 1.4426950408889634)[None, :]
         scores = tl.where(lives[None, :], scores, float("-inf"))
-        name = tl.load(value_pages + row * pages + position // 64)
+        name = tl.load(value_pages + row * pages + position // TOKENS)
         rows = value_codes + (name * value_page)[:, None]
         values = decoded_rows(rows, value_table, head, place, VALUE_BITS, VALUE_SELECTORS, DIM, VALUE_COLUMNS)
-        scale = tl.full([64], 1.0, tl.float32)
+        scale = tl.full([TOKENS], 1.0, tl.float32)
         if VALUE_SCALED:
-            name = tl.load(value_scale_pages + row * pages + position // 64)
-            scale = tl.load(value_scale + name * value_scale_page + head * 64 + place).to(tl.float32)
+            name = tl.load(value_scale_pages + row * pages + position // TOKENS)
+            scale = tl.load(value_scale + name * value_scale_page + head * TOKENS + place).to(tl.float32)
         peak, total, acc = add_tokens(q_one, scores, lives, values, scale, peak, total, acc, VALUE_SCALED)
     target = (unit * tl.num_programs(1) + part) * GROUP
     store_part(out, lse, target, peak, total, acc, GROUP, GROUP_BLOCK, VALUE_COLUMNS)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
+from shadowkv.ops.page import PAGE
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
 
 MOST_RANKS = 256
 """Rank dimensions of a thread block: 64 x 256 sums in float32 are half of a multiprocessor's registers."""
@@ -61,13 +65,13 @@ def _project_latents(
 ):  # fmt: skip
     """One page of one layer."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token, within = tl.arange(0, 64), tl.arange(0, STRETCH)
+    token, within = tl.arange(0, TOKENS), tl.arange(0, STRETCH)
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
     slot = tl.load(slots) if SHARED else tl.load(slots + page)
     row = keys + layer * key_layer + page * key_page + token[:, None] * key_token
     direction = basis + layer * basis_layer + slot * basis_slot + rank[None, :] * (HEADS * DIM)
     PARTS: tl.constexpr = (DIM + STRETCH - 1) // STRETCH
-    total = tl.zeros((64, RANK_BLOCK), tl.float32)
+    total = tl.zeros((TOKENS, RANK_BLOCK), tl.float32)
     for part in range(HEADS * PARTS):
         head, dim = part // PARTS, part % PARTS * STRETCH + within
         lives = dim < DIM
@@ -84,7 +88,7 @@ def _project_latents(
         ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
         whole = (ratio + 12582912.0) - 12582912.0
         if PACKED:  # two to a byte, the even one in the low four bits, both plus 8
-            code = tl.reshape((whole + 8.0).to(tl.int32), (64, RANK_BLOCK // 2, 2))
+            code = tl.reshape((whole + 8.0).to(tl.int32), (TOKENS, RANK_BLOCK // 2, 2))
             pair = tl.sum(code << (4 * tl.arange(0, 2))[None, None, :], 2).to(tl.uint8)
             byte = tl.program_id(2) * (RANK_BLOCK // 2) + tl.arange(0, RANK_BLOCK // 2)
             where = token[:, None] * (RANK // 2) + byte[None, :]

@@ -18,6 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, LevelRows, RowCodec, UniformRows, unknown_codecs
+from shadowkv.ops.page import PAGE
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
 
 MOST_DIMS = 128
 """Wider rotations do not fit into shared memory beside the rows."""
@@ -132,8 +136,8 @@ def rotate_rows(row, row_token, exact, DIM: tl.constexpr, DIM_BLOCK: tl.constexp
     """64 rows ``x @ exact`` in float32, of rows that are not bfloat16: some of their dimensions at a time, as the whole
     rotation would not fit into shared memory."""
     AT_ONCE: tl.constexpr = 32 if DIM_BLOCK > 32 else DIM_BLOCK
-    token, column = tl.arange(0, 64)[:, None], tl.arange(0, COLUMNS)[None, :]
-    y = tl.zeros((64, COLUMNS), tl.float32)
+    token, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    y = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for start in range(0, DIM_BLOCK, AT_ONCE):
         dim = start + tl.arange(0, AT_ONCE)
         x = tl.load(row + token * row_token + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
@@ -177,7 +181,7 @@ def _quantise_rows(
     BYTES: tl.constexpr = 8 * RUN_BLOCK
     WIDTH: tl.constexpr = DIM * BITS // 8
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
-    column, token, dim = tl.arange(0, PER * BYTES), tl.arange(0, 64), tl.arange(0, DIM_BLOCK)
+    column, token, dim = tl.arange(0, PER * BYTES), tl.arange(0, TOKENS), tl.arange(0, DIM_BLOCK)
     used = (column % RUN_BLOCK < RUN)[None, :]
     entry = dim[:, None] * (PER * BYTES) + column[None, :]
     PARTED: tl.constexpr = rows.dtype.element_ty == tl.bfloat16
@@ -213,9 +217,9 @@ def _quantise_rows(
         else:
             tl.static_assert(RULE == "norm", "an unknown rule of scales")
             length = unit
-        tl.store(scale_row + head * 64, tl.where(unit == 0, 0.0, length).to(tl.float16))
-        code = tl.reshape(code, (64, PER, BYTES))
-        target = code_row + head * 64 * WIDTH
+        tl.store(scale_row + head * TOKENS, tl.where(unit == 0, 0.0, length).to(tl.float16))
+        code = tl.reshape(code, (TOKENS, PER, BYTES))
+        target = code_row + head * TOKENS * WIDTH
         if BITS == 3:
             # The plane of the lower two bits has two bytes where that of the upper ones, behind it, has one.
             low = tl.sum(tl.where(place < 4, (code & 3) << (2 * place), 0), 1)
@@ -229,7 +233,7 @@ def _quantise_rows(
             bit = tl.load(places + here * PER + place, mask=here < RUN, other=8 * RUN)
             for i in tl.static_range(RUN):
                 own = tl.sum(tl.where(bit // 8 == i, (code >> 2) << (bit % 8), 0), 1)
-                own = tl.sum(tl.reshape(own, (64, 8, RUN_BLOCK)), 2)
+                own = tl.sum(tl.reshape(own, (TOKENS, 8, RUN_BLOCK)), 2)
                 tl.store(target + tl.arange(0, 8)[None, :] * RUN + i, own.to(tl.uint8))
         else:
             packed = tl.sum(code << (BITS * place), 1)
@@ -244,11 +248,11 @@ def _quantise_fp8(
 ):  # fmt: skip
     """A head of one page of one layer, in units of a step that all pages of a layer share or each has its own of."""
     page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    token, dim = tl.arange(0, 64)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
+    token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     row = rows + layer * row_layer + page * row_page + head * row_head
     step = tl.load(steps + layer * step_layer + (0 if SHARED else page) * step_page + head * step_head)
     x = tl.load(row + token * row_token + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    target = codes + layer * code_layer + tl.load(code_pages + page) * code_page + head * 64 * DIM
+    target = codes + layer * code_layer + tl.load(code_pages + page) * code_page + head * TOKENS * DIM
     tl.store(target + token * DIM + dim, e4m3_of(tl.math.div_rn(x, step)).to(tl.uint8), mask=dim < DIM)
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
-
-PAGE = 64
+from shadowkv.ops.page import PAGE
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:

@@ -10,7 +10,11 @@ from torch import Tensor
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, LATENTS, CodecId, LevelRows, unknown_codecs
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import whole_numbers
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
 
 BLOCKS = 32
 """Thread blocks that fill the bus, so that the others are free meanwhile."""
@@ -30,7 +34,7 @@ def supports(case: Case) -> list[str]:
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
     """As the reference; the last dimension of ``out`` is dense."""
     heads, rows, dim = out.shape
-    tiles = rows // 64 * heads
+    tiles = rows // PAGE * heads
     if not tiles:
         return
     pages, grid = source.pages[0, first:].contiguous(), (min(tiles, BLOCKS) if across_bus else tiles,)
@@ -110,11 +114,11 @@ def _copy_rows(
     rows, pages, out, page_stride, head_stride, row_stride, tiles,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, dim = tl.arange(0, 64)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
+    token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
-        source = rows + tl.load(pages + page) * page_stride + head * (64 * DIM)
-        target = out + head * head_stride.to(tl.int64) + (page * 64 + token) * row_stride.to(tl.int64)
+        source = rows + tl.load(pages + page) * page_stride + head * (TOKENS * DIM)
+        target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
         x = tl.load(source + token * DIM + dim, mask=dim < DIM)
         tl.store(target + dim, x, mask=dim < DIM)
 
@@ -126,7 +130,7 @@ def _decode_rows(
     FP8: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    token, dim = tl.arange(0, 64)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
+    token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     lives = dim < DIM
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
@@ -135,7 +139,7 @@ def _decode_rows(
             x = _float_of_e4m3(tl.load(row + dim, mask=lives, other=0).to(tl.int32))
             x *= tl.load(step + tl.load(slots) * step_stride + head)
         else:
-            x = tl.zeros((64, DIM_BLOCK), tl.float32)
+            x = tl.zeros((TOKENS, DIM_BLOCK), tl.float32)
             for start in tl.static_range(0, DIM_BLOCK, AT_ONCE):
                 coded = start + tl.arange(0, AT_ONCE)
                 there = coded < DIM
@@ -143,7 +147,7 @@ def _decode_rows(
                 back = tl.load(rotation + dim * DIM + coded[:, None], mask=there[:, None] & lives, other=0.0)
                 level = tl.where(there[None, :], level, 0.0).to(back.dtype)
                 x = tl.dot(level, back, x, input_precision="tf32x3")
-            sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * 64 + token)
+            sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * TOKENS + token)
             x *= sizes.to(tl.float32)
         if CENTRED:
             middle, turns = mean + tl.load(slots) * mean_stride + head * DIM, dim < 2 * HALF
@@ -153,11 +157,11 @@ def _decode_rows(
                 upper = dim >= HALF
                 pair = tl.where(upper, dim - HALF, dim)
                 other = tl.where(upper, pair, dim + HALF)
-            angle = (tl.load(starts) + (first_page + page) * 64 + token) * HALF + pair
+            angle = (tl.load(starts) + (first_page + page) * TOKENS + token) * HALF + pair
             cosine, sine = tl.load(cos + angle, mask=turns, other=1.0), tl.load(sin + angle, mask=turns, other=0.0)
             across = tl.load(middle + other, mask=turns, other=0.0)
             x += tl.load(middle + dim, mask=lives, other=0.0) * cosine + tl.where(upper, across, -across) * sine
-        target = out + head * head_stride.to(tl.int64) + (page * 64 + token) * row_stride.to(tl.int64)
+        target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
         tl.store(target + dim, x.to(out.dtype.element_ty), mask=lives)
 
 
@@ -215,20 +219,24 @@ def _rebuild_keys(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    token, pair, other = tl.arange(0, 64)[:, None], tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
+    token, pair, other = (
+        tl.arange(0, TOKENS)[:, None],
+        tl.arange(0, HALF_BLOCK)[None, :],
+        tl.arange(0, REST_BLOCK)[None, :],
+    )
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + HALF
     lives, rests, slot = pair < HALF, other < REST, tl.load(slots)
-    start = tl.load(starts) + first_page * 64
+    start = tl.load(starts) + first_page * TOKENS
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
         rows = latents + tl.load(pages + page) * page_stride + token * WIDTH
         columns = basis + slot * basis_stride + head * DIM
-        a = tl.zeros((64, HALF_BLOCK), tl.float32)
-        b = tl.zeros((64, HALF_BLOCK), tl.float32)
-        c = tl.zeros((64, REST_BLOCK), tl.float32)
+        a = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
+        b = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
+        c = tl.zeros((TOKENS, REST_BLOCK), tl.float32)
         for least in range(0, RANK, RANK_BLOCK):
             inner = least + tl.arange(0, RANK_BLOCK)
             there = inner[:, None] < RANK
@@ -245,9 +253,9 @@ def _rebuild_keys(
             a += tl.load(middle + first, mask=lives, other=0.0).to(tl.float32)
             b += tl.load(middle + second, mask=lives, other=0.0).to(tl.float32)
             c += tl.load(middle + 2 * HALF + other, mask=rests, other=0.0).to(tl.float32)
-        angle = (start + page * 64 + token) * HALF + pair
+        angle = (start + page * TOKENS + token) * HALF + pair
         cosine, sine = tl.load(cos + angle, mask=lives, other=0.0), tl.load(sin + angle, mask=lives, other=0.0)
-        target = out + head * head_stride.to(tl.int64) + (page * 64 + token) * row_stride.to(tl.int64)
+        target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
         tl.store(target + first, (a * cosine - b * sine).to(out.dtype.element_ty), mask=lives)
         tl.store(target + second, (b * cosine + a * sine).to(out.dtype.element_ty), mask=lives)
         if REST > 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.draws import Draws
 from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries
@@ -29,13 +30,13 @@ def supports(case: Case) -> list[str]:
     """
     groups = (case.block_memory - COUNTS_BYTES) // 4  # of 8 values; it keeps 4 bytes of each
     needed = max(case.max_pages, region_bytes(case.max_pages, case.chunk, case.max_selected) // 16)
-    reason = f"{case.block_memory} bytes of shared memory are too few to select from {64 * case.max_pages} tokens"
+    reason = f"{case.block_memory} bytes of shared memory are too few to select from {PAGE * case.max_pages} tokens"
     return sketch_queries.supports(case) + unless(needed <= groups, reason)
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
     """Bytes that a row leaves between launches: its kept runs and what they weigh, scores of their chunks, and 16."""
-    keep = reference.most_kept(64 // RUN * columns, k, chunk)
+    keep = reference.most_kept(PAGE // RUN * columns, k, chunk)
     return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 
 

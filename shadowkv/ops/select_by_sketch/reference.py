@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.draws import Draws, by_chance
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
@@ -40,7 +41,7 @@ may be much. On attention of RULER prompts 0.3 to 0.7 and 0.6 to 0.85 do as well
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
     """Runs of each row that are looked at closely where ``budget`` chunks are selected, int64 [B]."""
-    runs = 64 // RUN * num_pages
+    runs = PAGE // RUN * num_pages
     share = torch.maximum(-(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN))
     return torch.minimum(runs, share.clamp(min=KEPT_LEAST)).where(budget > 0, 0)
 
@@ -57,7 +58,7 @@ def drawn_runs(num_pages: Tensor, kept: Tensor, draws: Draws | None) -> Tensor:
     9.3 % are overlooked, with a quarter 6.1 % and with none 4.8 % (64 dimensions).
     """
     some = torch.zeros_like(kept) if draws is None else draws.counts
-    return torch.where((some > 0) & (kept < 64 // RUN * num_pages), kept // DRAWN_SHARE, 0)
+    return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // DRAWN_SHARE, 0)
 
 
 def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
@@ -131,8 +132,8 @@ def select_by_sketch(
     runs = _numbers(kept, width)
     head = torch.arange(heads, device=device)[:, None]
     at_run = runs.clamp(min=0)
-    names = pages.gather(1, (at_run * RUN // 64).flatten(1)).view_as(runs)
-    first = at_run * RUN % 64
+    names = pages.gather(1, (at_run * RUN // PAGE).flatten(1)).view_as(runs)
+    first = at_run * RUN % PAGE
 
     def of_runs(field: Tensor) -> Tensor:
         """[B, H, width, RUN, ...] of [N, H, 64, ...]: tokens of each run."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.extension import load_cuda
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.cuda import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
@@ -39,7 +40,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     TB/s.
     """
     batch, columns = pages.shape
-    scores = torch.empty(batch, signs.shape[1], 64 // RUN * columns, dtype=torch.float16, device=signs.device)
+    scores = torch.empty(batch, signs.shape[1], PAGE // RUN * columns, dtype=torch.float16, device=signs.device)
     places = (pages, num_pages, run_pages(batch, columns))
     torch.ops.shadowkv_cuda.sign_scores(queries.planes, queries.unit, queries.plane_sum, signs, scale, *places, scores)
     return scores

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes
 
 STEP = 0.9957
@@ -83,5 +84,5 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
         scores *= scale[names].transpose(1, 2).flatten(2).float()
         parts.append(scores.unflatten(-1, (-1, RUN)).amax(-1))
     best = torch.cat(parts, dim=-1).clamp(*(sign * torch.finfo(torch.float16).max for sign in (-1, 1))).half()
-    beyond = torch.arange(best.shape[-1], device=best.device) >= 64 // RUN * num_pages[:, None, None]
+    beyond = torch.arange(best.shape[-1], device=best.device) >= PAGE // RUN * num_pages[:, None, None]
     return best.masked_fill_(beyond, float("-inf"))

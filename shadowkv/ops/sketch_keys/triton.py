@@ -7,9 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS
 from shadowkv.ops.sign_scores.reference import STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
 
 
 def supports(case: Case) -> list[str]:
@@ -57,7 +61,7 @@ def _sketch_keys(
     """Some heads of one page of one layer. Column ``bit * BYTES + byte`` of the mapped tile is dimension
     bit * DIM / 8 + byte."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column, token, dim = tl.arange(0, 8 * BYTES), tl.arange(0, 64), tl.arange(0, DIM_BLOCK)
+    column, token, dim = tl.arange(0, 8 * BYTES), tl.arange(0, TOKENS), tl.arange(0, DIM_BLOCK)
     used = (column % BYTES < DIM // 8)[None, :]
     entry = dim[:, None] * DIM + (column // BYTES * (DIM // 8) + column % BYTES)[None, :]
     name = tl.load(pages + page)
@@ -84,10 +88,10 @@ def _sketch_keys(
         code = tl.minimum(tl.maximum(tl.floor(y / step[:, None]) + 2, 0.0), 3.0)
         overlap = tl.sum(tl.where(used, y * (code - 1.5), 0.0), 1)
         length = tl.where(overlap > 0, square / tl.where(overlap > 0, overlap, 1.0), 0.0)
-        tl.store(scale_row + head * 64, tl.minimum(length, 65504.0).to(tl.float16))
-        whole = tl.reshape(tl.where(used, code.to(tl.int32), 0), (64, 8, BYTES))
+        tl.store(scale_row + head * TOKENS, tl.minimum(length, 65504.0).to(tl.float16))
+        whole = tl.reshape(tl.where(used, code.to(tl.int32), 0), (TOKENS, 8, BYTES))
         # Both planes in one sum: the signs in the upper half.
         both = tl.sum((((whole >> 1) << 8) | (whole & 1)) << bit, 1)
-        target = plane + head * 64 * WIDTH
+        target = plane + head * TOKENS * WIDTH
         tl.store(signs + target, (both >> 8).to(tl.uint8), mask=byte < WIDTH)
         tl.store(rest + target, (both & 255).to(tl.uint8), mask=byte < WIDTH)
