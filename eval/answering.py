@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import figures, open_cache, prefill
-from shadowkv.kvcache.sequence import Sequence as CachedSequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 

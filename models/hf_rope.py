@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 _SCALINGS = {
     "default": "none",

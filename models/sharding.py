@@ -168,7 +168,7 @@ class Shard:
 
 
 def vocabulary_rows(config: ModelConfig, size: int) -> int:
-    """Rows of every rank's part of the embedding and the head; the last ones may be nobody's."""
+    """Rows of every rank's part of the embedding and the head; the last ones may be padding."""
     return -(-config.vocab_size // size)
 
 

@@ -105,7 +105,7 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, BlockMatrix)}
     for name, parameter in parameters.items():
         if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
-            parameter.zero_()  # rows that are nobody's
+            parameter.zero_()  # padding rows
     for name, stored in tensors:
         target = targets.get(name)
         if target is None:

@@ -36,7 +36,7 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
 """Pages of the system prompt, of a document, of a question with the answer before."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.eval.caches import open_cache, prefill_all
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import Sequence as CachedSequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.models.loader import LoadedModel
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.runner import Runner
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.sparse_prefill import BlockHook
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS
 
@@ -24,7 +24,7 @@ def replayed(density: float, seed: int = 0) -> BlockHook:
     return hook
 
 
-def replay(runner: Runner, sequences: list[Sequence], density: float | None) -> None:
+def replay(runner: Runner, sequences: list[CachedSequence], density: float | None) -> None:
     """Gives sparse prefills their blocks from now on, or leaves them to choose, on every rank
     (``Runner.collective_rpc``)."""
     runner.cache.block_hook = None if density is None else replayed(density)

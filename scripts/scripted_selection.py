@@ -46,7 +46,7 @@ class ScriptedSelection:
     def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
         self._layer = cache.shape.num_layers
         spec, heads = cache.spec, cache.shape.num_kv_heads
-        self._rows, chunks = cache.total["rows"] + 1, spec.sealed_pages(tokens) * PAGE // spec.chunk
+        self._rows, chunks = cache.total["segment_slots"] + 1, spec.sealed_pages(tokens) * PAGE // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
         # Row of the script where the step at work begins.
         self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)
@@ -61,4 +61,4 @@ class ScriptedSelection:
         if layer < self._layer:
             self._first.add_(self._rows).remainder_(len(self._script))
         self._layer = layer
-        return Selection(self._script[..., :width].index_select(0, self._first + batch.rows))
+        return Selection(self._script[..., :width].index_select(0, self._first + batch.slots))

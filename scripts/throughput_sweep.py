@@ -194,13 +194,13 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     for _ in range(args.windows):
         windows.append(window(engine, args.steps, count))
         if args.sampled:
-            draw_tokens(engine, temperature=1.0, top_p=0.95)
+            sample_tokens(engine, temperature=1.0, top_p=0.95)
             sampled.append(window(engine, args.steps, count))
-            draw_tokens(engine, temperature=0.0, top_p=1.0)
+            sample_tokens(engine, temperature=0.0, top_p=1.0)
     step = statistics.median(windows)
     stats = engine.stats()
     used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
-    buffer = cache.layout.bytes_per_block()["rows"]
+    buffer = cache.layout.bytes_per_block()["segment_slots"]
     selected, fetched, moved = (
         getattr(stats.fetches, name) - getattr(before, name) for name in ("selected", "fetched", "fetched_bytes")
     )
@@ -230,7 +230,7 @@ def window(engine: Engine, steps: int, count: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def draw_tokens(engine: Engine, **settings: float) -> None:
+def sample_tokens(engine: Engine, **settings: float) -> None:
     """Has all requests choose their next tokens in another way; their seeds stay."""
     for running in engine.scheduler.running:
         running.request.params = replace(running.request.params, **settings)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import figures, open_cache, prefill
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.loader import LoadedModel
 
@@ -26,7 +26,7 @@ class Session:
     def __init__(self, loaded: LoadedModel, spec: KVSpec, capacity: int) -> None:
         self.cache = open_cache(loaded, spec, capacity)
         self.runner = Runner(loaded.model, self.cache)
-        self.sequence: Sequence | None = None
+        self.sequence: CachedSequence | None = None
         self.capacity = capacity
 
     @property

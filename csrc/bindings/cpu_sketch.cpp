@@ -107,8 +107,8 @@ Tensor sign_scores(
   return scores;
 }
 
-// counts [4, B]: runs looked at, those of them that are drawn, chunks found, chunks drawn.
-// factors, random [2, B, H]: of the draws of runs, and of those of chunks.
+// counts [4, B]: runs looked at, those of them that are sampled, top-k chunks, sampled chunks.
+// factors, random [2, B, H]: of the sampling of runs, and of that of chunks.
 std::tuple<Tensor, Tensor> select_by_sketch(
     const Tensor& whole, const Tensor& unit, const Tensor& coarse, const Tensor& signs, const Tensor& rest,
     const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& factors,

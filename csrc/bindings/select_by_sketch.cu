@@ -9,7 +9,7 @@ namespace shadowkv {
 void select_by_sketch(
     const Tensor whole, const Tensor unit, const Tensor sum, const Tensor coarse, const Tensor signs,
     const Tensor rest, const Tensor scale, const Tensor pages, const Tensor num_pages, const Tensor budget,
-    const int64_t chunk, const std::optional<Tensor> draws, const std::optional<Tensor> seeds, const Tensor length,
+    const int64_t chunk, const std::optional<Tensor> sampled, const std::optional<Tensor> seeds, const Tensor length,
     const double run_sharpness, const double chunk_sharpness, const int64_t layer, Tensor workspace, Tensor selected,
     std::optional<Tensor> log_weight) {
   STD_TORCH_CHECK(whole.dim() == 4, "whole has ", whole.dim(), " dimensions, not 4");
@@ -36,10 +36,10 @@ void select_by_sketch(
   check_dense(selected, "selected", Dtype::Long, {batch, heads, -1});
   const int64_t k = selected.size(2);
   STD_TORCH_CHECK(
-      draws.has_value() == seeds.has_value() && draws.has_value() == log_weight.has_value(),
-      "draws, seeds and log_weight go together");
-  if (draws) {
-    check_dense(*draws, "draws", Dtype::Long, {batch});
+      sampled.has_value() == seeds.has_value() && sampled.has_value() == log_weight.has_value(),
+      "sampled, seeds and log_weight go together");
+  if (sampled) {
+    check_dense(*sampled, "sampled", Dtype::Long, {batch});
     check_dense(*seeds, "seeds", Dtype::Long, {batch});
     check_dense(length, "length", Dtype::Float, {batch, query_heads});
     check_dense(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
@@ -62,8 +62,8 @@ void select_by_sketch(
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
-  if (draws) {
-    p.draws = static_cast<const int64_t*>(draws->const_data_ptr());
+  if (sampled) {
+    p.sampled = static_cast<const int64_t*>(sampled->const_data_ptr());
     p.seeds = static_cast<const int64_t*>(seeds->const_data_ptr());
     p.length = static_cast<const float*>(length.const_data_ptr());
     p.log_weight = static_cast<float*>(log_weight->mutable_data_ptr());
@@ -84,7 +84,7 @@ void select_by_sketch(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "select_by_sketch(Tensor whole, Tensor unit, Tensor sum, Tensor coarse, Tensor signs, Tensor rest, "
-      "Tensor scale, Tensor pages, Tensor num_pages, Tensor budget, int chunk, Tensor? draws, Tensor? seeds, "
+      "Tensor scale, Tensor pages, Tensor num_pages, Tensor budget, int chunk, Tensor? sampled, Tensor? seeds, "
       "Tensor length, float run_sharpness, float chunk_sharpness, int layer, Tensor(a!) workspace, "
       "Tensor(b!) selected, Tensor(c!)? log_weight) -> ()");
 }

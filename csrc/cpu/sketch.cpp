@@ -13,7 +13,7 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 constexpr uint16_t EXCLUDED = 0x8000;  // -0, the scale of a token that may not be selected
 constexpr float LARGEST = 65504.0f;    // of float16
 constexpr int MOST_BITS = 20;          // of a chance
-constexpr float CAUTION = 0.97f;       // what chances add up to, in all that may be drawn
+constexpr float CAUTION = 0.97f;       // what chances add up to, in all that may be sampled
 constexpr int BINS = 2048;
 
 // The first 11 bits of a number, in the order of numbers.
@@ -168,8 +168,8 @@ void select_chunks(
   const std::vector<Float16> coarse(in.coarse, in.coarse + runs);
   float edge = 0;
   Chosen kept;
-  if (in.drawn_runs) {
-    kept = by_chance(coarse, in.keep - in.drawn_runs, in.keep, in.run_factor, in.run_random);
+  if (in.sampled_runs) {
+    kept = by_chance(coarse, in.keep - in.sampled_runs, in.keep, in.run_factor, in.run_random);
     edge = NOTHING;
     for (int64_t run = 0; run < runs; ++run)
       if (!kept.sure(run)) edge = std::max(edge, to_float(coarse[run]));
@@ -203,11 +203,11 @@ void select_chunks(
   }
 
   Chosen chosen;
-  if (in.draws) {
+  if (in.sampled) {
     std::vector<Float16> values(scores.size());
     for (size_t i = 0; i < scores.size(); ++i)
       values[i] = to_float16(std::min(in.chunk_factor * (scores[i] - edge) + weights[i], LARGEST));
-    chosen = by_chance(values, in.budget, in.budget + in.draws, 1.0f, in.chunk_random);
+    chosen = by_chance(values, in.budget, in.budget + in.sampled, 1.0f, in.chunk_random);
   } else {
     chosen = largest(scores, in.budget);
   }

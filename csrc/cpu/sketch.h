@@ -61,8 +61,8 @@ struct SketchSelection {
   const Float16* coarse;  // [8 pages]
   const int64_t* pages;
   int64_t num_pages;
-  int64_t keep, drawn_runs;   // runs looked at, those of them that are drawn
-  int64_t budget, draws;      // chunks found and drawn
+  int64_t keep, sampled_runs; // runs looked at, those of them that are sampled
+  int64_t budget, sampled;    // chunks of the top-k, and sampled ones
   int64_t chunk;              // tokens
   float run_factor, chunk_factor;
   uint32_t run_random, chunk_random;

@@ -4,7 +4,7 @@
 // block for all of a row and head, in one launch, 288 of them took 114 us where 256 took 75. So as many blocks score as
 // are resident, each warp a slice of some row's kept runs after another: it copies 4 runs at a time to shared memory, a
 // lane each token, two copies ahead and on into its next slice, and ldmatrix makes fragments of them. Runs and chunks are
-// drawn where they are found, from values that are in shared memory then.
+// sampled where they are found, from values that are in shared memory then.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
-#include "kernels/weighted_draws.cuh"
+#include "kernels/weighted_sampling.cuh"
 
 namespace shadowkv {
 
@@ -28,7 +28,7 @@ static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * k
 constexpr int kKeptShare = 16;  // one of so many runs is kept,
 constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least,
 constexpr int kKeptLeast = 384; // and so many runs
-constexpr int kDrawnShare = 4;  // of these one in so many is drawn, where anything is
+constexpr int kSampledShare = 4;  // of these one in so many is sampled, where anything is
 constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
 // What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
@@ -64,13 +64,13 @@ struct SelectBySketch {
   int64_t pages_stride;                             // of a row, in names
   const int64_t* num_pages;                         // [B]
   const int64_t* budget;                            // [B]
-  const int64_t *draws, *seeds;                     // [B], or null where nothing is drawn
+  const int64_t *sampled, *seeds;                   // [B], or null where nothing is sampled
   const float* length;                              // [B, H, G]
   float run_sharpness, chunk_sharpness;             // times lengths, in exponents to base 2
   uint32_t first_head;                              // of this layer, among all layers' heads
   uint8_t* workspace; // [B, H, region]
   int64_t* selected;  // [B, H, k]
-  float* log_weight;  // [B, H, k], or null where nothing is drawn
+  float* log_weight;  // [B, H, k], or null where nothing is sampled
   Region region;      // of a row
   int heads, group, num_pages_most, log_chunk, k;
   unsigned rows; // B H
@@ -82,23 +82,23 @@ struct SelectBySketch {
   __device__ int budget_of(unsigned sequence) const {
     return int(max(int64_t(0), min(budget[sequence], int64_t(k))));
   }
-  // Chunks to draw of each of a sequence's rows.
-  __device__ int draws_of(unsigned sequence) const {
-    const int found = budget_of(sequence);
-    return draws && found ? int(max(int64_t(0), min(draws[sequence], int64_t(k - found)))) : 0;
+  // Chunks to sample of each of a sequence's rows.
+  __device__ int sampled_of(unsigned sequence) const {
+    const int top_k = budget_of(sequence);
+    return sampled && top_k ? int(max(int64_t(0), min(sampled[sequence], int64_t(k - top_k)))) : 0;
   }
   // Runs that are kept of each of a sequence's rows, unless their scores are -inf.
   __device__ int kept_of(unsigned sequence) const {
-    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + draws_of(sequence);
+    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + sampled_of(sequence);
     const int least = ((int64_t(wanted) << log_chunk) * kKeptFactor + kRun - 1) / kRun;
     return wanted ? min(runs, max(max((runs + kKeptShare - 1) / kKeptShare, kKeptLeast), least)) : 0;
   }
-  // Those of them that are drawn.
-  __device__ int drawn_runs_of(unsigned sequence) const {
+  // Those of them that are sampled.
+  __device__ int sampled_runs_of(unsigned sequence) const {
     const int keep = kept_of(sequence);
-    return draws_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / kDrawnShare : 0;
+    return sampled_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / kSampledShare : 0;
   }
-  // Random bits of a row's draws.
+  // Random bits of a row's sampling.
   __device__ uint32_t state_of(unsigned row) const {
     return mix_bits(uint32_t(seeds[row / heads]) * 0x9e3779b1u + first_head + row % heads);
   }
@@ -174,8 +174,8 @@ __device__ __forceinline__ void load_plane(uint32_t (&x)[(kBytes + 15) / 16][kBa
 // there is room, the values, to look at them again.
 struct LargestMemory {
   int bits, values;
-  LargestMemory(int64_t groups, bool draws, int64_t most)
-      : bits(int(((groups + 3) / 4 * (draws ? 16 : 8) + 15) / 16 * 16)),
+  LargestMemory(int64_t groups, bool sampled, int64_t most)
+      : bits(int(((groups + 3) / 4 * (sampled ? 16 : 8) + 15) / 16 * 16)),
         values(bits + 16 * groups <= most ? int(16 * groups) : 0) {}
   int bytes() const { return bits + values; }
 };
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   wait_for_launch_before();
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
-  const int pages = p.pages_of(sequence), wanted = p.kept_of(sequence), drawn = p.drawn_runs_of(sequence);
+  const int pages = p.pages_of(sequence), wanted = p.kept_of(sequence), sampled = p.sampled_runs_of(sequence);
   RowState state = {0, 1, 0, 0}; // scores as they are
   if (wanted > 0) {
     const uint4* values =
@@ -233,13 +233,13 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
       kept[place] = {uint32_t(names[run / kPageRuns]), run}, weights[place] = weight;
     };
     float length = 0; // of a query, on average
-    if (p.draws) {
+    if (p.sampled) {
       for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
       length /= p.group, state.slope = p.chunk_sharpness * length;
     }
-    if (drawn) {
+    if (sampled) {
       const Chosen chosen = select_by_chance(
-          shared, values, pages, wanted - drawn, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
+          shared, values, pages, wanted - sampled, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
           keep);
       state.count = chosen.count, state.edge = fmaxf(chosen.edge, -65504.f);
     } else {
@@ -452,8 +452,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
   const int log_run = 3 - p.log_chunk, chunks = p.state(row).count << log_run, groups = (chunks + 7) / 8;
-  const int drawn = p.draws_of(sequence);
-  const uint32_t random = drawn ? p.state_of(row) : 0;
+  const int sampled = p.sampled_of(sequence);
+  const uint32_t random = sampled ? p.state_of(row) : 0;
   int64_t* selected = p.selected + int64_t(row) * p.k;
   float* log_weight = p.log_weight + int64_t(row) * p.k;
   int count = 0;
@@ -466,12 +466,12 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     uint32_t* bits = reinterpret_cast<uint32_t*>(room);
     const auto use = [&](uint32_t place, uint32_t i, float weight) {
       selected[place] = (int64_t(__ldg(&kept[i >> log_run].y)) << log_run) + (i & ((1 << log_run) - 1));
-      if (p.draws) log_weight[place] = (__ldg(weights + (i >> log_run)) + weight) * 0.6931471805599453f;
+      if (p.sampled) log_weight[place] = (__ldg(weights + (i >> log_run)) + weight) * 0.6931471805599453f;
     };
     const int wanted = p.budget_of(sequence);
-    if (drawn)
+    if (sampled)
       count = select_by_chance(
-          shared, values, groups, wanted, wanted + drawn, 1, mix_bits(random + 0x85ebca77u), bits, use).count;
+          shared, values, groups, wanted, wanted + sampled, 1, mix_bits(random + 0x85ebca77u), bits, use).count;
     else
       count = select_largest(shared, values, groups, wanted, bits, [&](uint32_t place, uint32_t i) {
         use(place, i, 0);
@@ -507,8 +507,8 @@ cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
   const int64_t slices = int64_t(p.rows) * ((p.region.keep + p.slice - 1) / p.slice);
   const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kScoreWarps - 1) / kScoreWarps, blocks)));
   const int before_bytes = int((p.rows / p.heads + 1) * sizeof(uint32_t));
-  const SelectPhase find{p, LargestMemory(p.num_pages_most, p.draws, most)};
-  const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.draws, most)};
+  const SelectPhase find{p, LargestMemory(p.num_pages_most, p.sampled, most)};
+  const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.sampled, most)};
   const bool few = is_few(p.rows, processors);
   if (const auto error = few ? launch_find<512>(find, stream) : launch_find<256>(find, stream)) return error;
   const auto score = p.log_chunk ? score_runs_kernel<kBytes, kWide, false> : score_runs_kernel<kBytes, kWide, true>;

@@ -18,9 +18,9 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
     """Softmax over all positions of a cache of dense sequences, float32 [B, H, G, S], 0 past a sequence's end.
 
     Args:
-        q: [B, H_q, d], before the rotation.
+        q: [B, H_q, d], before RoPE.
     """
-    q = cache.rotated(q, batch).float() * q.shape[-1] ** -0.5
+    q = cache.apply_rope(q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
     for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one by one, to bound the copies
         keys = cache.exact_keys(layer, pages).float()  # [H, S, d]

@@ -16,7 +16,7 @@ from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.reuse import Reuse
 from shadowkv.eval.fidelity.texts import Prompt
 from shadowkv.eval.policies import Policy
-from shadowkv.kvcache.sequence import Sequence as CachedSequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.loader import LoadedModel
 

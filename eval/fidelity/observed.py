@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,7 @@ from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.prefill_batch import PrefillBlock
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Attended:
 
     Attributes:
         layer: its number.
-        q: [B, H_q, d], before the rotation.
+        q: [B, H_q, d], before RoPE.
         batch: whose queries they are.
         selected: chunks int64 [B, H, k], -1 for none, as in dense rows; None where all rows are dense.
         out: [B, H_q, d].
@@ -52,7 +51,7 @@ class ObservedCache(KVCache):
     observe: Callable[[Attended], None] | None = None
     _selected: list[Tensor]
 
-    def plan_decode(self, sequences: Items[Sequence]) -> DecodePlan:
+    def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
         """As ever, but in one batch: who observes has seen all rows when it is called."""
         return replace(super().plan_decode(sequences), micro_batches=1)
 

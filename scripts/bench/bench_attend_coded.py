@@ -18,10 +18,10 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda, reference
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.ops.rotations import random_rotation
 
 HEADS, DIM = 8, 128

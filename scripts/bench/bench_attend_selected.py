@@ -20,11 +20,11 @@ from timing import READ_SPEED, Row, microseconds, run
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int8Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 HEADS, GROUP, DIM, RANK = 8, 4, 128, 160
 COLD = 200 << 20

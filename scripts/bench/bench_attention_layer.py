@@ -28,9 +28,9 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -53,7 +53,7 @@ def make_cache(kv: str, context: int, batch: int, budget: int, fetch_buffer: flo
     return open_cache(spec, SHAPE, ROPE, batch, context, context + ROOM, dtype=DTYPE, fetch_buffer=fetch_buffer)
 
 
-def fill(cache: KVCache, context: int, batch: int) -> list[Sequence]:
+def fill(cache: KVCache, context: int, batch: int) -> list[CachedSequence]:
     """Sequences of ``context`` tokens and up to a page less."""
     sequences = []
     for number in range(batch):
@@ -72,7 +72,7 @@ class UnrolledSelection:
 
     def __init__(self, batch: SealedBatch, share: float) -> None:
         self._row = 0
-        shape = len(batch.rows), SHAPE.num_kv_heads, int(batch.num_chunks.min())
+        shape = len(batch.slots), SHAPE.num_kv_heads, int(batch.num_chunks.min())
         self.steps = list(repeating(shape, int(batch.budget.min()), share, STEPS))
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
@@ -90,7 +90,7 @@ def fetches(cache: KVCache, plan: DecodePlan) -> FetchCounts | None:
     return cache.fetches
 
 
-def measure(cache: KVCache, sequences: list[Sequence], share: float | None) -> tuple[float, float | None]:
+def measure(cache: KVCache, sequences: list[CachedSequence], share: float | None) -> tuple[float, float | None]:
     """Milliseconds of a step, and the hit rate."""
     plan = cache.plan_decode(sequences)
     batch = cache.decode_batch(plan)

@@ -21,11 +21,11 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import NAMES
-from shadowkv.ops.rotate.tables import RopeConfig
 
 SHAPE = ModelShape(num_layers=1, num_query_heads=32, num_kv_heads=8, head_dim=128)
 ROPE = RopeConfig(128, theta=500000.0)
@@ -44,7 +44,7 @@ def make_cache(kv: str, tokens: int, new: int, backends: dict[str, str] | None =
     return open_cache(preset(kv), SHAPE, ROPE, 1, tokens, tokens + new, dtype=DTYPE, backends=backends)
 
 
-def turn(cache: KVCache, sequence: Sequence, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def turn(cache: KVCache, sequence: CachedSequence, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """A call in which the next tokens of a sequence are stored and attend."""
     block = cache.prefill_batch([(sequence, len(q))]).block(0, len(q))
 
@@ -69,7 +69,7 @@ def microseconds(call: Callable[[], object], rounds: int = 10) -> float:
     return statistics.median(start.elapsed_time(end) * 1e3 / 4 for start, end in times[2:])
 
 
-def check(kv: str, cache: KVCache, sequence: Sequence, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check(kv: str, cache: KVCache, sequence: CachedSequence, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Against the references over the same stored bytes, rounded as the ops round or elsewhere."""
     got, tokens = turn(cache, sequence, q, k, v)(), sequence.length
     plain = make_cache(kv, tokens, len(q), dict.fromkeys(NAMES, "reference"))

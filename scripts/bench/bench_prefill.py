@@ -31,7 +31,7 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 LAYERS, HIDDEN, INTERMEDIATE = 3, 4096, 14336
 SHAPE = ModelShape(LAYERS, num_query_heads=32, num_kv_heads=8, head_dim=128)

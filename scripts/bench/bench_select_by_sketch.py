@@ -19,15 +19,15 @@ from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.ops.draws import Draws
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
 OTHER_BYTES = 16 * 1024
 UNCACHED_BYTES = 200e6
-PER_ROW = (1, 5, 6, 7)  # arguments that have rows, besides the queries and what is drawn
-CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of which drawn
+PER_ROW = (1, 5, 6, 7)  # arguments that have rows, besides the queries and what is sampled
+CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of which sampled
     (76, 61440, 8, 4, 128, 1, 960, 480),
     (63, 61440, 8, 4, 128, 1, 960, 0),
     (63, 61440, 8, 4, 128, 8, 120, 0),
@@ -42,7 +42,7 @@ CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of whi
 ]
 
 
-def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int, drawn: int) -> tuple:
+def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int, sampled: int) -> tuple:
     """Arguments of a call; every row is full."""
     columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
@@ -64,18 +64,18 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     coarse = (5 + 2 * torch.randn(rows, heads, 8 * columns, device=device)).half()
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.full((rows,), columns, device=device)
-    budgets = torch.full((rows,), budget - drawn, device=device)
-    draws = Draws(torch.full_like(budgets, drawn), torch.arange(rows, device=device)) if drawn else None
+    budgets = torch.full((rows,), budget - sampled, device=device)
+    sampling = Sampling(torch.full_like(budgets, sampled), torch.arange(rows, device=device)) if sampled else None
     planes = (views["signs"], views["rest"], views["scale"])
     queries = sketch_queries(q, torch.eye(dim, device=device)[None, None], torch.zeros_like(counts))
-    return queries, coarse, *planes, pages, counts, budgets, chunk, budget, draws
+    return queries, coarse, *planes, pages, counts, budgets, chunk, budget, sampling
 
 
 def rows_of(args: tuple, some: slice) -> tuple:
     """The arguments of a call for some rows."""
     parts = {field.name: getattr(args[0], field.name)[some] for field in dataclasses.fields(SketchQueries)}
-    draws = args[-1] and Draws(args[-1].counts[some], args[-1].seeds[some])
-    return SketchQueries(**parts), *(x[some] if i in PER_ROW else x for i, x in enumerate(args[1:-1], 1)), draws
+    sampling = args[-1] and Sampling(args[-1].counts[some], args[-1].seeds[some])
+    return SketchQueries(**parts), *(x[some] if i in PER_ROW else x for i, x in enumerate(args[1:-1], 1)), sampling
 
 
 def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) -> int:
@@ -86,7 +86,8 @@ def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) ->
 
 
 def check(args: tuple, selected: Tensor) -> None:
-    """Ends the program where the first rows, without draws, differ in more chunks than ties and rounding exchange."""
+    """Ends the program where the first rows, without sampling, differ in more chunks than ties and rounding
+    exchange."""
     exact, _ = reference.select_by_sketch(*rows_of(args, slice(2))[:-1])
     for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
         assert len(own) == len(expected)
@@ -96,10 +97,10 @@ def check(args: tuple, selected: Tensor) -> None:
 
 def measure(case: tuple[int, int, int, int, int, int, int, int]) -> list[Row]:
     """One row of the table."""
-    rows, tokens, heads, group, dim, chunk, budget, drawn = case
+    rows, tokens, heads, group, dim, chunk, budget, sampled = case
     moved = rows * counted_bytes(heads, tokens, dim, chunk, budget)
     copies = math.ceil(UNCACHED_BYTES / moved)
-    args = problem(rows * copies, tokens, heads, group, dim, chunk, budget, drawn)
+    args = problem(rows * copies, tokens, heads, group, dim, chunk, budget, sampled)
     check(args, cuda.select_by_sketch(*args[:-1])[0])
 
     def call(some: slice) -> Callable[[], object]:
@@ -111,7 +112,7 @@ def measure(case: tuple[int, int, int, int, int, int, int, int]) -> list[Row]:
     floor = moved / READ_SPEED * 1e6
     row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "chunk": chunk,
-        "budget": budget, "drawn": drawn, "us": round(time, 1), "MB": round(moved / 1e6, 1),
+        "budget": budget, "sampled": sampled, "us": round(time, 1), "MB": round(moved / 1e6, 1),
         "GB/s": round(moved / time / 1e3), "floor us": round(floor, 1),
         "times the floor": round(time / floor, 2),
     }  # fmt: skip

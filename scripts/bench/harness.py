@@ -14,12 +14,12 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfPages
+from shadowkv.kvcache.memory import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts import build_parts, resolve
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 EXTENSIONS = 5000
 """Of all sequences together, in a round of ``scatter``, about."""
@@ -77,7 +77,7 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
         while growing:
             one = rng.choice(growing)
             capacity = min(one.capacity + PAGE * rng.randint(1, most), longest)
-            with suppress(OutOfPages):
+            with suppress(OutOfBlocks):
                 cache.extend(one, capacity, capacity)
             if one.capacity != capacity or capacity == longest:
                 growing.remove(one)
@@ -87,7 +87,7 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
 
 
 @torch.inference_mode()
-def fill_random(cache: KVCache, sequence: Sequence, tokens: int) -> None:
+def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
     """Gives ``sequence`` so many new tokens with random keys and values, the same in every layer."""
     batch = cache.prefill_batch([(sequence, tokens)])
     size = 2, tokens, cache.shape.num_kv_heads, cache.shape.head_dim
@@ -99,7 +99,7 @@ def fill_random(cache: KVCache, sequence: Sequence, tokens: int) -> None:
 
 
 @torch.inference_mode()
-def prefilled(runner: Runner, sequence: Sequence, prompt: list[int]) -> Tensor:
+def prefilled(runner: Runner, sequence: CachedSequence, prompt: list[int]) -> Tensor:
     """Logits [V] of the last of a prompt's tokens."""
     steps = runner.prefill([(sequence, prompt)])
     while True:
@@ -115,7 +115,7 @@ def endless(new: int) -> SamplingParams:
     return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
 
 
-def fill_all(runner: Runner, sequences: list[Sequence], tokens: int) -> None:
+def fill_all(runner: Runner, sequences: list[CachedSequence], tokens: int) -> None:
     """``fill_random`` for each, on every rank (``Runner.collective_rpc``)."""
     for sequence in sequences:
         fill_random(runner.cache, sequence, tokens)
@@ -131,7 +131,7 @@ def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -
         request = engine.request(str(number), prompt, endless(new))
         try:
             sequence = cache.allocate(len(prompt), request.capacity)
-        except OutOfPages as error:
+        except OutOfBlocks as error:
             raise MemoryError(f"only {number} of {there + len(prompts)} sequences fit") from error
         if synthetic:
             engine.runner.collective_rpc(fill_all, [sequence], len(prompt))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from shadowkv.cache.tree import Node
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
@@ -67,7 +67,7 @@ class Chains:
         """What is being read."""
         return [node.copy.fetching for node in self._fetching if node.copy and node.copy.fetching]
 
-    def find(self, node: Node, stop: int) -> tuple[list[Step], Sequence | None] | None:
+    def find(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
         """What has to be restored for the pages of ``node`` up to ``stop``, in order, and the sequence on the device
         that has all before it; None where something is missing."""
         steps: list[Step] = []
@@ -86,7 +86,7 @@ class Chains:
                     return steps, sequence
         return None
 
-    def links(self, steps: Items[Step]) -> list[Link]:
+    def links(self, steps: Sequence[Step]) -> list[Link]:
         """A chain as the cache takes it."""
         return [Link(step.node.copy.header, step.stop * PAGE) for step in steps if step.node.copy is not None]
 
@@ -129,7 +129,7 @@ class Chains:
             copy.fetching = self._disk.read(copy.entry, buffers, copy.token_ids)
         return until
 
-    def restore(self, steps: list[Step], start: int, capacity: int, parent: Sequence | None) -> Sequence:
+    def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
         """A sequence of a chain in host memory; raises as ``KVCache.restore``."""
         restoring = self._cache.restore(self.links(steps), start, capacity, parent)
         copies = [step.node.copy for step in steps if step.node.copy is not None]

@@ -23,7 +23,7 @@ from shadowkv.cache.stats import TierCounts
 from shadowkv.cache.tree import Node
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.reading import Reading
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Copying:
         self._too_large = 0
         self.job: Job | None = None
 
-    def store(self, node: Node, sequence: Sequence, token_ids: list[int]) -> None:
+    def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
         if node.copy is not None or not self._copies.host.num_slabs or (node.parent and node.parent.copy is None):
             return
@@ -200,7 +200,7 @@ class Copying:
                 self._copies.leave(node)
 
     def abandon(self) -> None:
-        """Lets go of all that is read on the device, whatever state it is in."""
+        """Gives up all that is read on the device, whatever state it is in."""
         readings = [reading for _, _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
         with suppress(RuntimeError):
             self._mover.finish()

@@ -118,9 +118,9 @@ class Index:
         )
 
     def by_age(self, keep: Collection[str] = ()) -> list[Entry]:
-        """All but those to ``keep``, what is to go first in front: what nothing leads to, then what has not been used
-        for longest. A snapshot is as new as the newest that continues it, as its ``used`` then says, and goes after
-        it."""
+        """All but those to ``keep``, what is to be evicted first in front: what nothing leads to, then what has not
+        been used for longest. A snapshot is as new as the newest that continues it, as its ``used`` then says, and goes
+        after it."""
         entries = self.entries()
         used = {entry.name: entry.used for entry in entries}
         for entry in sorted(entries, key=lambda one: -one.head.start):

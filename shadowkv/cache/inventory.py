@@ -1,4 +1,4 @@
-"""A directory of snapshots as one finds it: what is there, what is bad, and what can go."""
+"""What a directory of snapshots holds: what is there, what is bad, and what can be removed."""
 
 from __future__ import annotations
 

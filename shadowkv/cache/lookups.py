@@ -1,4 +1,4 @@
-"""What waiting prompts were found to have: looked up anew when something has changed, and held in host memory."""
+"""Matches of waiting prompts: looked up anew when something has changed, and held in host memory."""
 
 from __future__ import annotations
 

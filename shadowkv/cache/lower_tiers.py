@@ -9,8 +9,7 @@ called on the engine's thread, but for what the disk tier reports.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -30,7 +29,7 @@ from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 
 STEP_BYTES = 2**28
 """Launched at a time while others decode, at the most: 5 ms of a bus of 50 GB/s."""
@@ -80,7 +79,7 @@ class LowerTiers:
             self.arrivals = Arrivals(self.copies, self._findings, self.disk, speeds)
             self.saves = Saves(tree, self.copies, self._findings, self.copying, self.chains, self.disk)
 
-    def store(self, node: Node, sequence: Sequence, token_ids: list[int]) -> None:
+    def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
         """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
         self.copying.store(node, sequence, token_ids)
 
@@ -122,13 +121,13 @@ class LowerTiers:
         elif self.busy or self.opening:
             time.sleep(seconds)
 
-    def chain(self, node: Node, stop: int) -> tuple[list[Step], Sequence | None] | None:
+    def chain(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
         """What has to be restored for the pages of ``node`` up to ``stop``, in order, and the sequence on the device
         that has all before it; None where something is missing."""
         self._findings.take()
         return self.chains.find(node, stop)
 
-    def links(self, steps: Items[Step]) -> list[Link]:
+    def links(self, steps: Sequence[Step]) -> list[Link]:
         """A chain as the cache takes it."""
         return self.chains.links(steps)
 
@@ -140,7 +139,7 @@ class LowerTiers:
         """Begins to bring a chain to host memory; see ``Chains.fetch``."""
         return self.chains.fetch(steps, patience)
 
-    def restore(self, steps: list[Step], start: int, capacity: int, parent: Sequence | None) -> Sequence:
+    def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
         """A sequence of a chain in host memory; raises as ``KVCache.restore``."""
         return self.chains.restore(steps, start, capacity, parent)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shadowkv.cache.chains import Step
 from shadowkv.cache.pages import PageNames
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 
@@ -30,18 +30,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Match:
-    """A start of a prompt that is cached.
+    """A prefix of a prompt that is cached.
 
     Attributes:
         sequence: on the device, that has it, or what stands before ``steps``; None where these have all of it.
         tokens: its length: one prompt token at least is left to compute.
-        whole: whether the sequence itself can be gone on with, which nobody uses; otherwise it is forked.
+        whole: whether the sequence itself, which nobody uses, can be taken over; otherwise it is forked.
         steps: what is to be restored from the tiers below.
         until: when to wait no longer for what of that is on its way from the disk, by ``time.monotonic``; 0 where all
             is in host memory.
     """
 
-    sequence: Sequence | None
+    sequence: CachedSequence | None
     tokens: int
     whole: bool = False
     steps: tuple[Step, ...] = ()

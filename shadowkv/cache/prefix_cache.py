@@ -1,6 +1,6 @@
-"""What is cached of prompts on the device: sequences that run and finished ones that are kept, to be gone on with.
+"""Prefixes that are cached on the device: of sequences that run, and of finished ones that are kept to be reused.
 
-A request goes on with a finished sequence where it continues nearly all of it: with its exact tail, and in its place.
+A request takes a kept sequence over where it continues nearly all of it: with its exact tail, and in its place.
 Otherwise it forks: any number of requests share pages of sequences that run or are kept.
 """
 
@@ -21,13 +21,13 @@ from shadowkv.cache.lookups import Lookups
 from shadowkv.cache.lower_tiers import STEP_BYTES, LowerTiers
 from shadowkv.cache.matches import Match, Prompt
 from shadowkv.cache.saves import Saves
-from shadowkv.cache.segments import CachedSegment, segments_of
+from shadowkv.cache.segments import PrefixSegment, segments_of
 from shadowkv.cache.speeds import Speeds
 from shadowkv.cache.stats import TierCounts, TierStats
 from shadowkv.cache.tree import Node, PrefixTree
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ IDLE_SECONDS = 0.002
 
 
 class PrefixCache:
-    """Starts of prompts by their tokens; and finished sequences, least recently used first out.
+    """Prefixes of prompts by their tokens; and kept sequences, the least recently used evicted first.
 
     Args:
         host: holds copies of what is computed; None for none below the device.
@@ -46,7 +46,7 @@ class PrefixCache:
         step_bytes: of copies to host memory that are launched in a step, at the most.
 
     Attributes:
-        version: counts what was added, so that who found nothing need not look again before.
+        version: counts what was added: a prompt without a match need not be looked up again before.
         lower: the tiers below the device.
     """
 
@@ -59,7 +59,7 @@ class PrefixCache:
         step_bytes: int = STEP_BYTES,
     ) -> None:
         self._cache, self._tree = cache, PrefixTree()
-        self._kept: OrderedDict[Sequence, Prompt] = OrderedDict()
+        self._kept: OrderedDict[CachedSequence, Prompt] = OrderedDict()
         self._lookups = Lookups()
         self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
         self.lower: LowerTiers | None = None
@@ -90,7 +90,7 @@ class PrefixCache:
         self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
 
     def match(self, prompt: Prompt) -> Match | None:
-        """The longest start of ``prompt`` that is cached; of equal ones a sequence that can be gone on with."""
+        """The longest prefix of ``prompt`` that is cached; of equal ones a sequence that can be taken over."""
         best, along = self._whole(prompt), list(self._tree.along(prompt.shareable))
         for node, end in along:
             for sequence, held in node.holders.items():
@@ -148,7 +148,7 @@ class PrefixCache:
                 best = Match(sequence, tokens, True)
         return best
 
-    def computed(self, sequence: Sequence, prompt: Prompt) -> None:
+    def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
         """Notes that the pages of a prompt are in ``sequence``, which runs: others can fork it."""
         # The last token may be taken back, and whoever asks for all of them has one to compute.
         pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
@@ -162,7 +162,7 @@ class PrefixCache:
                     elif (source := self._source(node, sequence, prompt)) is not None:
                         self.lower.store(node, *source)
 
-    def _source(self, node: Node, sequence: Sequence, prompt: Prompt) -> tuple[Sequence, list[int]] | None:
+    def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
         """Who has all pages of a node, this sequence or one that is kept, and its tokens."""
         for one, held in node.holders.items():
             own = prompt if one is sequence else self._kept.get(one)
@@ -170,23 +170,23 @@ class PrefixCache:
                 return one, own.token_ids
         return None
 
-    def keep(self, sequence: Sequence, prompt: Prompt) -> None:
+    def keep(self, sequence: CachedSequence, prompt: Prompt) -> None:
         """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""
         self._cache.trim(sequence)
         self.computed(sequence, prompt)
         self._kept[sequence] = Prompt(prompt.token_ids[: sequence.length], prompt.pages)
 
-    def take(self, match: Match, start: int, capacity: int) -> Sequence:
+    def take(self, match: Match, start: int, capacity: int) -> CachedSequence:
         """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens.
 
-        Raises OutOfPages, and whatever keeps ``match.steps`` from being restored, with nothing taken.
+        Raises OutOfBlocks, and whatever keeps ``match.steps`` from being restored, with nothing taken.
         """
         taken = self._take(match, start, capacity)
         if self.lower is not None:
             self.lower.hit(self._tree.way_of(taken))
         return taken
 
-    def _take(self, match: Match, start: int, capacity: int) -> Sequence:
+    def _take(self, match: Match, start: int, capacity: int) -> CachedSequence:
         sequence, cache = match.sequence, self._cache
         if sequence is not None and sequence in self._kept and not match.whole:
             self._kept.move_to_end(sequence)
@@ -221,16 +221,16 @@ class PrefixCache:
             return cache.growth(sequence, start, capacity)
         return cache.fork_demand(sequence, match.tokens, start, capacity)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: CachedSequence) -> None:
         """Gives back a sequence that is not kept."""
         self._tree.forget(sequence)
         self._cache.release(sequence)
 
-    def blocks(self, spare: Sequence | None = None) -> Blocks:
+    def blocks(self, spare: CachedSequence | None = None) -> Blocks:
         """What would be free without all kept sequences other than ``spare``."""
         return self._cache.held(one for one in self._kept if one is not spare)
 
-    def evict(self, spare: Sequence | None = None) -> bool:
+    def evict(self, spare: CachedSequence | None = None) -> bool:
         """Releases the least recently used kept sequence other than ``spare``; False if there is none."""
         victim = next((sequence for sequence in self._kept if sequence is not spare), None)
         if victim is None:
@@ -263,7 +263,7 @@ class PrefixCache:
         lower = self.lower  # the engine's thread may give it up meanwhile
         return {"device": device, **({} if lower is None else lower.stats())}
 
-    def segments(self, most: int) -> tuple[list[CachedSegment], int]:
+    def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
         """Where cached prompts are, at most so many runs of pages, and how many there are; on the engine's thread."""
         return segments_of(self._tree, self._kept, most)
 

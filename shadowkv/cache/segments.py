@@ -1,4 +1,4 @@
-"""Where what is cached of prompts lies: runs of pages, each in one tier or in several."""
+"""Where cached prefixes are: runs of pages, each in one tier or in several."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from shadowkv.cache.tree import Node
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 
 @dataclass(frozen=True)
-class CachedSegment:
+class PrefixSegment:
     """A run of pages that was computed in one go.
 
     Attributes:
@@ -31,11 +31,11 @@ class CachedSegment:
     tiers: tuple[str, ...]
 
 
-def segments_of(nodes: Iterable[Node], kept: Collection[Sequence], most: int) -> tuple[list[CachedSegment], int]:
+def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], most: int) -> tuple[list[PrefixSegment], int]:
     """The segments of ``nodes`` in order of their positions, and how many there are in all.
 
     Args:
-        kept: finished sequences; other holders of a node run.
+        kept: finished sequences that the prefix cache keeps; other holders of a node run.
         most: of more segments those are told that are nearest to the device.
     """
     every = list(nodes)
@@ -44,7 +44,7 @@ def segments_of(nodes: Iterable[Node], kept: Collection[Sequence], most: int) ->
     return [_segment(node, kept) for node in told], len(every)
 
 
-def _segment(node: Node, kept: Collection[Sequence]) -> CachedSegment:
+def _segment(node: Node, kept: Collection[CachedSequence]) -> PrefixSegment:
     copy = node.copy
     there = {
         "device": bool(node.holders),
@@ -53,4 +53,4 @@ def _segment(node: Node, kept: Collection[Sequence]) -> CachedSegment:
     }
     running = any(one not in kept for one in node.holders)
     tiers = tuple(tier for tier, is_there in there.items() if is_there)
-    return CachedSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)
+    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.sealed, running, tiers)

@@ -1,4 +1,5 @@
-"""How long it takes to restore what is cached and to compute it anew, by what it has taken: the lesser is done."""
+"""How long it takes to restore what is cached and to compute it anew, by what it has taken: whichever takes less is
+done."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class TierCounts:
         hit_tokens: prompt tokens that were not computed, by the tier that they were found in.
         copied_bytes: from the device to host memory.
         restored_bytes, restore_seconds, restores: from host memory to the device.
-        device_evictions: finished sequences that made room for others.
+        device_evictions: kept sequences that made room for others.
         host_evictions: snapshots that did in host memory.
         refused: nodes that were not copied, for want of room.
     """

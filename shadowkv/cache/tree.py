@@ -7,15 +7,14 @@ the same tokens, where they were computed by several requests at once: the longe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from shadowkv.cache.copies import Copy
 from shadowkv.cache.head import new_uid
 from shadowkv.cache.pages import PageNames, common_pages
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class Node:
     first: int
     names: list[str]
     sealed: bool
-    holders: dict[Sequence, int] = field(default_factory=dict)
+    holders: dict[CachedSequence, int] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
     origin: str = ""
     uid: str = field(default_factory=new_uid)
@@ -62,7 +61,7 @@ class Node:
 
 
 class PrefixTree:
-    """All nodes, and the way of every sequence through them.
+    """All nodes, and the path of every sequence through them.
 
     Attributes:
         changes: counts what has happened to nodes, to who has them and to their copies.
@@ -71,7 +70,7 @@ class PrefixTree:
     def __init__(self) -> None:
         self.changes = 0
         self._by_first: dict[str, list[Node]] = {}
-        self._ways: dict[Sequence, list[Node]] = {}
+        self._ways: dict[CachedSequence, list[Node]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_first.values()))
@@ -79,11 +78,11 @@ class PrefixTree:
     def __iter__(self) -> Iterator[Node]:
         return chain.from_iterable(self._by_first.values())
 
-    def way_of(self, sequence: Sequence) -> list[Node]:
+    def way_of(self, sequence: CachedSequence) -> list[Node]:
         """Nodes whose pages a sequence has, in order."""
         return self._ways.get(sequence, [])
 
-    def along(self, names: Items[str]) -> Iterator[tuple[Node, int]]:
+    def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
         """Nodes on the way of a prompt, in order of their first pages, each with the page up to which it goes along."""
         reached = 0
         for first, name in enumerate(names):
@@ -94,7 +93,7 @@ class PrefixTree:
                 reached = max(reached, end)
                 yield node, end
 
-    def hold(self, sequence: Sequence, names: PageNames, pages: int) -> list[Node]:
+    def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
         """Notes that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its way."""
         self.changes += 1
         sealed = bool(sequence.path)
@@ -121,7 +120,7 @@ class PrefixTree:
         """Whether pages from ``end`` on can be the node's own: they are its only holder's."""
         return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
-    def fork(self, child: Sequence, parent: Sequence, pages: int) -> None:
+    def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
         """Notes that ``child`` shares the first ``pages`` with ``parent``."""
         self.changes += 1
         self._ways[child] = []
@@ -130,13 +129,13 @@ class PrefixTree:
                 if node.first < pages and node.sealed == bool(child.path):
                     self.join(child, node, min(node.holders[parent], pages))
 
-    def join(self, sequence: Sequence, node: Node, end: int) -> None:
+    def join(self, sequence: CachedSequence, node: Node, end: int) -> None:
         """Notes that ``sequence`` has the pages of the next node on its way up to ``end``."""
         self.changes += 1
         self._ways.setdefault(sequence, []).append(node)
         node.holders[sequence] = end
 
-    def cut(self, sequence: Sequence, pages: int) -> None:
+    def cut(self, sequence: CachedSequence, pages: int) -> None:
         """Notes that ``sequence`` has the first ``pages`` only."""
         self.changes += 1
         for node in list(self._ways[sequence]):
@@ -146,14 +145,14 @@ class PrefixTree:
                 node.holders[sequence] = min(node.holders[sequence], pages)
                 self.prune(node)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: CachedSequence) -> None:
         """Notes that ``sequence`` is gone."""
         self.changes += 1
         for node in list(self._ways.get(sequence, ())):
             self._leave(sequence, node)
         self._ways.pop(sequence, None)
 
-    def _leave(self, sequence: Sequence, node: Node) -> None:
+    def _leave(self, sequence: CachedSequence, node: Node) -> None:
         self._ways[sequence].remove(node)
         del node.holders[sequence]
         self.prune(node)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shadowkv.cache.errors import ComputedTwice, DiskTooSlow, NotDone
 from shadowkv.cache.saves import Answer, Saved, Saves, settle
-from shadowkv.cache.segments import CachedSegment
+from shadowkv.cache.segments import PrefixSegment
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine, EngineStats
 from shadowkv.engine.json_schema import check_schema
@@ -95,13 +95,13 @@ class AsyncEngine:
         """Requests in flight and memory in use."""
         return self.engine.stats()
 
-    async def segments(self, most: int) -> tuple[list[CachedSegment], int]:
+    async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
         """Where cached prompts are (``PrefixCache.segments``), as of between two steps; raises EngineDead."""
 
         def tell(answer: Future[Any]) -> None:
             settle(answer, self.engine.scheduler.prefix_cache.segments(most))
 
-        segments: tuple[list[CachedSegment], int] = await self.ask(tell)
+        segments: tuple[list[PrefixSegment], int] = await self.ask(tell)
         return segments
 
     async def ask(self, begin: Callable[[Future[Any]], None], seconds: float | None = None) -> Any:

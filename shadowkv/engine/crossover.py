@@ -1,5 +1,5 @@
 """From how many tokens on compressing a sequence pays: picked once, from the model, the policy and the batch, never by
-load, so that a prompt's answer depends on none of its neighbours.
+load, so that no prompt's answer depends on its neighbours.
 
 A token costs its share of what a step reads, dense or compressed. A compressed sequence adds to a step what searching
 takes whatever the length, and pays once for finding its subspace and coding its tokens. A prompt of no more than one

@@ -35,7 +35,7 @@ from shadowkv.engine.scheduler import Running, Scheduler
 from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
 
@@ -153,7 +153,7 @@ class Engine:
         """Queues a request; raises RequestError if it can never be served or its id is in use."""
         self.add(self.request(request_id, prompt_token_ids, params))
 
-    def resume(self, request: Request, sequence: Sequence, token: int) -> RequestOutput:
+    def resume(self, request: Request, sequence: CachedSequence, token: int) -> RequestOutput:
         """Goes on with a request whose prompt was computed elsewhere: ``sequence`` of ``cache`` holds it, and its first
         token has been chosen. Returns what ``add`` and a step would have; the engine owns the sequence from now on.
 

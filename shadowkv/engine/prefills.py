@@ -53,7 +53,7 @@ class Prefills:
     has had as much of the device's time since: it gets half at the least.
 
     Attributes:
-        at_work: the last one is gone on with; what is before it is long and paused.
+        at_work: the last one runs; those before it are long and paused.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:

@@ -14,7 +14,7 @@ from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Scheduler
 from shadowkv.models.tokenizer import Tokenizer
-from shadowkv.ops.draw_tokens.weights import COLDEST
+from shadowkv.ops.sample_tokens.weights import COLDEST
 
 
 class RequestFactory:
@@ -71,7 +71,7 @@ class RequestFactory:
         """
         self.validate(prompt_token_ids, params)
         seed = params.seed
-        if seed is None:  # greedy answers repeat unasked, though what they attend to is drawn, too
+        if seed is None:  # greedy answers repeat unasked, though what they attend to is sampled, too
             seed = random.getrandbits(64) if params.temperature > COLDEST else 0
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)

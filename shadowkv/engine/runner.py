@@ -15,7 +15,7 @@ from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampler import Sampler, logprobs_of
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
@@ -56,8 +56,10 @@ class Runner:
         if self.graphs is not None:
             self.graphs.drop()
 
-    def unprepared(self, sequences: list[Sequence], joining: list[tuple[Sequence, int]]) -> DecodePlan | None:
-        """A step of nobody's rows, for ``prepare``, if the first one that ``sequences`` and those of ``joining`` take
+    def unprepared(
+        self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
+    ) -> DecodePlan | None:
+        """A step of padding rows, for ``prepare``, if the first one that ``sequences`` and those of ``joining`` take
         together, whose prompts of so many tokens are being computed, will have no graph."""
         if self.graphs is None:
             return None
@@ -72,7 +74,9 @@ class Runner:
         with suppress(torch.OutOfMemoryError):  # such steps run without a graph
             self.graphs.decode(plan, [], [])
 
-    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
+    def prefill(
+        self, work: list[tuple[CachedSequence, list[int]]]
+    ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """``prefill`` into the runner's cache."""
         return prefill(self.model, self.cache, work)
 
@@ -95,7 +99,7 @@ class Runner:
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)
 
-    def collective_rpc(self, function: Callable[..., Result], sequences: list[Sequence], *what: Any) -> Result:
+    def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
         """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
         own parts of the sequences. They find it by its name: it is of a module that can be imported there."""
         return function(self, sequences, *what)
@@ -117,7 +121,7 @@ class Runner:
     @torch.inference_mode()
     def decode(
         self,
-        sequences: list[Sequence],
+        sequences: list[CachedSequence],
         tokens: list[int],
         sources: list[int] | None = None,
         record: AbstractContextManager[Any] | None = None,

@@ -1,7 +1,7 @@
 """Chooses the next token of every sequence in a batch at once.
 
-The random number of a draw depends on the request's seed and its step alone, and what it draws on its own logits: a
-seeded request gives the same text in any batch that leaves those alone.
+The random number of a step depends on the request's seed and the step alone, and the token on its own logits: a seeded
+request gives the same text in any batch that leaves those alone.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.ops.draw_tokens.weights import COLDEST, PARAMETERS
 from shadowkv.ops.mix64 import mix64
 from shadowkv.ops.registry import Ops
+from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
 
 COLUMNS = PARAMETERS[:-1]
-"""Parameters of a draw that stay the same from step to step, by their names in ``SamplingParams``."""
+"""Parameters of sampling that stay the same from step to step, by their names in ``SamplingParams``."""
 
 
 class Sampler:
-    """Chooses tokens by ``draw_tokens`` of ``ops``, and those of greedy batches by the largest logit."""
+    """Chooses tokens by ``sample_tokens`` of ``ops``, and those of greedy batches by the largest logit."""
 
     def __init__(self, ops: Ops) -> None:
-        self._draw_tokens = ops.draw_tokens
+        self._sample_tokens = ops.sample_tokens
         self._params: list[SamplingParams] = []
         self._parameters = np.empty((0, len(PARAMETERS)))
 
@@ -58,8 +58,8 @@ class Sampler:
     def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
         """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
 
-        For requests that neither change logits nor ask for log-probabilities; ``steps`` says the how-manieth token of
-        each it is. Nothing is waited for.
+        For requests that neither change logits nor ask for log-probabilities; ``steps`` says which
+        token of each it is, from 1. Nothing is waited for.
         """
         return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
 
@@ -75,7 +75,7 @@ class Sampler:
         parameters = torch.from_numpy(self._parameters)
         if logits.is_cuda:  # a copy from memory that is not pinned is waited for
             parameters = parameters.pin_memory().to(logits.device, non_blocking=True)
-        return self._draw_tokens(logits, parameters)
+        return self._sample_tokens(logits, parameters)
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +23,7 @@ from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,10 @@ step."""
 
 @dataclass(eq=False)
 class Running:
-    """A request that owns a sequence, which draws by its seed from then on, whoever had it before."""
+    """A request that owns a sequence, which samples by its seed from then on, whoever had it before."""
 
     request: Request
-    sequence: Sequence
+    sequence: CachedSequence
 
     def __post_init__(self) -> None:
         self.sequence.seed = self.request.seed
@@ -72,7 +71,7 @@ class Attempt:
 class Sharing:
     """What waiting requests have in common with leaders: found out once for each leader that somebody asks for."""
 
-    def __init__(self, waiting: Items[Request]) -> None:
+    def __init__(self, waiting: Sequence[Request]) -> None:
         self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
         self._tokens: dict[Leader, npt.NDArray[np.int64]] = {}
 
@@ -245,9 +244,9 @@ class Scheduler:
         tokens = running.request.token_ids[: sequence.length]
         self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
 
-    def _reserve(self, request: Request, found: Match | None, left: Blocks, again: bool) -> Sequence | None:
+    def _reserve(self, request: Request, found: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
         """A sequence for a request, if there is room for it and for what is to be ``left``; where what is cached of it
-        cannot be gone on with, one for all of its tokens, if those may be computed ``again``."""
+        cannot be continued, one for all of its tokens, if those may be computed ``again``."""
         start, cache, kept = len(request.prompt_token_ids), self.cache, self.prefix_cache
         if found:
             need, spare = kept.growth(found, start, request.capacity), found.sequence
@@ -259,7 +258,7 @@ class Scheduler:
                 sequence = kept.take(found, start, request.capacity)
             except torch.AcceleratorError:
                 raise
-            except (RuntimeError, ValueError, MemoryError) as error:  # OutOfPages is one
+            except (RuntimeError, ValueError, MemoryError) as error:  # OutOfBlocks is one
                 logger.warning("a cached prompt cannot be restored and is computed: %s", error)
                 return self._reserve(request, None, left, again)
             request.cached_tokens = found.tokens
@@ -273,14 +272,14 @@ class Scheduler:
         request.cached_tokens = 0
         return cache.allocate(start, request.capacity)
 
-    def _make_room(self, need: Blocks, spare: Sequence | None = None) -> bool:
+    def _make_room(self, need: Blocks, spare: CachedSequence | None = None) -> bool:
         """Evicts kept sequences other than ``spare`` until there is room, if that is to be had."""
         while not need.within(self.cache.free):
             if not self.prefix_cache.evict(spare):
                 return False
         return True
 
-    def _reachable(self, spare: Sequence | None = None) -> Blocks:
+    def _reachable(self, spare: CachedSequence | None = None) -> Blocks:
         """What is free or would be, were all kept sequences other than ``spare`` evicted."""
         return self.cache.free + self.prefix_cache.blocks(spare)
 

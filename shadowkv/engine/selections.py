@@ -8,7 +8,7 @@ which it says little: every head selects as much as its budget allows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
@@ -20,7 +20,7 @@ from torch import Tensor
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 
 CELL = 16
 """Tokens of a cell, or of a chunk if those are longer."""
@@ -81,7 +81,7 @@ class SelectionRecord:
         sequences: planned for the step.
     """
 
-    def __init__(self, cache: KVCache, sequences: Items[Sequence]) -> None:
+    def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence]) -> None:
         layers = cache.layout.compressed  # in the others everything is attended to
         self._cache, self._sequences = cache, sequences
         self._cell = max(CELL, cache.spec.chunk)
@@ -94,7 +94,7 @@ class SelectionRecord:
         cache = self._cache
         self._lengths = [(one.length, one.sealed) for one in self._sequences]
         self._layers = [[first + length % (end - first) for first, end in self._groups] for length, _ in self._lengths]
-        self._rows = {segment.row: number for number, one in enumerate(self._sequences) for segment in one.path}
+        self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
         # One cell more, for what is no token.
         self._size = len(self._sequences), len(self._groups), cells + 1
@@ -122,14 +122,14 @@ class SelectionRecord:
         if self._before is not None:
             selected = self._before(layer, q, batch, selected)
         if layer == self._groups[0][0]:
-            rows = enumerate(batch.rows.tolist())
-            self._portions.append([(place, self._rows[row]) for place, row in rows if row in self._rows])
+            slots = enumerate(batch.slots.tolist())
+            self._portions.append([(row, self._numbers[slot]) for row, slot in slots if slot in self._numbers])
         portion = self._portions[self._calls[layer]]
         self._calls[layer] += 1
-        for place, number in portion:
+        for row, number in portion:
             if layer in self._layers[number]:
                 group = self._layers[number].index(layer)
-                scores = self._cache.selected_scores(layer, q, batch, selected, place)
+                scores = self._cache.selected_scores(layer, q, batch, selected, row)
                 self._scores.setdefault((number, group), []).append(scores)
         return selected
 

@@ -18,9 +18,9 @@ from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
-from shadowkv.ops.draw_tokens.weights import SCRATCH_BYTES
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
+from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
 
 GIB, MIB = 2**30, 2**20
 
@@ -46,7 +46,7 @@ def in_words(count: int) -> str:
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
 
-    Their hidden states, and keys (before and after the rotation) and values of the layers that are stored together; the
+    Their hidden states, and keys (before and after RoPE) and values of the layers that are stored together; the
     largest tensors of a block of tokens that are there together, which is in the MLP; what storing takes meanwhile; and
     keys and values that are rebuilt side by side for a sparse later turn.
     """
@@ -74,7 +74,7 @@ GRAPHS_AT_WORK = 4
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes that decode steps take for each sequence of the batch, besides ``GRAPH_BYTES``.
 
-    Logits in float32, scratch of draws, what parts decode of a sequence's state, a layer at a time, and scratch of
+    Logits in float32, scratch of sampling, what parts decode of a sequence's state, a layer at a time, and scratch of
     fetches: used by another stream, a graph keeps it for each of its layers.
     """
     least = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + sum(part.reading_bytes() for part in layout.parts)
@@ -152,7 +152,7 @@ def largest_batch(
 
 
 def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device) -> int | None:
-    """Device bytes for sequences, by what the card has whoever uses it now; None where it has none of its own."""
+    """Device bytes for sequences, by what the card has, used or not; None where it has none of its own."""
     if device.type != "cuda":
         return None
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]

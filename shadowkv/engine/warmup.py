@@ -123,12 +123,12 @@ def _pieces(
 
 def _answered(engine: Engine, prompts: list[int], tokens: int) -> Iterator[None]:
     """Steps of an engine that answers prompts of these lengths; whatever happens, nothing is left of them."""
-    drawn = SamplingParams(max_tokens=tokens + 1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
+    sampled = SamplingParams(max_tokens=tokens + 1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
     left = {f"warm-up-{number}": tokens for number in range(len(prompts))}
     vocab = engine.model_config.vocab_size
     try:
         for name, length in zip(left, prompts, strict=True):
-            engine.add_request(name, [token % vocab for token in range(length)], drawn)
+            engine.add_request(name, [token % vocab for token in range(length)], sampled)
         while any(more > 0 for more in left.values()):
             for output in engine.step():
                 if output.error is not None:

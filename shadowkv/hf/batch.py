@@ -1,6 +1,6 @@
 """A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
-transformers rotates before it asks the cache, and ours wants queries and keys before the rotation. It is undone by the
+transformers rotates before it asks the cache, and ours wants queries and keys before RoPE. It is undone by the
 very cos and sin that the model rotated by: those are of angles in float32, rounded to the model's dtype, and the
 cache's are exact.
 """
@@ -22,10 +22,10 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.prefill_batch import PrefillBlock
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 from shadowkv.models.config import ModelConfig
-from shadowkv.ops.rotate.reference import rotate_by
+from shadowkv.ops.apply_rope.reference import rotate_by
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Batch:
         if self.cache is not None:  # a forward pass may have ended half way
             self.cache.leave_prefill()
         self.cache = None
-        self.sequences: list[Sequence] = []
+        self.sequences: list[CachedSequence] = []
         self.columns = 0
         self.step: Step | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_ids: Tensor) -> Tensor:
-        """Takes rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d] of
-        rotated queries [B, H_q, T, d], 0 where tokens are padding.
+        """Takes RoPE-rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d] of
+        RoPE-rotated queries [B, H_q, T, d], 0 where tokens are padding.
 
         Args:
             mask: bool [B, columns], False for padding; None where there is none.
@@ -127,9 +127,9 @@ class Batch:
             blocks = [(block, slice(block.start, block.stop)) for block in found]
             ends = (lambda layer: cache.finish_prefill(layer, prefill)), (lambda: cache.end_prefill(prefill))
         new = None if there is None else there.flatten().nonzero().squeeze(1)
-        return Step(blocks, (rows, columns), new, *self._unrotation(k, position_ids, rows, new), *ends)
+        return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)
 
-    def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[Sequence, int]]:
+    def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[CachedSequence, int]]:
         """Sequences with room for ``counts`` more tokens each."""
         if 0 in counts:
             raise ValueError(f"row {counts.index(0)} of the batch has only padding: each needs a token at least")
@@ -141,7 +141,7 @@ class Batch:
                 cache.extend(sequence, sequence.length + count, self.max_model_len)
         return list(zip(self.sequences, counts, strict=True))
 
-    def _unrotation(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _inverse_rope(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
         """cos and sin of what undoes the model's rotation of the new tokens, divided by its magnitude and by what
         rounding made of it."""
         half = self.config.rope.dim // 2

@@ -128,7 +128,7 @@ def _attention(
     position_ids: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]."""
+    """The attention function: RoPE-rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]."""
     if not isinstance(key, _NewKeys):
         raise ValueError(
             f"attn_implementation={ATTENTION!r} needs a ShadowKVCache: pass past_key_values=ShadowKVCache(model, ...)"

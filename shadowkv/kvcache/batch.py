@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops.draws import Draws
+from shadowkv.ops.sampling import Sampling
 
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""
@@ -39,17 +39,17 @@ class SequenceNumbers(NamedTuple):
 
 
 class SegmentNumbers(NamedTuple):
-    """Of each of R segments, int64 [R]: its row of the page tables, its state, the sequence of the batch that it is of,
-    the positions of its first token and after its last, chunks to find and to draw per kv head, and the seed of what is
-    drawn in this step."""
+    """Of each of R segments, int64 [R]: its slot of the page tables, its state, the sequence of the batch that it is
+    of, the positions of its first token and after its last, chunks to select by top-k and by sampling per kv head, and
+    the seed of what is sampled in this step."""
 
-    row: Any
+    slot: Any
     state: Any
     sequence: Any
     first: Any
     end: Any
-    found: Any
-    drawn: Any
+    top_k: Any
+    sampled: Any
     seed: Any
 
 
@@ -63,7 +63,7 @@ class DecodePlan:
         of_sequence: int64 [B, S], which segments a sequence has, R for none; None where there is one of each.
         exact_pages, sealed_pages: pages of the longest sequence and segment, at least 1 and 0; the widths of the page
             tables.
-        max_budget: chunks that any segment may select, found and drawn.
+        max_budget: chunks that any segment may select, top-k and sampled.
         micro_batches: parts of the rows that go through the layers one behind the other, so that values of one are
             fetched while another computes.
         sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
@@ -82,7 +82,7 @@ class DecodePlan:
     def shape(self) -> tuple[int, ...]:
         """What the shapes of all tensors of a step follow from."""
         most = 1 if self.of_sequence is None else self.of_sequence.shape[1]
-        counts = len(self.sequences.slot), len(self.segments.row), most
+        counts = len(self.sequences.slot), len(self.segments.slot), most
         return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
 
     def packed(self) -> np.ndarray:
@@ -103,21 +103,21 @@ class SealedBatch:
     """Sealed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
 
     Attributes:
-        rows: int64 [R], their rows of the page tables, and of what else each has for itself.
+        slots: int64 [R], theirs of the page tables, and of what else each has for itself.
         states: int64 [R], their fitted states.
         first: int64 [R], positions of their first tokens.
         pages: int64 [R, P], names of their sealed pages; anything past a segment's end.
         value_pages: int64 [R, P], names of the pages that hold ``values``.
         num_pages: int64 [R], sealed pages of each; ragged.
         num_chunks: int64 [R], their chunks.
-        budget: int64 [R], chunks to find per kv head.
-        max_budget: no row selects more, found and drawn.
-        draws: chunks to draw besides, by the seeds of requests and the positions of the new tokens: another draw in
-            every step; None where the policy draws none.
+        budget: int64 [R], chunks to select by top-k per kv head.
+        max_budget: no row selects more, top-k and sampled.
+        sampling: chunks to sample besides, by the seeds of requests and the positions of the new tokens: another sample
+            in every step; None where the policy samples none.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
     """
 
-    rows: Tensor
+    slots: Tensor
     states: Tensor
     first: Tensor
     pages: Tensor
@@ -126,13 +126,13 @@ class SealedBatch:
     num_chunks: Tensor
     budget: Tensor
     max_budget: int
-    draws: Draws | None = None
+    sampling: Sampling | None = None
     overlapped: bool = False
 
     def part(self, rows: slice) -> SealedBatch:
-        """Some of the rows, of values on the host: nothing is drawn from those."""
-        assert self.draws is None
-        names = ("rows", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
+        """Some of the rows, of values on the host: nothing is sampled from those."""
+        assert self.sampling is None
+        names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 

@@ -8,8 +8,7 @@ ShadowKV, arXiv:2410.21465. What a policy does differs by its parts alone. Model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,15 +32,15 @@ from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.rounding import padded, rounded
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.selected_scores import selected_scores
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
 from shadowkv.kvcache.sparse_prefill import BlockHook
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 from shadowkv.kvcache.store import Store
 from shadowkv.kvcache.transfer import Transfer
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class KVCache:
 
     @property
     def total(self) -> Blocks:
-        """What there is: blocks of each tier, rows of segments, and sequences."""
+        """What there is: blocks of each tier, slots of segments, and sequences."""
         return self.pool.total
 
     @property
@@ -118,46 +117,46 @@ class KVCache:
         """What a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
         return self.layout.demand(start, capacity)
 
-    def growth(self, sequence: Sequence, start: int, capacity: int) -> Blocks:
+    def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
         """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.pool.growth(sequence, start, capacity)
 
-    def held(self, sequences: Iterable[Sequence]) -> Blocks:
+    def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
         """What would be free if ``sequences`` were released."""
         return self.pool.held(sequences)
 
-    def allocate(self, start: int, capacity: int) -> Sequence:
-        """A new, empty sequence that holds what ``demand`` says; raises OutOfPages, with nothing taken."""
+    def allocate(self, start: int, capacity: int) -> CachedSequence:
+        """A new, empty sequence that holds what ``demand`` says; raises OutOfBlocks, with nothing taken."""
         return self.pool.allocate(start, capacity)
 
-    def extend(self, sequence: Sequence, start: int, capacity: int) -> None:
-        """Gives ``sequence`` what ``growth`` says; raises OutOfPages, with nothing taken."""
+    def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
+        """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken."""
         self.pool.extend(sequence, start, capacity)
 
-    def fork_point(self, sequence: Sequence, length: int) -> int:
+    def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked."""
         return self.pool.fork_point(sequence, length)
 
-    def fork(self, sequence: Sequence, length: int, start: int, capacity: int) -> Sequence:
+    def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """A new sequence that shares the first ``length`` tokens, a fork point, with ``sequence``: no bytes are copied.
 
-        Raises OutOfPages, with nothing taken, and ValueError where it cannot be forked there.
+        Raises OutOfBlocks, with nothing taken, and ValueError where it cannot be forked there.
         """
         return self.pool.fork(sequence, length, start, capacity)
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forgets the newest tokens; sealed and shared ones cannot be forgotten (ValueError)."""
         self.pool.truncate(sequence, length)
 
-    def trim(self, sequence: Sequence) -> None:
+    def trim(self, sequence: CachedSequence) -> None:
         """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
         self.pool.trim(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: CachedSequence) -> None:
         """Gives back everything; the sequence must not be used again."""
         self.pool.release(sequence)
 
-    def describe(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
+    def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """What a snapshot of ``sequence`` behind its first ``start`` tokens, a fork point or 0, has in it; found on the
         host alone. Raises ValueError where it cannot be forked there.
 
@@ -167,18 +166,20 @@ class KVCache:
         """
         return self.transfer.describe(sequence, start, stop)
 
-    def open_reading(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> Reading:
+    def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
         """Begins to read what ``describe`` says, layer by layer; what it reads it holds until it is closed.
 
         Raises ValueError as ``describe`` does, and where there is nothing to read.
         """
         return self.transfer.open_reading(sequence, start, stop)
 
-    def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
+    def restore(
+        self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
+    ) -> Restoring:
         """A new sequence of what is used of snapshots, which are then to be written, extended to ``start`` tokens by a
         prompt and to ``capacity`` by decoding.
 
-        Raises OutOfPages, with nothing taken, and ValueError where this cache stores other bytes, or where the chain
+        Raises OutOfBlocks, with nothing taken, and ValueError where this cache stores other bytes, or where the chain
         has gaps.
 
         Args:
@@ -188,23 +189,25 @@ class KVCache:
         """
         return self.transfer.restore(chain, start, capacity, parent)
 
-    def restore_demand(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Blocks:
+    def restore_demand(
+        self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
+    ) -> Blocks:
         """What ``restore`` takes; raises the same ValueErrors."""
         return self.transfer.demand(chain, start, capacity, parent)
 
-    def fork_demand(self, sequence: Sequence, length: int, start: int, capacity: int) -> Blocks:
+    def fork_demand(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> Blocks:
         """What ``fork`` takes; raises the same ValueErrors."""
         return self.pool.demand(self.pool.forked(sequence, length), start, capacity)
 
-    def export(self, sequence: Sequence, start: int = 0) -> Snapshot:
+    def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
         """All that ``sequence`` is behind its first ``start`` tokens (``describe``), as bytes of their own."""
         return self.transfer.export(sequence, start)
 
-    def load(self, snapshots: Snapshot | Items[tuple[Snapshot, int]], capacity: int) -> Sequence:
+    def load(self, snapshots: Snapshot | Sequence[tuple[Snapshot, int]], capacity: int) -> CachedSequence:
         """A new sequence that is what a snapshot says, or a chain of them (``restore``), and may grow to ``capacity``
         tokens.
 
-        Raises ValueError where this cache stores other bytes, OutOfPages, with nothing taken, where it has no room.
+        Raises ValueError where this cache stores other bytes, OutOfBlocks, with nothing taken, where it has no room.
         """
         if isinstance(snapshots, Snapshot):
             snapshots = [(snapshots, snapshots.header.length)]
@@ -235,7 +238,7 @@ class KVCache:
         if self.decode.fetching is not None:
             self.decode.fetching.forget()
 
-    def diagnostics(self, sequence: Sequence) -> dict[str, Tensor]:
+    def diagnostics(self, sequence: CachedSequence) -> dict[str, Tensor]:
         """What the policy's parts have to say of how well a compressed sequence's states fit, by name, [layers] each:
         of low-rank keys ``kept_energy``, the share of the keys' squared norm that is kept, float32.
 
@@ -250,7 +253,7 @@ class KVCache:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def prefill_batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
+    def prefill_batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:
         """Packs new tokens of admitted sequences: pairs of a sequence and how many tokens it gains (at least 1)."""
         return self.prefill.batch(sequences)
 
@@ -268,15 +271,17 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def plan_decode(self, sequences: Items[Sequence]) -> DecodePlan:
+    def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
         """Plans one more token for each of ``sequences`` (at least one), and the sealing that is due before.
 
         Raises ValueError if one of them is at its capacity.
         """
         return self.decode.plan(sequences)
 
-    def forecast_decode(self, sequences: Items[Sequence], joining: Items[tuple[Sequence, int]]) -> DecodePlan | None:
-        """Plans a step of nobody's rows, with the shapes of one that ``sequences`` will take together with those of
+    def forecast_decode(
+        self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
+    ) -> DecodePlan | None:
+        """Plans a step of padding rows, with the shapes of one that ``sequences`` will take together with those of
         ``joining``, whose prompts of so many tokens are being computed; None where these are not known."""
         return self.decode.forecast(sequences, joining)
 
@@ -296,7 +301,7 @@ class KVCache:
 
     def join_capture(self) -> None:
         """Where a capture fails half way: without what runs on other streams joined it could not end."""
-        self.decode.beside.join_capture()
+        self.decode.side_stream.join_capture()
 
     def seal_pages(self, numbers: Tensor) -> None:
         """Seals pages in all layers: ``DecodePlan.sealing``, on the device."""
@@ -308,8 +313,8 @@ class KVCache:
 
     @property
     def selection_hook(self) -> SelectionHook | None:
-        """Called with layer, rotated queries [R, H_q, d], the batch and what the index selects in a decode step; what
-        it returns is attended to; not where nothing is selected (``KVSpec.attends_with``). To be set before the
+        """Called with layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects in a decode step;
+        what it returns is attended to; not where nothing is selected (``KVSpec.attends_with``). To be set before the
         first step: captured graphs go on with what they were made with."""
         return self.decode.hook
 
@@ -319,8 +324,8 @@ class KVCache:
 
     @property
     def block_hook(self) -> BlockHook | None:
-        """Called with layer, rotated queries [n, H_q, d] and the blocks that a sparse prefill's tiles are to attend to
-        (``select_blocks``); what it returns is attended to. There is none where prefill is dense."""
+        """Called with layer, RoPE-rotated queries [n, H_q, d] and the blocks that a sparse prefill's tiles are to
+        attend to (``select_blocks``); what it returns is attended to. There is none where prefill is dense."""
         return None if self.prefill.sparse is None else self.prefill.sparse.hook
 
     @block_hook.setter
@@ -336,12 +341,12 @@ class KVCache:
 
     # -- what is seen from outside ---------------------------------------------------------------------------------
 
-    def rotated(self, q: Tensor, batch: DecodeBatch) -> Tensor:
-        """Queries [B, H_q, d] of a decode step after the rotation."""
-        return self.decode.rotated(q, batch)
+    def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
+        """Queries [B, H_q, d] of a decode step after RoPE."""
+        return self.decode.apply_rope(q, batch)
 
     def exact_keys(self, layer: int, pages: Tensor) -> Tensor:
-        """Rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
+        """RoPE-rotated keys [H, E * 64, d] of exact pages, named by int64 [E] of a ``DecodeBatch.pages``."""
         return self.store.k[layer][pages].transpose(0, 1).flatten(1, 2)
 
     def exact_values(self, layer: int, pages: Tensor) -> Tensor:
@@ -349,7 +354,8 @@ class KVCache:
         return self.store.v[layer][pages].transpose(0, 1).flatten(1, 2)
 
     def sealed_rows(self, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads them."""
+        """RoPE-rotated keys and values [H, P * 64, d] of the sealed pages of a batch of one row, as attention reads
+        them."""
         if self.layout.skips(layer):
             return self.exact_keys(layer, batch.pages[0]), self.exact_values(layer, batch.pages[0])
         shape = self.shape.num_kv_heads, batch.pages.shape[1] * PAGE, self.shape.head_dim
@@ -373,14 +379,14 @@ class KVCache:
     # -- what a model's attention calls ----------------------------------------------------------------------------
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch | PrefillBlock) -> None:
-        """Takes keys (before the rotation) and values [T, H, d] of the batch's new tokens."""
+        """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
         if isinstance(batch, PrefillBlock):
             self.prefill.append(layer, k, v, batch)
         else:
             self.decode.append(layer, k, v, batch)
 
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
-        """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before the rotation.
+        """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
 
         In prefill over everything, or in blocks that are chosen where the policy's is sparse; in decode over [sink |
         outliers | selected | tail], or over everything where dense.

@@ -1,7 +1,7 @@
-"""What a cached segment has sealed, as plain keys and values in large blocks: what a later turn's tokens attend to.
+"""What a cached segment has sealed, as plain keys and values in long spans: what a later turn's tokens attend to.
 
 Exact tokens (sink and outliers) take the places of their own approximations: attention asks for no order, so that a
-block needs no mask. Values on the host cross the bus one block ahead of attention. In layers that are skipped all are
+block needs no mask. Values on the host cross the bus one span ahead of attention. In layers that are skipped all are
 exact where they are.
 """
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.prefill_batch import CachedSegment
+from shadowkv.kvcache.side_stream import SideStream
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
 PAGES_AT_ONCE = 512
-"""Pages of a block: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two blocks are there together."""
+"""Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans are there together."""
 
 
 class CachedTokens:
@@ -30,10 +30,10 @@ class CachedTokens:
         self.store, self.parts, self.ops = store, parts, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
         self.across_bus = self.spec.place == "host"
-        self.beside = Beside(store.compute, self.across_bus)
+        self.side_stream = SideStream(store.compute, self.across_bus)
 
-    def blocks(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for."""
+    def spans(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
+        """RoPE-rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for."""
         if self.store.layout.skips(layer):
             for names in segment.row.pages[0].split(PAGES_AT_ONCE):
                 keys, values = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
@@ -43,7 +43,7 @@ class CachedTokens:
         pages = row.pages.shape[1]
         step = min(PAGES_AT_ONCE, pages)
         spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
-        # A row more than a block has, for the exact tokens that are none of the block's.
+        # A row more than a span has, for the exact tokens that are none of the span's.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
         exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
@@ -54,10 +54,10 @@ class CachedTokens:
         key_source, value_source = (x.source(self.store, layer, row) for x in (self.parts.keys, self.parts.values))
 
         def read_values(i: int) -> Callable[[], None]:
-            """Starts reading a block's values; returns what makes this stream wait for them."""
+            """Starts reading a span's values; returns what makes this stream wait for them."""
             first, last = spans[i]
             out = buffers[i % 2][1, :, : (last - first) * PAGE]
-            return self.beside.start(lambda: self.ops.rebuild_rows(value_source, first, out, self.across_bus))
+            return self.side_stream.start(lambda: self.ops.rebuild_rows(value_source, first, out, self.across_bus))
 
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
@@ -71,7 +71,7 @@ class CachedTokens:
             yield block[0, :, :count], block[1, :, :count]
 
     def _places(self, layer: int, row: SealedBatch, static_tokens: int, step: int, count: int) -> Tensor:
-        """Where in each of ``count`` blocks of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
+        """Where in each of ``count`` spans of ``step`` pages the exact tokens belong, int64 [count, H, n]."""
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]

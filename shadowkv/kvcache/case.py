@@ -9,14 +9,14 @@ import torch
 
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import block_memory
-from shadowkv.ops.rotate.tables import RopeConfig
 
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
-OF_LOGITS = ("draw_tokens",)
+OF_LOGITS = ("sample_tokens",)
 OF_BLOCKS = ("attend_blocks", "select_blocks")
-OF_TOKENS = ("append_tokens", "causal_attention", "paged_attention", "ragged_attention", "rebuild_rows", "rotate")
+OF_TOKENS = ("append_tokens", "apply_rope", "causal_attention", "paged_attention", "ragged_attention", "rebuild_rows")
 OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls, the last two where its prefill is sparse and where it seals; others are named by its
 parts, and ``attends_with`` names one more."""

@@ -1,20 +1,18 @@
 """Decode: one more token for each sequence of a batch, attended to over [sink | outliers | selected | tail].
 
 Every segment of a sequence is searched and attended to for itself, with the state that it is stored with and its share
-of the budget; what comes of them and of the exact tokens is merged by log-sum-exp.
+of the budget; the results and that of the exact tokens are merged by log-sum-exp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan, SealedBatch, SegmentNumbers, SequenceNumbers
-from shadowkv.kvcache.beside import Beside
 from shadowkv.kvcache.fetching import Fetching
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import Selection
@@ -22,13 +20,15 @@ from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
 from shadowkv.kvcache.rounding import nobodys_numbers
 from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
+from shadowkv.kvcache.side_stream import SideStream
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
-from shadowkv.ops.draws import Draws, row_seeds
+from shadowkv.ops.sampling import Sampling, row_seeds
 
 SelectionHook = Callable[[int, Tensor, SealedBatch, Selection], Selection]
-"""Sees layer, rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended to."""
+"""Sees layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
+to."""
 
 
 class Decode:
@@ -41,14 +41,15 @@ class Decode:
     def __init__(self, store: Store, parts: Parts, pool: SequencePool, sealing: Sealing, prefill: Prefill) -> None:
         self.store, self.parts, self.pool, self.sealing, self.prefill = store, parts, pool, sealing, prefill
         self.tables, self.ops, self.spec = pool.tables, store.ops, store.layout.spec
-        self.beside = Beside(store.compute, captured=True)
-        self.fetching = Fetching(store, self.beside) if store.buffer is not None else None
+        self.side_stream = SideStream(store.compute, captured=True)
+        self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
         self.hook: SelectionHook | None = None
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def plan(self, sequences: Items[Sequence]) -> DecodePlan:
-        """Makes segments of tails that have outgrown their state, and plans what is due and one more token for each."""
+    def plan(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
+        """Makes segments of tails that have outgrown their state, and plans the sealing that is due and one more token
+        for each."""
         tables, spec = self.tables, self.spec
         for sequence in sequences:
             self.pool.arrived(sequence)
@@ -73,7 +74,7 @@ class Decode:
         numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
         ring = np.where(tables.segments[slots] > 0, numbers.ring_pages, numbers.length // PAGE + 1)
         segments, of_sequence = self._segments(numbers)
-        budget = segments.found + segments.drawn
+        budget = segments.top_k + segments.sampled
         return DecodePlan(
             numbers,
             segments,
@@ -85,8 +86,10 @@ class Decode:
             sealing,
         )
 
-    def forecast(self, sequences: Items[Sequence], joining: Items[tuple[Sequence, int]]) -> DecodePlan | None:
-        """A plan of nobody's rows with the shapes of a step that ``sequences`` will take together with others, once
+    def forecast(
+        self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
+    ) -> DecodePlan | None:
+        """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
         prompts of so many tokens are computed in those. None where shapes follow from more than that: from segments, of
         which a sequence has several, or from the micro-batches of values on the host."""
         if self.fetching is not None or not sequences:
@@ -117,20 +120,22 @@ class Decode:
         count, slots = tables.segments[numbers.slot], numbers.slot
         if count.max() <= 1:
             sequence, last, of_sequence = np.arange(len(slots)), True, None
-            row = np.where(count > 0, tables.rows[slots, 0], tables.padding_row)
+            slot = np.where(count > 0, tables.segment_slots[slots, 0], tables.padding_segment_slot)
         else:
             there = np.arange(count.max()) < count[:, None]
             of_sequence = np.where(there, there.ravel().cumsum().reshape(there.shape) - 1, count.sum())
             sequence, place = there.nonzero()
-            row, last = tables.rows[slots[sequence], place], place == count[sequence] - 1
-        first, end = tables.first[row], tables.end[row]
+            slot, last = tables.segment_slots[slots[sequence], place], place == count[sequence] - 1
+        first, end = tables.first[slot], tables.end[slot]
         budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
         if isinstance(spec.budget, int):  # of the whole sequence
             budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
         budget = np.where(end > first, budget, 0)
-        drawn = spec.drawn_chunks(budget, end - first - tables.static_tokens[row])
+        sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
-        return SegmentNumbers(row, tables.state[row], sequence, first, end, budget - drawn, drawn, seed), of_sequence
+        return SegmentNumbers(
+            slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed
+        ), of_sequence
 
     def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
         """What ``plan`` means to the device, from shapes that the plan fixes and numbers that the device has.
@@ -184,7 +189,7 @@ class Decode:
     ) -> tuple[Tensor, Tensor]:
         """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], of which those of sink
         and outliers count nothing: these are in the sealed ones."""
-        sealed = self.tables.pages[segments.row, : plan.sealed_pages].long()
+        sealed = self.tables.pages[segments.slot, : plan.sealed_pages].long()
         page = torch.arange(plan.sealed_pages, device=sealed.device)
         filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
         if of_sequence is not None:  # a row of nothing for sequences that have fewer segments than others
@@ -193,21 +198,21 @@ class Decode:
         return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
 
     def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers) -> SealedBatch:
-        pages = value_pages = self.tables.pages[segments.row, : plan.sealed_pages].long()
+        pages = value_pages = self.tables.pages[segments.slot, : plan.sealed_pages].long()
         if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
-            value_pages = self.tables.value_pages[segments.row, : plan.sealed_pages].long()
+            value_pages = self.tables.value_pages[segments.slot, : plan.sealed_pages].long()
         tokens = segments.end - segments.first
         return SealedBatch(
-            rows=segments.row,
+            slots=segments.slot,
             states=segments.state,
             first=segments.first,
             pages=pages,
             value_pages=value_pages,
             num_pages=tokens // PAGE,
             num_chunks=tokens // self.spec.chunk,
-            budget=segments.found,
+            budget=segments.top_k,
             max_budget=plan.max_budget,
-            draws=Draws(segments.drawn, segments.seed) if self.spec.drawn else None,
+            sampling=Sampling(segments.sampled, segments.seed) if self.spec.sampled else None,
         )
 
     def end(self, plan: DecodePlan) -> None:
@@ -219,20 +224,20 @@ class Decode:
     # -- a layer ---------------------------------------------------------------------------------------------------
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
-        """Takes keys (before the rotation) and values [B, H, d] of the new tokens."""
+        """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
         if batch.sealed is None or self.fetching is not None or self.store.layout.skips(layer):
             self._append(layer, k, v, batch)
         else:  # where exact attention, which reads them, is as well
-            self.beside.start(lambda: self._append(layer, k, v, batch))
+            self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
-    def rotated(self, q: Tensor, batch: DecodeBatch) -> Tensor:
-        """Queries [B, H_q, d] after the rotation."""
-        rotated: Tensor = self.ops.rotate(q, batch.positions, self.store.rotary)
-        return rotated
+    def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
+        """Queries [B, H_q, d] after RoPE."""
+        turned: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
+        return turned
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
-        """Begins attention of queries [B, H_q, d] before the rotation; what is returned finishes it."""
-        q = self.rotated(q, batch)
+        """Begins attention of queries [B, H_q, d] before RoPE; what is returned finishes it."""
+        q = self.apply_rope(q, batch)
         if batch.whole is not None and self.store.layout.skips(layer):
             exact: Tensor = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], *batch.whole)[0]
             return lambda: exact
@@ -248,9 +253,11 @@ class Decode:
     def _attend(self, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
         if batch.sealed is None:
             return self._attend_exact(layer, q, batch)[0]
-        exact = self.beside.start(lambda: self._attend_exact(layer, q, batch))  # a little, while chunks are searched
-        found = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
-        return self._merge(exact(), found, batch)
+        exact = self.side_stream.start(
+            lambda: self._attend_exact(layer, q, batch)
+        )  # a little, while chunks are searched
+        sealed = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
+        return self._merge(exact(), sealed, batch)
 
     def _append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         pages = self.store.k[layer], self.store.v[layer]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.prefill_batch import PrefillBatch, PrefillBlock
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 
 
 class FanOut:
@@ -19,11 +18,11 @@ class FanOut:
     The first computes; the others, whose sequences are new, store the same keys and values in their own form.
     """
 
-    def __init__(self, caches: Items[KVCache]) -> None:
+    def __init__(self, caches: Sequence[KVCache]) -> None:
         self.caches, self.device = list(caches), caches[0].device
         self._batches: list[PrefillBatch] = []
 
-    def prefill_batch(self, sequences: list[tuple[tuple[Sequence, ...], int]]) -> PrefillBatch:
+    def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
         """Packs new tokens: for each prompt its sequences, one of each cache, and how many tokens they gain."""
         of_caches = list(zip(*(one for one, _ in sequences), strict=True))
         first = self.caches[0].prefill_batch([(one[0], count) for one, count in sequences])

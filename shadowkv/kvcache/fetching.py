@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.beside import Beside
+from shadowkv.kvcache.side_stream import SideStream
 from shadowkv.kvcache.store import Store
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
@@ -54,7 +54,7 @@ class Fetch:
 class Fetching:
     """The buffers of a store that has them."""
 
-    def __init__(self, store: Store, beside: Beside) -> None:
+    def __init__(self, store: Store, side_stream: SideStream) -> None:
         whole = store.buffer
         assert whole is not None, "the layout has no buffer"
         per_layer = [field.name for field in fields(ChunkBuffer) if field.name != "counters"]
@@ -65,7 +65,7 @@ class Fetching:
             ChunkBuffer(counters=whole.counters, **{name: getattr(whole, name)[layer] for name in per_layer})
             for layer in range(len(whole.rows))
         ]
-        self._stream = beside.stream
+        self._stream = side_stream.stream
         self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def micro_batches(self, budget: np.ndarray) -> int:
@@ -77,7 +77,7 @@ class Fetching:
 
     def portions(self, batch: SealedBatch) -> list[slice]:
         """Runs of rows that are fetched one after the other; all at once without a bus or where others use the time."""
-        count, rows = len(batch.rows), self._buffers[0].rows[0]
+        count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
         parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
@@ -85,10 +85,10 @@ class Fetching:
     def start(self, layer: int, selected: Tensor, batch: SealedBatch, source: DenseRows | CodedRows) -> Fetch:
         """Fetches the selected chunks int64 [B, H, k] of ``source``, as far as the buffer lacks them."""
         buffer = self._buffers[layer - self._first]
-        where = self._host[layer], batch.value_pages, batch.rows
+        where = self._host[layer], batch.value_pages, batch.slots
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
         done = None if self._stream is None else self._stream.record_event()
-        return Fetch(BufferedRows(source, buffer.rows, batch.rows, entries), done)
+        return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
 
     def publish(self) -> None:
         """Sends the counters to the host, which need not wait for them."""

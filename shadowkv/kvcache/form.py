@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.spec import PREFILLS
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.kvcache.spec import FORMER_NAMES, PREFILLS
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 FORMAT = 1
 """Of snapshots and of all codecs' bytes: to be raised when either changes, as files outlive the program."""
@@ -20,12 +20,14 @@ LATER = {"skip_layers": 0, "key_groups": 1}
 def form_of(layout: Layout, rope: RopeConfig) -> str:
     """A digest, in 64 hexadecimal digits, of format, sizes, rotation, fields and policy, without what says how much is
     selected, stays exact behind what is sealed, or lies where. The weights of the model are for others to compare."""
-    spec = replace(layout.spec, budget=None, mass=None, drawn=0.0, local=1, place="device")
+    spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": {name: value for name, value in asdict(spec).items() if LATER.get(name) != value},
+        "spec": {
+            FORMER_NAMES.get(name, name): value for name, value in asdict(spec).items() if LATER.get(name) != value
+        },
         "shape": asdict(layout.shape),
         "rope": asdict(rope),
         "dtype": str(layout.dtype),

@@ -37,7 +37,7 @@ class TierLayout:
 
 @dataclass(frozen=True)
 class PageCount:
-    """What a sequence needs to reach its full length: pages of each kind, and rows and states of segments to come."""
+    """What a sequence needs to reach its full length: pages of each kind, and slots and states of segments to come."""
 
     dense: int = 0
     static: int = 0
@@ -155,24 +155,24 @@ class Layout:
                 yield slice(first, min(first + most, run.stop))
 
     def bytes_per_block(self) -> Blocks:
-        """Bytes of one block of each tier over all layers, and of a segment's row: its buffer of fetched values."""
+        """Bytes of one block of each tier over all layers, and of a segment's slot: its buffer of fetched values."""
         layers, skipped = len(self.compressed), 2 * self.spec.skip_layers
         sizes = {tier.name: layers * tier.block_bytes + skipped * tier.skipped_bytes for tier in self.tiers}
-        return Blocks(sizes, rows=layers * sum(field.nbytes for field in self.buffer_fields))
+        return Blocks(sizes, segment_slots=layers * sum(field.nbytes for field in self.buffer_fields))
 
     def fixed_blocks(self, sequences: int) -> Blocks:
-        """What that many sequences of any lengths have: their numbers, and rows and states of segments."""
+        """What that many sequences of any lengths have: their numbers, and slots and states of segments."""
         if not self.spec.seals:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
             segments += max(MOST_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as can be
-        return Blocks(sequences=sequences, rows=segments, states=segments if self.growth.learns else 0)
+        return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
         """Device bytes of that; one more of each fills up captured batches."""
         count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
-        return sum((count[kind] + 1) * unit[kind] for kind in ("rows", "states"))
+        return sum((count[kind] + 1) * unit[kind] for kind in ("segment_slots", "states"))
 
     def pages(self, start: int, capacity: int, at: Standing | None = None) -> PageCount:
         """What a sequence needs whose prompt reaches ``start`` tokens and that may grow to ``capacity`` tokens.
@@ -215,12 +215,12 @@ class Layout:
         return Blocks(
             device=exact + sealed,
             host=pages.host,
-            rows=pages.segments,
+            segment_slots=pages.segments,
             states=pages.segments if self.growth.learns else 0,
         )
 
     def demand(self, start: int, capacity: int) -> Blocks:
-        """What a new sequence takes: blocks of each tier, rows and states, and its own number."""
+        """What a new sequence takes: blocks of each tier, slots and states of segments, and its own slot."""
         return self.blocks(self.pages(start, capacity)) + Blocks(sequences=1)
 
     def most_demand(self, capacity: int) -> Blocks:

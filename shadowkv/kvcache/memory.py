@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Names
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,7 @@ SLAB = 2**30
 """Bytes of host memory that are pinned by one call; pinning takes about 0.34 s per GiB on an H200's host."""
 
 
-class OutOfPages(RuntimeError):
+class OutOfBlocks(RuntimeError):
     """A tier has fewer free blocks than were asked for."""
 
 
@@ -107,9 +106,9 @@ class BlockPool:
         return self._references[block // self.step]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` blocks, one reference each; raises OutOfPages and takes none if there are fewer."""
+        """Takes ``count`` blocks, one reference each; raises OutOfBlocks and takes none if there are fewer."""
         if count > len(self._free):
-            raise OutOfPages(
+            raise OutOfBlocks(
                 f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free"
             )
         self.changes += 1
@@ -184,16 +183,16 @@ class Tier(BlockPool):
         """Bytes of all blocks over all layers."""
         return self.num_blocks * self.bytes_per_block
 
-    def views(self, fields: Names[Field]) -> dict[str, Tensor]:
+    def views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
         """For each field the view ``[num_layers, names, *shape]`` of pages that lay ``fields`` out in order."""
         return _views(self.arena, self.block_bytes // self.step, fields)
 
-    def skipped_views(self, fields: Names[Field]) -> dict[str, Tensor]:
+    def skipped_views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
         """The same ``[skipped_layers, names, *shape]``."""
         return _views(self.skipped, self.skipped_bytes // self.step, fields)
 
 
-def _views(arena: Tensor, apart: int, fields: Names[Field]) -> dict[str, Tensor]:
+def _views(arena: Tensor, apart: int, fields: Sequence[Field]) -> dict[str, Tensor]:
     """Of an arena uint8 [layers, bytes] in which names are so many bytes apart."""
     views: dict[str, Tensor] = {}
     offset = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shadowkv.kvcache.growth import Standing, generated_reach
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import SnapshotHeader, SnapshotSegment
 from shadowkv.kvcache.spec import PAGE
 
@@ -50,9 +50,9 @@ class Outline:
     shared: int = 0
 
     @classmethod
-    def fork(cls, parent: Sequence, length: int) -> Outline:
+    def fork(cls, parent: CachedSequence, length: int) -> Outline:
         """The first ``length`` tokens of ``parent``, a fork point."""
-        path = (one.prefix(one.row, length) for one in parent.path if one.first < length)
+        path = (one.prefix(one.slot, length) for one in parent.path if one.first < length)
         spans = (Span(x.first, x.end, x.reach, x.fitted, x.static_tokens, len(x.pages)) for x in path)
         return cls(tuple(spans), length, length)
 
@@ -69,8 +69,8 @@ class Outline:
         last = self.spans[-1]
         return Standing(self.sealed, len(self.spans), last.reach, generated_reach(last.first, last.end, last.reach))
 
-    def behind(self, chain: Items[Link]) -> Outline:
-        """It with the tokens of snapshots behind it. Raises ValueError where one does not go on where the one before it
+    def behind(self, chain: Sequence[Link]) -> Outline:
+        """It with the tokens of snapshots behind it. Raises ValueError where one does not begin where the one before it
         is cut, or in another form."""
         spans, at = list(self.spans), self.length
         for number, (header, stop) in enumerate(chain):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from shadowkv.kvcache.prefill_batch import (
     PrefillBatch,
     ToStore,
 )
-from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.spec import PAGE
 
 
@@ -67,14 +66,14 @@ class Placing:
     def __init__(self, pool: SequencePool) -> None:
         self.pool, self.layout, self.device = pool, pool.layout, pool.store.compute
 
-    def find(self, work: Iterable[tuple[Sequence, int]]) -> list[Places]:
+    def find(self, work: Iterable[tuple[CachedSequence, int]]) -> list[Places]:
         """Where ``count`` new tokens of each sequence go; one has a new segment if their state is to be fitted."""
         numbers = Numbers()
         found = [self._find(numbers, sequence, count) for sequence, count in work]
         there = numbers.on(self.device)
         return [places(there) for places in found]
 
-    def _find(self, numbers: Numbers, sequence: Sequence, count: int) -> Callable[[Tensor], Places]:
+    def _find(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], Places]:
         """The same of one sequence, once its ``numbers`` are there."""
         start, before = sequence.length, sequence.sealed
         length = start + count
@@ -122,15 +121,15 @@ class Placing:
         """A segment that later tokens attend to all of."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
-        one = numbers.add([segment.row, segment.state or 0, segment.first, count, chunks])
+        one = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])
         pages, value_pages = numbers.add(segment.pages), numbers.add(segment.value_pages)
         static = exact_rows(numbers, segment.static, 0, segment.static_tokens)
         names = segment.state or 0, segment.first, *segment.pages, *segment.value_pages
 
         def there(x: Tensor) -> CachedSegment:
-            row, state, first, num_pages, num_chunks = x[one].split(1)
+            slot, state, first, num_pages, num_chunks = x[one].split(1)
             sealed = SealedBatch(
-                rows=row,
+                slots=slot,
                 states=state,
                 first=first,
                 pages=x[pages].unsqueeze(0),
@@ -145,13 +144,13 @@ class Placing:
         return there
 
 
-def to_store(batch: PrefillBatch, found: Items[tuple[NewTokens, Places]]) -> ToStore:
+def to_store(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) -> ToStore:
     """What is stored of some of a batch's sequences, whose places those are."""
     sealed = [(slice(one.start, one.stop), places) for one, places in found if places.sealed]
     return ToStore(_observed(batch, found), list(_exact(found)), sealed)
 
 
-def _observed(batch: PrefillBatch, found: Items[tuple[NewTokens, Places]]) -> list[LastQueries]:
+def _observed(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) -> list[LastQueries]:
     """Which of the sequences learn from their last queries: those of which as many are kept together."""
     alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
     for one, places in found:
@@ -170,7 +169,7 @@ def _observed(batch: PrefillBatch, found: Items[tuple[NewTokens, Places]]) -> li
     return together
 
 
-def _exact(found: Items[tuple[NewTokens, Places]]) -> Iterator[tuple[slice, ExactRows]]:
+def _exact(found: Sequence[tuple[NewTokens, Places]]) -> Iterator[tuple[slice, ExactRows]]:
     """Rows of sequences that stay exact, and where they go: those that follow one another in one."""
     start, stop, together = 0, 0, list[ExactRows]()
 

@@ -1,4 +1,4 @@
-"""Sequence lifetimes: who holds which blocks, rows and states, from admission to release.
+"""Sequence lifetimes: who holds which blocks, slots and states, from admission to release.
 
 A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
 runs out of memory half way. What is sealed it may share with others.
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing
 from shadowkv.kvcache.layout import PageCount
-from shadowkv.kvcache.memory import BlockPool, Blocks, OutOfPages
+from shadowkv.kvcache.memory import BlockPool, Blocks, OutOfBlocks
 from shadowkv.kvcache.outline import Outline
-from shadowkv.kvcache.sequence import Segment, Sequence, Tables
+from shadowkv.kvcache.sequence import CachedSequence, Segment, Tables
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
 
 class SequencePool:
-    """Numbers, rows, states and pages of all sequences.
+    """Numbers, slots, states and pages of all sequences.
 
     Args:
         store: the memory.
@@ -36,17 +36,17 @@ class SequencePool:
         fixed, longest = self.layout.fixed_blocks(slots), self.layout.most_pages(max_model_len)
         self.pools: dict[str, BlockPool] = {
             **store.tiers,
-            **{name: BlockPool(name, fixed[name]) for name in ("rows", "sequences")},
+            **{name: BlockPool(name, fixed[name]) for name in ("segment_slots", "sequences")},
         }
         per_block = self.layout.exact_per_block
         spec, later = self.layout.spec, MOST_SEGMENTS - 1 if self.layout.growth.learns else 0
         exact = max(longest.dense + per_block, spec.static_pages + later * spec.outlier_pages + longest.ring)
         spare_state = store.tiers["states"].spare
-        self.tables = Tables(slots, fixed["rows"], exact, max(1, longest.sealed), spare_state, store.compute)
+        self.tables = Tables(slots, fixed["segment_slots"], exact, max(1, longest.sealed), spare_state, store.compute)
         self.tables.exact[self.tables.padding_slot, 0] = store.tiers["device"].spare
-        self.tables.pages[self.tables.padding_row, 0] = store.tiers["device"].spare
+        self.tables.pages[self.tables.padding_segment_slot, 0] = store.tiers["device"].spare
         values = store.tiers["host" if self.layout.host_fields else "device"]
-        self.tables.value_pages[self.tables.padding_row, 0] = values.spare
+        self.tables.value_pages[self.tables.padding_segment_slot, 0] = values.spare
 
     @property
     def total(self) -> Blocks:
@@ -58,34 +58,34 @@ class SequencePool:
         """What no sequence holds."""
         return Blocks({name: pool.free_blocks for name, pool in self.pools.items()})
 
-    def growth(self, sequence: Sequence, start: int, capacity: int) -> Blocks:
+    def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
         """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.layout.blocks(self._lacking(sequence, start, capacity))
 
     def demand(self, outline: Outline, start: int, capacity: int) -> Blocks:
         """What ``restore`` takes."""
-        rows = sum(span.first < outline.shared for span in outline.spans)
-        return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, rows=rows)
+        shared = sum(span.first < outline.shared for span in outline.spans)
+        return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, segment_slots=shared)
 
-    def allocate(self, start: int, capacity: int) -> Sequence:
-        """A new, empty sequence; raises OutOfPages, with nothing taken, if anything is lacking."""
+    def allocate(self, start: int, capacity: int) -> CachedSequence:
+        """A new, empty sequence; raises OutOfBlocks, with nothing taken, if anything is lacking."""
         return self.restore(Outline(), start, capacity)
 
-    def fork(self, parent: Sequence, length: int, start: int, capacity: int) -> Sequence:
+    def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """A new sequence that begins with the first ``length`` tokens of ``parent``, which it shares with it.
 
-        Nothing is copied but page numbers. Raises OutOfPages, with nothing taken, if anything is lacking, and
+        Nothing is copied but page numbers. Raises OutOfBlocks, with nothing taken, if anything is lacking, and
         ValueError where the parent cannot be forked there (see ``fork_point``).
         """
         return self.restore(self.forked(parent, length), start, capacity, parent)
 
-    def forked(self, parent: Sequence, length: int) -> Outline:
+    def forked(self, parent: CachedSequence, length: int) -> Outline:
         """What a fork of ``parent`` begins with; raises ValueError where it cannot be forked there."""
         if not length or self.fork_point(parent, length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
         return Outline.fork(parent, length)
 
-    def fork_point(self, sequence: Sequence, length: int) -> int:
+    def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked: a page boundary.
 
         Exact copies of outliers are of all pages that a segment was fitted with: those stay together.
@@ -98,11 +98,13 @@ class SequencePool:
             return max(ends, default=0)
         return point
 
-    def restore(self, outline: Outline, start: int, capacity: int, parent: Sequence | None = None) -> Sequence:
+    def restore(
+        self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
+    ) -> CachedSequence:
         """A sequence that begins as ``outline`` says, extended to ``start`` and ``capacity`` tokens; what stands in its
         pages, but for those that it shares with ``parent``, is the caller's to write.
 
-        Raises OutOfPages, with nothing taken, if anything is lacking, and ValueError where it would be too long.
+        Raises OutOfBlocks, with nothing taken, if anything is lacking, and ValueError where it would be too long.
         """
         if not outline.length <= start <= capacity <= self.max_model_len:
             length, most = outline.length, self.max_model_len
@@ -116,9 +118,9 @@ class SequencePool:
                 f"{PAGE * widths[1]} and {widths[0]} that a sequence can have here"
             )
         if not need.within(self.free):
-            raise OutOfPages(f"the sequence needs {need}, free are {self.free}")
+            raise OutOfBlocks(f"the sequence needs {need}, free are {self.free}")
         (slot,) = self.pools["sequences"].allocate(1)
-        sequence = Sequence(self.tables, slot, capacity)
+        sequence = CachedSequence(self.tables, slot, capacity)
         if parent is not None:
             self._share(parent, sequence, outline.shared)
         self._take(sequence, new)
@@ -132,8 +134,8 @@ class SequencePool:
         self._write(sequence)
         return sequence
 
-    def extend(self, sequence: Sequence, start: int, capacity: int) -> None:
-        """Gives ``sequence`` what ``growth`` says; raises OutOfPages, with nothing taken, if anything is lacking."""
+    def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
+        """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
         if sequence.path and max(sequence.readings, default=0) > sequence.sealed:
@@ -142,13 +144,13 @@ class SequencePool:
         sequence.capacity = capacity
         self._write(sequence)
 
-    def arrived(self, sequence: Sequence) -> None:
+    def arrived(self, sequence: CachedSequence) -> None:
         """Makes what the current stream does from now on wait for all that is on its way to a restored sequence."""
         if sequence.arrival is not None:
             sequence.arrival.wait(self.layout.shape.num_layers - 1)
             sequence.arrival = None
 
-    def begin_segment(self, sequence: Sequence, end: int) -> None:
+    def begin_segment(self, sequence: CachedSequence, end: int) -> None:
         """Makes a new last segment behind what is sealed, with a state that is to be fitted on tokens up to ``end``.
 
         All that it takes is held from the start, whatever else is held: what a sequence answers depends on itself.
@@ -157,10 +159,10 @@ class SequencePool:
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
         self._begin(sequence, first, end, self.layout.growth.reach(number, first, end), tokens)
 
-    def _begin(self, sequence: Sequence, first: int, end: int, reach: int, static_tokens: int) -> None:
+    def _begin(self, sequence: CachedSequence, first: int, end: int, reach: int, static_tokens: int) -> None:
         static = -(-static_tokens // PAGE)
         segment = Segment(
-            row=sequence.row_reserve.pop(0),
+            slot=sequence.slot_reserve.pop(0),
             state=sequence.state_reserve.pop(0) if self.layout.growth.learns else None,
             first=first,
             end=end,
@@ -171,22 +173,22 @@ class SequencePool:
         del sequence.static_reserve[:static]
         sequence.path.append(segment)
         if self.store.buffer is not None:
-            self.store.buffer.reset(segment.row)  # once: its sealed chunks never change
+            self.store.buffer.reset(segment.slot)  # once: its sealed chunks never change
 
-    def seal(self, sequence: Sequence, sealed: int) -> None:
+    def seal(self, sequence: CachedSequence, sealed: int) -> None:
         """Notes that tokens up to position ``sealed`` stand in the last segment's pages, the first of the reserve."""
         last = sequence.path[-1]
         new = not last.pages
         self._name_sealed(sequence, (sealed - last.sealed) // PAGE)
         if not new:
-            self.tables.sealed[sequence.slot] = self.tables.end[last.row] = sealed
+            self.tables.sealed[sequence.slot] = self.tables.end[last.slot] = sealed
             return
         last.fitted = sealed
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.dense))
         sequence.dense = []
         self._write(sequence)
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forgets the newest tokens; those that are ``fixed`` cannot be forgotten (ValueError)."""
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
@@ -195,7 +197,7 @@ class SequencePool:
             )
         self.tables.length[sequence.slot] = length
 
-    def trim(self, sequence: Sequence) -> None:
+    def trim(self, sequence: CachedSequence) -> None:
         """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
         self.arrived(sequence)
         sequence.capacity, sequence.observed = (length := sequence.length), False
@@ -209,13 +211,15 @@ class SequencePool:
         )
         sequence.dense += more
         for kind, reserve in (
-            ("rows", sequence.row_reserve), ("states", sequence.state_reserve), ("host", sequence.host_reserve)
-        ):  # fmt: skip
+            ("segment_slots", sequence.slot_reserve),
+            ("states", sequence.state_reserve),
+            ("host", sequence.host_reserve),
+        ):
             self.pools[kind].release(reserve)
             reserve.clear()
         self._write(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: CachedSequence) -> None:
         """Gives back everything; the sequence must not be used again."""
         if sequence.arrival is not None:
             sequence.arrival.end()
@@ -225,7 +229,7 @@ class SequencePool:
         self.tables.clear(sequence.slot)
         self.pools["sequences"].release([sequence.slot])
 
-    def held(self, sequences: Iterable[Sequence]) -> Blocks:
+    def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
         """What would be free if ``sequences`` were released: what they alone hold."""
         names: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
         for sequence in sequences:
@@ -240,16 +244,16 @@ class SequencePool:
             }
         )
 
-    def _counted(self, sequence: Sequence) -> list[tuple[str, list[int]]]:
+    def _counted(self, sequence: CachedSequence) -> list[tuple[str, list[int]]]:
         """All that a sequence holds of what is not divided into pages."""
         path, host = sequence.path, self.layout.host_fields
         return [
-            ("rows", sequence.row_reserve + [segment.row for segment in path]),
+            ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
             ("states", sequence.state_reserve + [segment.state for segment in path if segment.state is not None]),
             ("host", sequence.host_reserve + [name for one in path if host for name in one.value_pages]),
         ]
 
-    def _drop(self, sequence: Sequence, *reserves: list[int]) -> list[list[int]]:
+    def _drop(self, sequence: CachedSequence, *reserves: list[int]) -> list[list[int]]:
         """Gives back the blocks of pages of ``reserves`` in which nothing else lies; what is left of the reserves."""
         device = self.pools["device"]
         kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
@@ -257,35 +261,35 @@ class SequencePool:
         device.release(dropped)
         return [[name for name in part if device.block_of(name) in kept] for part in reserves]
 
-    def _share(self, parent: Sequence, child: Sequence, length: int) -> None:
+    def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
         """Makes ``child`` begin as ``parent`` does, up to ``length``; what of that is on its way arrives for both."""
         child.arrival = parent.arrival
         segments = [segment for segment in parent.path if segment.first < length]
-        rows = self.pools["rows"].allocate(len(segments))
-        child.path = [segment.prefix(row, length) for segment, row in zip(segments, rows)]
+        slots = self.pools["segment_slots"].allocate(len(segments))
+        child.path = [segment.prefix(slot, length) for segment, slot in zip(segments, slots)]
         child.dense = parent.dense[: length // PAGE] if not segments else []
         parent.shared, child.shared = max(parent.shared, length), length
         self.tables.length[child.slot] = length
         self.pools["device"].retain(self.pools["device"].blocks_of(child.device_pages()))
         for kind, shared in self._counted(child):
-            if kind != "rows":
+            if kind != "segment_slots":
                 self.pools[kind].retain(shared)
         if self.store.buffer is not None:
-            for row in rows:
-                self.store.buffer.reset(row)
+            for slot in slots:
+                self.store.buffer.reset(slot)
 
-    def _name_sealed(self, sequence: Sequence, count: int) -> None:
+    def _name_sealed(self, sequence: CachedSequence, count: int) -> None:
         """Makes the first pages of the reserve the last segment's."""
         last = sequence.path[-1]
         last.pages += sequence.sealed_reserve[:count]
         last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.sealed_reserve)[:count]
         del sequence.sealed_reserve[:count], sequence.host_reserve[:count]
 
-    def _take(self, sequence: Sequence, new: PageCount) -> None:
-        """Adds what ``new`` says to the reserves; raises OutOfPages, with nothing taken, if anything is lacking."""
+    def _take(self, sequence: CachedSequence, new: PageCount) -> None:
+        """Adds what ``new`` says to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
         count = self.layout.blocks(new)
         if not count.within(self.free):
-            raise OutOfPages(f"the sequence needs {count}, free are {self.free}")
+            raise OutOfBlocks(f"the sequence needs {count}, free are {self.free}")
         device, per_block = self.pools["device"], self.layout.exact_per_block
         sequence.dense += self.store.exact_names(device.allocate(-(-new.dense // per_block)))
         exact = self.store.exact_names(device.allocate(-(-(new.static + new.ring) // per_block)))
@@ -294,10 +298,10 @@ class SequencePool:
         sealed = -(-new.sealed // self.layout.sealed_per_block) if new.sealed else 0
         sequence.sealed_reserve += self.store.sealed_names(device.allocate(sealed))
         sequence.host_reserve += self.pools["host"].allocate(count["host"])
-        sequence.row_reserve += self.pools["rows"].allocate(count["rows"])
+        sequence.slot_reserve += self.pools["segment_slots"].allocate(count["segment_slots"])
         sequence.state_reserve += self.pools["states"].allocate(count["states"])
 
-    def _lacking(self, sequence: Sequence, start: int, capacity: int) -> PageCount:
+    def _lacking(self, sequence: CachedSequence, start: int, capacity: int) -> PageCount:
         at = sequence.standing
         return self.layout.pages(self._prompted(at, sequence.length, start), capacity, at).lacking(sequence.owned)
 
@@ -327,7 +331,7 @@ class SequencePool:
         dense one stays so for as long as answers do."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
-    def _widen_ring(self, sequence: Sequence, more: list[int]) -> None:
+    def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:
         """Adds pages to the ring; the tail's pages get the places that they have in a wider one."""
         old = sequence.ring
         ring: list[int | None] = [None] * (len(old) + len(more))
@@ -337,7 +341,7 @@ class SequencePool:
         free = iter([name for name in (*old, *more) if name not in placed])
         sequence.ring = [next(free) if name is None else name for name in ring]
 
-    def _write(self, sequence: Sequence) -> None:
+    def _write(self, sequence: CachedSequence) -> None:
         self.tables.write(sequence)
         self.tables.write_exact(sequence)
         self.tables.write_pages(sequence, bool(self.layout.host_fields))

@@ -8,7 +8,7 @@ block by block with merged softmax, or sparsely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -32,7 +32,7 @@ from shadowkv.kvcache.prefill_batch import (
     ToStore,
 )
 from shadowkv.kvcache.sealing import Sealing
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.sparse_prefill import SparsePrefill
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
@@ -51,7 +51,7 @@ class Prefill:
         self.sparse = SparsePrefill(self.ops, store.compute) if self.spec.prefill == "sparse" else None
         self.cached, self._places = CachedTokens(store, parts), Placing(pool).find
 
-    def batch(self, sequences: list[tuple[Sequence, int]]) -> PrefillBatch:
+    def batch(self, sequences: list[tuple[CachedSequence, int]]) -> PrefillBatch:
         """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains."""
         new, start = [], 0
         for sequence, count in sequences:
@@ -60,11 +60,11 @@ class Prefill:
         return PrefillBatch(new, self.store.compute, self.shape, self.store.k.dtype, self.layout.runs)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
-        """Takes keys (before the rotation) and values [n, H, d] of a block of tokens."""
+        """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
         batch, rows = block.batch, slice(block.start, block.stop)
         place = batch.place(layer)
         batch.keys[place, rows], batch.values[place, rows] = k, v
-        batch.rotated[place, rows] = self.ops.rotate(k, batch.positions[rows], self.store.rotary)
+        batch.rope_keys[place, rows] = self.ops.apply_rope(k, batch.positions[rows], self.store.rotary)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
         """Attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the
@@ -74,7 +74,7 @@ class Prefill:
         an index learns.
         """
         batch = block.batch
-        q = self.ops.rotate(q, batch.positions[block.start : block.stop], self.store.rotary)
+        q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
         batch.keep_queries(layer, block, q)
         if self.side is not None and block.stop == batch.num_tokens:
             self._start_storing(layer, batch, self.side)
@@ -108,10 +108,10 @@ class Prefill:
                 segment.sequence.observed = not places.sealed
             self._commit(segment.sequence, places)
 
-    def seal_tails(self, sequences: list[Sequence]) -> None:
+    def seal_tails(self, sequences: list[CachedSequence]) -> None:
         """Makes the tails of sequences that have outgrown their last states, if they have one, segments with their own:
         those that are alike together."""
-        alike: dict[tuple[int, ...], list[tuple[Sequence, Places]]] = {}
+        alike: dict[tuple[int, ...], list[tuple[CachedSequence, Places]]] = {}
         found = self._places([(sequence, 0) for sequence in sequences])
         for sequence, places in zip(sequences, found, strict=True):
             key = len(places.tail.pages), places.sealed, places.fits, places.before
@@ -121,7 +121,7 @@ class Prefill:
             for start in range(0, len(same), most):
                 self._seal_tails(same[start : start + most], tail)
 
-    def _seal_tails(self, tails: list[tuple[Sequence, Places]], length: int) -> None:
+    def _seal_tails(self, tails: list[tuple[CachedSequence, Places]], length: int) -> None:
         shape = self.shape
         step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
         for layers in self.layout.alike(step):
@@ -159,10 +159,10 @@ class Prefill:
         for some in what.observed:
             self._observe(layers, some.states, batch.queries[:count][:, some.rows], some.first)
         for rows, exact in what.exact:
-            self._write_exact(layers, exact, batch.rotated[:count, rows], batch.values[:count, rows])
+            self._write_exact(layers, exact, batch.rope_keys[:count, rows], batch.values[:count, rows])
         for rows, places in what.sealed:
-            keys, rotated, values = (x[:count, rows] for x in (batch.keys, batch.rotated, batch.values))
-            self._write(layers, [places], [(keys, rotated, values)])
+            keys, rope_keys, values = (x[:count, rows] for x in (batch.keys, batch.rope_keys, batch.values))
+            self._write(layers, [places], [(keys, rope_keys, values)])
 
     def _to_store(self, batch: PrefillBatch, cached: bool) -> ToStore:
         return batch.to_store(
@@ -178,20 +178,20 @@ class Prefill:
 
     def _write(self, layers: slice, all_places: list[Places], new: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Stores tokens of layers of sequences that are sealed alike, as many of each: those that were exact and
-        the new ones, keys, rotated keys and values [L, n, H, d]."""
+        the new ones, keys, RoPE-rotated keys and values [L, n, H, d]."""
         places = all_places[0]
         joined = [self._behind_exact(layers, one, *tokens) for one, tokens in zip(all_places, new, strict=True)]
-        keys, rotated, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
+        keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
         count = places.sealed
         if self.layout.skips(layers.start):
             pages = torch.cat([one.pages for one in all_places])
-            self.store.write_exact(layers, pages, _in_pages(rotated, count), _in_pages(values, count))
+            self.store.write_exact(layers, pages, _in_pages(rope_keys, count), _in_pages(values, count))
         else:
-            self._seal(layers, all_places, keys, rotated, values)
+            self._seal(layers, all_places, keys, rope_keys, values)
         for i, one in enumerate(all_places):
-            self._write_exact(layers, one.exact, rotated[:, i, count:], values[:, i, count:])
+            self._write_exact(layers, one.exact, rope_keys[:, i, count:], values[:, i, count:])
 
-    def _seal(self, layers: slice, all_places: list[Places], keys: Tensor, rotated: Tensor, values: Tensor) -> None:
+    def _seal(self, layers: slice, all_places: list[Places], keys: Tensor, rope_keys: Tensor, values: Tensor) -> None:
         """Seals the first of tokens [L, n, S, H, d], with states that are fitted first where they are new."""
         places = all_places[0]
         states, count, excluded = torch.cat([one.state for one in all_places]), places.sealed, None
@@ -202,72 +202,72 @@ class Prefill:
                 seen = torch.cat((_stacked(earlier), keys), dim=2)
             starts = torch.cat([one.page_starts[:1] for one in all_places])
             for part in self.parts:
-                part.fit(self.store, layers, states, FittedTokens(seen, rotated, values, starts))
+                part.fit(self.store, layers, states, FittedTokens(seen, rope_keys, values, starts))
             excluded = torch.cat(
                 [
-                    self._write_static(layers, one, rotated[:, i, :count], values[:, i, :count])
+                    self._write_static(layers, one, rope_keys[:, i, :count], values[:, i, :count])
                     for i, one in enumerate(all_places)
                 ],
                 dim=1,
             )
         if len(all_places) > 1:
             states = states.repeat_interleave(count // PAGE)
-        tokens = (_in_pages(x, count) for x in (keys, rotated, values))
+        tokens = (_in_pages(x, count) for x in (keys, rope_keys, values))
         names = ("page_starts", "pages", "value_pages")
         where = (torch.cat([getattr(one, name) for one in all_places]) for name in names)
         self.sealing.write(SealedTokens(layers, states, *where, *tokens), excluded)
 
     def _behind_exact(
-        self, layers: slice, places: Places, keys: Tensor, rotated: Tensor, values: Tensor
+        self, layers: slice, places: Places, keys: Tensor, rope_keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens [L, n, H, d] behind the exact tail that their sequence has."""
         count = len(places.tail.pages)
         if not count:
-            return keys, rotated, values
+            return keys, rope_keys, values
         tail, tail_values = self.store.read_exact(layers, places.tail)
         positions = torch.arange(places.before, places.before + count, device=tail.device).expand(len(tail), -1)
-        before = self.ops.rotate(tail, positions, self.store.rotary, inverse=True)
-        pairs = ((before, keys), (tail, rotated), (tail_values, values))
+        before = self.ops.apply_rope(tail, positions, self.store.rotary, inverse=True)
+        pairs = ((before, keys), (tail, rope_keys), (tail_values, values))
         first, second, third = (torch.cat(pair, dim=1) for pair in pairs)
         return first, second, third
 
     def _earlier(self, layers: slice, places: Places) -> Tensor:
-        """Keys before the rotation [L, n, H, d] of all that a sequence has sealed, rebuilt: new tokens that are too few
+        """Keys before RoPE [L, n, H, d] of all that a sequence has sealed, rebuilt: new tokens that are too few
         for a subspace of their own are in one with those."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):
             for one in places.cached:
                 start = int(one.row.first)
-                for block, _ in self.cached.blocks(layer, one):
+                for block, _ in self.cached.spans(layer, one):
                     positions = torch.arange(start, start + block.shape[1], device=block.device)
                     rows = block.transpose(0, 1).contiguous()
-                    rebuilt.append(self.ops.rotate(rows, positions, self.store.rotary, inverse=True))
+                    rebuilt.append(self.ops.apply_rope(rows, positions, self.store.rotary, inverse=True))
                     start += block.shape[1]
         return torch.cat(rebuilt).unflatten(0, (layers.stop - layers.start, -1))
 
-    def _write_static(self, layers: slice, places: Places, rotated: Tensor, values: Tensor) -> Tensor:
+    def _write_static(self, layers: slice, places: Places, rope_keys: Tensor, values: Tensor) -> Tensor:
         """Makes the sink, if it is here, and the outliers of tokens [L, n, H, d] exact; returns their bits, bool
         [L, pages, H, C]."""
         chunk, heads, spec = self.spec.chunk, self.shape.num_kv_heads, self.spec
-        count, device = 0 if places.before else spec.sink_chunks, rotated.device
-        sink = torch.arange(count, device=device).expand(len(rotated), heads, -1)
-        outliers = torch.stack([self.ops.find_outliers(one, chunk, spec.outliers, count) for one in rotated])
+        count, device = 0 if places.before else spec.sink_chunks, rope_keys.device
+        sink = torch.arange(count, device=device).expand(len(rope_keys), heads, -1)
+        outliers = torch.stack([self.ops.find_outliers(one, chunk, spec.outliers, count) for one in rope_keys])
         chosen = torch.cat((sink, outliers), dim=2)  # [L, H, chunks]
         tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=device)).flatten(2)
-        rows = tokens.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, rotated.shape[-1])
-        self._write_exact(layers, places.static, rotated.gather(1, rows), values.gather(1, rows))
-        bits = torch.zeros(len(rotated), heads, rotated.shape[1] // chunk, dtype=torch.bool, device=device)
+        rows = tokens.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, rope_keys.shape[-1])
+        self._write_exact(layers, places.static, rope_keys.gather(1, rows), values.gather(1, rows))
+        bits = torch.zeros(len(rope_keys), heads, rope_keys.shape[1] // chunk, dtype=torch.bool, device=device)
         bits.scatter_(2, chosen, True)
         return bits.unflatten(2, (-1, PAGE // chunk)).transpose(1, 2)
 
-    def _write_exact(self, layers: slice, rows: ExactRows, rotated: Tensor, values: Tensor) -> None:
+    def _write_exact(self, layers: slice, rows: ExactRows, rope_keys: Tensor, values: Tensor) -> None:
         """Writes tokens [L, n, H, d] to exact pages."""
-        for exact, tokens in ((self.store.k[layers], rotated), (self.store.v[layers], values)):
+        for exact, tokens in ((self.store.k[layers], rope_keys), (self.store.v[layers], values)):
             # A GPU scatters numbers one by one: of 8 bytes, there are few.
             wide = exact.dtype if exact.shape[-1] * exact.itemsize % 8 else torch.int64
             exact.view(wide)[:, rows.pages, :, rows.offsets] = tokens.to(exact.dtype).transpose(0, 1).view(wide)
 
-    def _commit(self, sequence: Sequence, places: Places) -> None:
+    def _commit(self, sequence: CachedSequence, places: Places) -> None:
         self.pool.arrived(sequence)
         self.tables.length[sequence.slot] = places.length
         if places.sealed:
@@ -290,7 +290,7 @@ class Prefill:
         (run,) = runs
         segment, rows = run.alone, slice(run.start, run.stop)
         if segment is None:
-            keys, values = (x[batch.place(layer), rows] for x in (batch.rotated, batch.values))
+            keys, values = (x[batch.place(layer), rows] for x in (batch.rope_keys, batch.values))
             return self.ops.ragged_attention(q, keys, values, run.cu_seqlens, run.longest)
         sparse = self._sparse(segment, run.stop)
         if segment.cached and sparse is None:
@@ -315,7 +315,7 @@ class Prefill:
             own.append(self.ops.block_attention(some, k.transpose(0, 1), v.transpose(0, 1), causal=True))
         merged = own[0] if len(own) == 1 else tuple(torch.cat(part) for part in zip(*own, strict=True))
         for one in cached:
-            for k, v in self.cached.blocks(layer, one):
+            for k, v in self.cached.spans(layer, one):
                 part = self.ops.block_attention(q, k, v)
                 merged = self.ops.merge_attention([merged, part]), torch.logaddexp(merged[1], part[1])
         return merged[0]
@@ -325,7 +325,7 @@ class Prefill:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [n, H, d] of a segment's new tokens, up to the batch's row ``stop``, and before them of the
         exact tail that its sequence has."""
-        keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rotated, batch.values))
+        keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rope_keys, batch.values))
         if not segment.cached:
             return keys, values
         if segment.sequence.arrival is not None:
@@ -347,7 +347,7 @@ class Prefill:
         sealed = sum(PAGE * one.row.pages.shape[1] for one in cached)
         joined, start = k.new_empty(2, sealed + len(k), *k.shape[1:]), 0
         for segment in cached:
-            for block in self.cached.blocks(layer, segment):
+            for block in self.cached.spans(layer, segment):
                 stop = start + block[0].shape[1]
                 for target, rows in zip(joined, block, strict=True):
                     target[start:stop] = rows.transpose(0, 1)
@@ -365,7 +365,7 @@ class Prefill:
         return joined[: count + len(new)]
 
 
-def _stacked(tokens: Items[Tensor]) -> Tensor:
+def _stacked(tokens: Sequence[Tensor]) -> Tensor:
     """[L, n, S, H, d] of n times [L, S, H, d], which are not copied where there is one."""
     return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)
 

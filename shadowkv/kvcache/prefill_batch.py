@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import OBSERVED, SealedBatch, layers_at_once
-from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.shape import ModelShape
 
 ALONE = 4096
@@ -25,7 +24,7 @@ several (``shadowkv.ops.fused_attention``)."""
 class NewTokens:
     """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch."""
 
-    sequence: Sequence
+    sequence: CachedSequence
     start: int
     stop: int
     cached: int
@@ -130,15 +129,15 @@ class PrefillBatch:
         positions: int64 [T].
         starts: int32 [S + 1], where each sequence's tokens begin.
         layers_at_once: g, how many are stored together.
-        keys, rotated, values: [g, T, H, d], scratch of the layers at work, reused by the next.
-        queries: the same of the last tokens of each sequence, one behind the other: [g, Q, H_q, d], rotated.
+        keys, rope_keys, values: [g, T, H, d], scratch of the layers at work, reused by the next.
+        queries: the same of the last tokens of each sequence, one behind the other: [g, Q, H_q, d], after RoPE.
         last: int64 [Q], the rows of the batch that those are of.
         runs: layers that are alike: only such are stored together.
         storing: the layer at whose end new sequences are being stored, or were last, while it attends.
     """
 
     def __init__(
-        self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype, runs: Items[range]
+        self, new: list[NewTokens], device: torch.device, shape: ModelShape, dtype: torch.dtype, runs: Sequence[range]
     ) -> None:
         self.new, self.runs = new, runs
         self.num_tokens = new[-1].stop
@@ -151,7 +150,7 @@ class PrefillBatch:
         observed = len(self._last)
         cached = sum(s.cached for s in new)  # their keys may be rebuilt for a subspace that the new ones share
         self.layers_at_once = layers_at_once(shape, self.num_tokens + cached, observed)
-        self.keys, self.rotated, self.values = (
+        self.keys, self.rope_keys, self.values = (
             torch.empty(
                 self.layers_at_once, self.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device
             )
@@ -165,14 +164,16 @@ class PrefillBatch:
         self._to_store: dict[bool, ToStore] = {}
         self._alike: dict[int, list[tuple[Run, ...]]] = {}
 
-    def of(self, sequences: list[Sequence]) -> PrefillBatch:
+    def of(self, sequences: list[CachedSequence]) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
         other = copy(self)
         other.new = [replace(s, sequence=sequence) for s, sequence in zip(self.new, sequences, strict=True)]
         other._places, other._to_store, other._alike = {}, {}, {}
         return other
 
-    def places_of(self, segment: NewTokens, find: Callable[[Items[tuple[Sequence, int]]], list[Places]]) -> Places:
+    def places_of(
+        self, segment: NewTokens, find: Callable[[Sequence[tuple[CachedSequence, int]]], list[Places]]
+    ) -> Places:
         """Where a segment's tokens go; those of all are found when one is first asked for."""
         if not self._places:
             found = find([(one.sequence, one.stop - one.start) for one in self.new])
@@ -222,7 +223,7 @@ class PrefillBatch:
         return np.arange(*np.searchsorted(self._last, (segment.start, segment.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
-        """Keeps those of a block's rotated queries [n, H_q, d] that are among the last of their sequences."""
+        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
         if len(block.last):
             self.queries[self.place(layer), block.kept] = q[block.last]
 

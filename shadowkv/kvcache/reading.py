@@ -7,7 +7,7 @@ from types import TracebackType
 from torch import Tensor
 
 from shadowkv.kvcache.pool import SequencePool
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import SnapshotHeader
 from shadowkv.kvcache.snapshot_places import Places
 
@@ -24,7 +24,7 @@ class Reading:
         header: of the snapshot.
     """
 
-    def __init__(self, pool: SequencePool, sequence: Sequence, header: SnapshotHeader) -> None:
+    def __init__(self, pool: SequencePool, sequence: CachedSequence, header: SnapshotHeader) -> None:
         self.header, self._pool, self._sequence = header, pool, sequence
         places = Places(pool.store, header, header.cut(header.length), sequence)
         self._held = {kind: pool.pools[kind].blocks_of(names) for kind, names in places.held.items()}

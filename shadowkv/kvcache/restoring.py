@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot_places import Places
 from shadowkv.kvcache.store import Store
 
@@ -22,7 +22,7 @@ class Restoring:
         sequence: the new one.
     """
 
-    def __init__(self, store: Store, chain: Items[Link], sequence: Sequence) -> None:
+    def __init__(self, store: Store, chain: Sequence[Link], sequence: CachedSequence) -> None:
         self.sequence = sequence
         self._places = [Places(store, header, header.cut(stop), sequence).found() for header, stop in chain]
 

@@ -1,4 +1,4 @@
-"""Plans of rounded shapes: few graphs serve many steps. What fills them up belongs to a slot and a row of nobody's."""
+"""Plans of rounded shapes: few graphs serve many steps. Padding names the padding slots."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def round_up(count: int) -> int:
 
 
 def nobodys_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
-    """Of a row that fills up a batch: a sequence whose ring has a page, and its segment, which is empty."""
-    row = tables.padding_row
-    return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(row, tables.state[row], 0, 0, 0, 0, 0, 0)
+    """Of a row that pads a batch: a sequence whose ring has a page, and its segment, which is empty."""
+    slot = tables.padding_segment_slot
+    return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
 
 
 def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> DecodePlan:

@@ -53,37 +53,39 @@ class Sealing:
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """What ``seal_pages`` has to know to seal the oldest page of each of ``slots``, int64 [6, n]."""
         tables = self.tables
-        page, row = tables.sealed[slots] // PAGE, tables.rows[slots, tables.segments[slots] - 1]
+        page, segment = tables.sealed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
         column = tables.static_pages[slots] + page % tables.ring_pages[slots]
-        return np.stack((slots, column, page, row, page - tables.first[row] // PAGE, tables.state[row]))
+        return np.stack((slots, column, page, segment, page - tables.first[segment] // PAGE, tables.state[segment]))
 
     @property
     def nobody(self) -> np.ndarray:
         """The same of one page that nobody owns, int64 [6]."""
-        row = self.tables.padding_row
-        return np.array((self.tables.padding_slot, 0, 0, row, 0, self.tables.state[row]))
+        segment = self.tables.padding_segment_slot
+        return np.array((self.tables.padding_slot, 0, 0, segment, 0, self.tables.state[segment]))
 
     def seal_pages(self, numbers: Tensor) -> None:
         """Seals pages in all layers.
 
         Args:
-            numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, rows of segments, columns of
-                their page tables, states.
+            numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, slots of segments, columns
+                of their page tables, states.
         """
-        slots, column, number, row, place, states = numbers
+        slots, column, number, segment, place, states = numbers
         tables = self.tables
         exact, pages, value_pages = (
             table[where].long()
             for table, where in (
-                (tables.exact, (slots, column)), (tables.pages, (row, place)), (tables.value_pages, (row, place))
+                (tables.exact, (slots, column)),
+                (tables.pages, (segment, place)),
+                (tables.value_pages, (segment, place)),
             )
-        )  # fmt: skip
+        )
         positions = number[:, None] * PAGE + torch.arange(PAGE, device=self.store.compute)
         for layers in self.store.layout.alike(self.store.layout.shape.num_layers):
-            rotated, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
+            rope_keys, values = (x[layers][:, exact].transpose(2, 3) for x in (self.store.k, self.store.v))
             if self.store.layout.skips(layers.start):
-                self.store.write_exact(layers, pages, rotated, values)
+                self.store.write_exact(layers, pages, rope_keys, values)
                 continue
-            turned = positions.expand(len(rotated), -1, -1)
-            keys = self.store.ops.rotate(rotated, turned, self.store.rotary, inverse=True)
-            self.write(SealedTokens(layers, states, number * PAGE, pages, value_pages, keys, rotated, values))
+            turned = positions.expand(len(rope_keys), -1, -1)
+            keys = self.store.ops.apply_rope(rope_keys, turned, self.store.rotary, inverse=True)
+            self.write(SealedTokens(layers, states, number * PAGE, pages, value_pages, keys, rope_keys, values))

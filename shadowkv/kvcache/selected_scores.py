@@ -20,13 +20,13 @@ def selected_scores(
     """Positions of the tokens that a row's kv heads selected, and the scores by which each query head attends to them.
 
     Args:
-        q: [R, H_q, d], rotated.
+        q: [R, H_q, d], after RoPE.
 
     Returns:
         positions int64 [H, n], -1 for none; scores float32 [H, H_q / H, n], -inf there.
     """
     rows, chunk = slice(row, row + 1), store.layout.spec.chunk
-    one = replace(batch, draws=None).part(rows)
+    one = replace(batch, sampling=None).part(rows)
     chunks = selected.chunks[rows]
     keys = gather_selected(parts.keys.source(store, layer, one), chunks)[0].float()  # [H, n, d]
     within = torch.arange(chunk, device=chunks.device)

@@ -25,7 +25,7 @@ class Segment:
     """Sealed pages that follow one another, and the state that they are stored with.
 
     Attributes:
-        row: of the page tables; this sequence's own.
+        slot: its row of the page tables; this sequence's own.
         state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
@@ -36,7 +36,7 @@ class Segment:
         static_tokens: tokens in those, per kv head.
     """
 
-    row: int
+    slot: int
     state: int | None
     first: int
     end: int
@@ -52,12 +52,12 @@ class Segment:
         """Position after its last sealed token."""
         return self.first + PAGE * len(self.pages)
 
-    def prefix(self, row: int, stop: int) -> Segment:
+    def prefix(self, slot: int, stop: int) -> Segment:
         """Its pages up to position ``stop``, for a sequence that goes on otherwise there."""
         count, end = min(len(self.pages), (stop - self.first) // PAGE), min(self.end, stop)
         return replace(
             self,
-            row=row,
+            slot=slot,
             end=end,
             reach=self.reach - self.end + end,
             fitted=min(self.fitted, stop),
@@ -68,7 +68,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Sequence:
+class CachedSequence:
     """Pages of one sequence, all owned from admission on: nothing is allocated while it decodes.
 
     Attributes:
@@ -84,7 +84,7 @@ class Sequence:
         ring: names of the exact pages that a compressed one's tail goes round.
         sealed_reserve, host_reserve: names of pages to be sealed.
         static_reserve: names of exact pages for sinks and outliers of segments to come.
-        row_reserve, state_reserve: rows and states of segments to come.
+        slot_reserve, state_reserve: slots and states of segments to come.
     """
 
     tables: Tables
@@ -100,7 +100,7 @@ class Sequence:
     sealed_reserve: list[int] = field(default_factory=list)
     host_reserve: list[int] = field(default_factory=list)
     static_reserve: list[int] = field(default_factory=list)
-    row_reserve: list[int] = field(default_factory=list)
+    slot_reserve: list[int] = field(default_factory=list)
     state_reserve: list[int] = field(default_factory=list)
 
     @property
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """What tokens of attention are drawn by, with the position of each new token: 0 until it is set, so that what
+        """What tokens of attention are sampled by, with the position of each new token: 0 until it is set, so that what
         has no request behind it repeats. Of a number that is set the low 64 bits count."""
         return int(self.tables.seed[self.slot])
 
@@ -156,7 +156,7 @@ class Sequence:
             ring=len(self.ring),
             sealed=sealed + len(self.sealed_reserve),
             host=sealed + len(self.host_reserve),
-            segments=len(self.row_reserve),
+            segments=len(self.slot_reserve),
         )
 
     def device_pages(self, reserves: bool = True) -> Iterator[int]:
@@ -173,49 +173,55 @@ class Sequence:
 class Tables:
     """Numbers and page tables of all sequences and of their segments; numbers on the host, tables on the device.
 
-    The slot after the last is nobody's, and so is the row: the rows that fill up a captured batch name them.
+    The slot after the last, of sequences and of segments, is no sequence's: rows that pad a captured batch name it.
 
     Attributes:
-        padding_slot, padding_row: those after the last.
+        padding_slot, padding_segment_slot: those after the last.
         length, sealed, reach: int64 [slots], tokens cached, tokens sealed, and the position up to which pages of
             generated tokens may be sealed on the last segment's state.
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
-        seed: uint64 [slots], what a sequence draws by.
-        rows: int64 [slots, MOST_SEGMENTS], their rows.
-        state, first, end, static_tokens: int64 [rows], of a segment: its state, the positions of its first token and
-            after its last, and how many of its tokens are exact elsewhere, per kv head.
+        seed: uint64 [slots], what a sequence samples by.
+        segment_slots: int64 [slots, MOST_SEGMENTS], theirs.
+        state, first, end, static_tokens: int64 [segment slots], of a segment: its state, the positions of its first
+            token and after its last, and how many of its tokens are exact elsewhere, per kv head.
         exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
-        pages, value_pages: int32 [rows, P], names.
+        pages, value_pages: int32 [segment slots, P], names.
     """
 
     def __init__(
-        self, slots: int, rows: int, exact_width: int, sealed_width: int, spare_state: int, device: torch.device
+        self,
+        slots: int,
+        segment_slots: int,
+        exact_width: int,
+        sealed_width: int,
+        spare_state: int,
+        device: torch.device,
     ) -> None:
-        self.padding_slot, self.padding_row = slots, rows
+        self.padding_slot, self.padding_segment_slot = slots, segment_slots
         self.length, self.sealed, self.reach, self.static_pages, self.segments = np.zeros((5, slots + 1), np.int64)
         self.ring_pages = np.ones(slots + 1, np.int64)
         self.seed = np.zeros(slots + 1, np.uint64)
-        self.rows = np.full((slots + 1, MOST_SEGMENTS), rows, np.int64)
-        self.state = np.full(rows + 1, spare_state, np.int64)
-        self.first, self.end, self.static_tokens = np.zeros((3, rows + 1), np.int64)
+        self.segment_slots = np.full((slots + 1, MOST_SEGMENTS), segment_slots, np.int64)
+        self.state = np.full(segment_slots + 1, spare_state, np.int64)
+        self.first, self.end, self.static_tokens = np.zeros((3, segment_slots + 1), np.int64)
         self.exact, self.static_counts = torch.zeros(2, slots + 1, exact_width, dtype=torch.int32, device=device)
-        self.pages, self.value_pages = torch.zeros(2, rows + 1, sealed_width, dtype=torch.int32, device=device)
+        self.pages, self.value_pages = torch.zeros(2, segment_slots + 1, sealed_width, dtype=torch.int32, device=device)
 
-    def write(self, sequence: Sequence) -> None:
+    def write(self, sequence: CachedSequence) -> None:
         """Numbers of a sequence's segments."""
         slot, path = sequence.slot, sequence.path
         at = sequence.standing
         self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.generated_reach, len(path)
         for number, segment in enumerate(path):
-            self.rows[slot, number] = segment.row
-            self.first[segment.row], self.end[segment.row] = segment.first, segment.sealed
-            self.static_tokens[segment.row] = segment.static_tokens
+            self.segment_slots[slot, number] = segment.slot
+            self.first[segment.slot], self.end[segment.slot] = segment.first, segment.sealed
+            self.static_tokens[segment.slot] = segment.static_tokens
             if segment.state is not None:
-                self.state[segment.row] = segment.state
+                self.state[segment.slot] = segment.state
 
-    def write_exact(self, sequence: Sequence) -> None:
+    def write_exact(self, sequence: CachedSequence) -> None:
         """Names of a sequence's exact pages."""
         static, ring = sequence.static, sequence.ring if sequence.path else sequence.dense
         self.static_pages[sequence.slot], self.ring_pages[sequence.slot] = len(static), max(1, len(ring))
@@ -227,15 +233,15 @@ class Tables:
         _write(self.exact, sequence.slot, static + ring)
         _write(self.static_counts, sequence.slot, counts)
 
-    def write_pages(self, sequence: Sequence, values_elsewhere: bool) -> None:
+    def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
         """Names of a sequence's sealed pages, and of the last segment's to come."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]
             pages = segment.pages + (sequence.sealed_reserve if last else [])
-            _write(self.pages, segment.row, pages[:width])
+            _write(self.pages, segment.slot, pages[:width])
             values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
-            _write(self.value_pages, segment.row, values[:width])
+            _write(self.value_pages, segment.slot, values[:width])
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""

@@ -78,11 +78,11 @@ class SnapshotHeader:
         observed: whether what is known of a dense sequence's state is here.
         fields: of a layer, one behind the other: ``segments.0.pages.latents`` [num_pages, ...],
             ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
-            [2, tail_tokens, H, d], ``observed.basis`` [...]: rotated keys and values where there are two.
+            [2, tail_tokens, H, d], ``observed.basis`` [...]: RoPE-rotated keys and values where there are two.
         num_layers: all of the model's.
         layer_bytes: of those that have these fields.
         skip_layers: so many of the first and of the last layers have others:
-        exact_fields: ``tokens`` [2, length - start, H, d], rotated keys and values.
+        exact_fields: ``tokens`` [2, length - start, H, d], RoPE-rotated keys and values.
     """
 
     form: str

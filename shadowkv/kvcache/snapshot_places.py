@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.by_layer import ByLayer
 from shadowkv.kvcache.placing import Numbers, exact_rows
 from shadowkv.kvcache.prefill_batch import ExactRows
-from shadowkv.kvcache.sequence import Segment, Sequence
+from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.snapshot import Cut, SnapshotHeader
 from shadowkv.kvcache.snapshot_fields import SnapshotField
 from shadowkv.kvcache.spec import PAGE
@@ -98,7 +98,7 @@ class Places:
         held: names of the pages of the device and of the host, and of the states, that it is in.
     """
 
-    def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: Sequence) -> None:
+    def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
         self._store, self._numbers = store, Numbers()
         self._fields = {field.name: field for field in (*header.fields, *header.exact_fields)}
         self._found, self._exact = list[Callable[[Tensor], Place]](), list[Callable[[Tensor], Place]]()

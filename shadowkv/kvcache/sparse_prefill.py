@@ -36,8 +36,8 @@ class SparsePrefill:
     """Attention of new tokens over blocks of what is before them.
 
     Attributes:
-        hook: called with layer, rotated queries [n, H_q, d], and indices and counts as ``select_blocks`` returns them;
-            what it returns is attended to. None leaves them.
+        hook: called with layer, RoPE-rotated queries [n, H_q, d], and indices and counts as ``select_blocks`` returns
+            them; what it returns is attended to. None leaves them.
     """
 
     def __init__(self, ops: Ops, device: torch.device) -> None:

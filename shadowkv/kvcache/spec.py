@@ -33,6 +33,10 @@ ROTATED = "rotated"
 """Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
 
 
+FORMER_NAMES = {"sampled": "drawn"}
+"""What files from before call fields of a policy."""
+
+
 @dataclass(frozen=True)
 class KVSpec:
     """How a sequence's keys and values are kept and found.
@@ -52,9 +56,9 @@ class KVSpec:
         mass: share of the softmax over sealed tokens, as the index estimates it, with which a step contents itself:
             per kv head the best chunks are taken until every query head has that much, and never more than the
             budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
-        drawn: share of the budget that goes to chunks drawn at random from those that are not found, by the index's
+        sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's
             scores, each to stand for as many as its chance says: so that attention that is spread thin is not lost
-            (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is drawn where the budget holds the
+            (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is sampled where the budget holds the
             whole context.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
@@ -65,7 +69,7 @@ class KVSpec:
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
         prefill: ``dense`` or ``sparse``; None is dense where no engine picks.
-        centred: whether coded keys are stored without the mean key of their prompt, taken off before the rotation: for
+        centred: whether coded keys are stored without the mean key of their prompt, taken off before RoPE: for
             the same error they need about one bit less. Its share of the logits is added when they are attended to.
         skip_layers: so many of the first layers and as many of the last stay as they are: keys and values exact on the
             device, all of them attended to (TurboQuant in vLLM has 2).
@@ -77,7 +81,7 @@ class KVSpec:
     place: str = "device"
     budget: float | int | None = None
     mass: float | None = None
-    drawn: float = 0.0
+    sampled: float = 0.0
     chunk: int = 8
     outliers: int = 0
     local: int = 32
@@ -142,14 +146,16 @@ class KVSpec:
             reasons.append(f"budget={self.budget} tokens is less than 1")
         if self.mass is not None and not 0 < self.mass < 1:
             reasons.append(f"mass={self.mass} must be in (0, 1)")
-        if not 0 <= self.drawn < 1:
-            reasons.append(f"drawn={self.drawn} must be in [0, 1)")
-        if self.drawn and self.mass is not None:
-            reasons.append(f"drawn={self.drawn} is a share of a budget, and mass={self.mass} takes less than that")
-        if self.drawn and self.place == "host":
-            reasons.append("drawn chunks are others at every step: their values must be on the device, not the host")
-        if self.index == "none" and (self.budget is not None or self.mass is not None or self.drawn or self.outliers):
-            reasons.append("index='none' attends to every token: budget, mass, drawn, outliers have no meaning with it")
+        if not 0 <= self.sampled < 1:
+            reasons.append(f"sampled={self.sampled} must be in [0, 1)")
+        if self.sampled and self.mass is not None:
+            reasons.append(f"sampled={self.sampled} is a share of a budget, and mass={self.mass} takes less than that")
+        if self.sampled and self.place == "host":
+            reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
+        if self.index == "none" and (self.budget is not None or self.mass is not None or self.sampled or self.outliers):
+            reasons.append(
+                "index='none' attends to every token: budget, mass, sampled, outliers have no meaning with it"
+            )
         return reasons
 
     @property
@@ -232,11 +238,11 @@ class KVSpec:
         """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
         return -(-self.budget_tokens(context) // self.chunk)
 
-    def drawn_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are drawn of ``selectable`` tokens, int64; the others are found."""
-        found = np.ceil(np.round(budget * (1 - self.drawn), 6)).astype(np.int64)
+    def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
+        """Chunks of ``budget`` that are sampled of ``selectable`` tokens, int64; the others are its top-k."""
+        top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
         scarce = budget * self.chunk < selectable
-        return np.where(scarce, budget - found, 0)
+        return np.where(scarce, budget - top_k, 0)
 
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
         """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
@@ -282,6 +288,6 @@ class KVSpec:
             words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
         if isinstance(self.budget, int):
             words = f"budget {self.budget} tokens"
-        if self.drawn:
-            words += f" ({self.drawn:.0%} of it drawn)"
+        if self.sampled:
+            words += f" ({self.sampled:.0%} of it sampled)"
         return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"

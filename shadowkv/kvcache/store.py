@@ -13,9 +13,9 @@ from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.prefill_batch import ExactRows
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.rotate.tables import RotaryTables
 from shadowkv.ops.rotations import random_rotation
 
 
@@ -27,7 +27,8 @@ class Store:
         k, v: [num_layers, names, H, 64, d], exact pages; in layers that are skipped sealed pages too.
         page: per field [num_layers, names, *field.shape], sealed pages of the layers that are not skipped.
         state: per field [num_layers, states, *field.shape], their fitted states.
-        buffer: fetched chunks of those layers, [layers, rows, *field.shape] but for the counters; None without one.
+        buffer: fetched chunks of those layers, [layers, segment slots, *field.shape] but for the counters; None without
+            one.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Store:
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
-            def rows_of(field: Field) -> Tensor:  # one more, for the rows that fill up a captured batch
-                return torch.zeros(layers, fixed["rows"] + 1, *field.shape, dtype=field.dtype, device=device)
+            def of_segments(field: Field) -> Tensor:  # one more, for the rows that fill up a captured batch
+                return torch.zeros(layers, fixed["segment_slots"] + 1, *field.shape, dtype=field.dtype, device=device)
 
             counters = torch.zeros(2, dtype=torch.int64, device=device)
-            self.buffer = ChunkBuffer(counters=counters, **{x.name: rows_of(x) for x in layout.buffer_fields})
+            self.buffer = ChunkBuffer(counters=counters, **{x.name: of_segments(x) for x in layout.buffer_fields})
             self.buffer.reset(slice(None))
 
     def _exact(self, pages: Tensor, skipped: Tensor) -> Tensor | ByLayer:
@@ -91,7 +92,7 @@ class Store:
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
     def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [L, n, H, d] of exact pages."""
+        """RoPE-rotated keys and values [L, n, H, d] of exact pages."""
         keys, values = (x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in (self.k, self.v))
         return keys, values
 
@@ -111,9 +112,9 @@ class Store:
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
         return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)
 
-    def write_exact(self, layers: slice, pages: Tensor, rotated: Tensor, values: Tensor) -> None:
+    def write_exact(self, layers: slice, pages: Tensor, rope_keys: Tensor, values: Tensor) -> None:
         """Writes whole exact pages [L, n, 64, H, d] of some layers."""
-        self.k[layers][:, pages] = rotated.transpose(2, 3).to(self.k.dtype)
+        self.k[layers][:, pages] = rope_keys.transpose(2, 3).to(self.k.dtype)
         self.v[layers][:, pages] = values.transpose(2, 3).to(self.v.dtype)
 
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,7 +13,7 @@ from shadowkv.kvcache.outline import Link, Outline
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import Cut, Snapshot, SnapshotHeader, SnapshotSegment
 from shadowkv.kvcache.snapshot_fields import SnapshotField, laid_out
 from shadowkv.kvcache.spec import PAGE
@@ -32,7 +31,7 @@ class Transfer:
         self.store, self.pool, self.layout = store, pool, store.layout
         self.form = form_of(store.layout, store.rotary.config)
 
-    def describe(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
+    def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """What a snapshot of ``sequence`` behind ``start`` tokens has in it; see ``KVCache.describe``."""
         for point in (start, stop):
             if point and self.pool.fork_point(sequence, point) != point:
@@ -56,7 +55,7 @@ class Transfer:
             exact_fields=self._exact_fields(length - start),
         )
 
-    def open_reading(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> Reading:
+    def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
         """Begins to read what ``describe`` says; see ``KVCache.open_reading``."""
         header = self.describe(sequence, start, stop)
         if header.length == start:
@@ -64,11 +63,13 @@ class Transfer:
         self.pool.arrived(sequence)
         return Reading(self.pool, sequence, header)
 
-    def demand(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Blocks:
+    def demand(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None) -> Blocks:
         """What ``restore`` takes."""
         return self.pool.demand(self._outline(chain, start, capacity, parent), start, capacity)
 
-    def restore(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None = None) -> Restoring:
+    def restore(
+        self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
+    ) -> Restoring:
         """A new sequence of snapshots that are still to be written; see ``KVCache.restore``."""
         outline = self._outline(chain, start, capacity, parent)
         if parent is not None:
@@ -82,7 +83,7 @@ class Transfer:
             self.pool.release(sequence)
             raise
 
-    def export(self, sequence: Sequence, start: int = 0) -> Snapshot:
+    def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
         """A snapshot on the device that computes."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
@@ -91,7 +92,7 @@ class Transfer:
                 reading.read_layer(layer, snapshot.layer(layer))
         return snapshot
 
-    def load(self, chain: Items[tuple[Snapshot, int]], capacity: int) -> Sequence:
+    def load(self, chain: Sequence[tuple[Snapshot, int]], capacity: int) -> CachedSequence:
         """A new sequence of snapshots; see ``KVCache.load``."""
         links = [Link(snapshot.header, stop) for snapshot, stop in chain]
         restoring = self.restore(links, links[-1].stop, capacity)
@@ -100,7 +101,7 @@ class Transfer:
                 restoring.write_layer(number, layer, snapshot.layer(layer).to(self.store.compute))
         return restoring.sequence
 
-    def _content(self, sequence: Sequence, start: int, stop: int | None) -> Cut:
+    def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
         """What a snapshot has in it."""
         if not sequence.path:
             return Cut((), (sequence.length if stop is None else stop) - start, stop is None and sequence.observed)
@@ -153,7 +154,7 @@ class Transfer:
             for x in state:
                 yield Field(f"observed.{x.name}", x.shape, x.dtype)
 
-    def _outline(self, chain: Items[Link], start: int, capacity: int, parent: Sequence | None) -> Outline:
+    def _outline(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None) -> Outline:
         """What a sequence of a chain begins with; raises ValueError where it cannot be made here."""
         if not chain:
             raise ValueError("a sequence is restored of at least one snapshot")

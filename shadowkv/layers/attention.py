@@ -15,7 +15,7 @@ from shadowkv.layers.spec import LayerSpec
 class Cache(Protocol):
     """What the attention layer needs of a cache. Tokens of all sequences are packed; ``batch`` says whose they are.
 
-    Queries and keys arrive before the rotation and after any QK norm. Scores are scaled by 1/sqrt(d).
+    Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by 1/sqrt(d).
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:

@@ -24,7 +24,7 @@ class LayerSpec:
         rms_norm_eps: added to the mean square in every RMSNorm.
         qkv_bias: the q, k and v projections have a bias.
         out_bias: the attention's output projection has a bias.
-        qk_norm: queries and keys are RMS-normalised per head before the rotation.
+        qk_norm: queries and keys are RMS-normalised per head before RoPE.
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
         quantization: of the projections' weights: ``fp8``, or None where they are not quantised.
         runs: of the rows of weights that stay in blocks as a GGUF file stores them, by name within the layer.

@@ -64,8 +64,9 @@ class RowCodec(ABC):
         id, name: unique among codecs; the name is that of the policy's axes ``keys`` and ``values``.
         scale_dtype: of scales.
         row_multiple: what the dimensions of a row must be a multiple of.
-        rotated: whether rows are multiplied by an orthogonal matrix before they are coded. Instead of rotating them
-            back, a kernel may multiply queries by it (keys), or the output by its transpose (values).
+        rotated: whether rows are multiplied by ``rotation_matrix`` (Hadamard or random, not RoPE) before they are
+            coded. Instead of rotating them back, a kernel may multiply queries by it (keys), or the output by its
+            transpose (values).
         axes: what it stores: keys, values or either.
         tile: consecutive tokens that are coded together, axis -2 of rows, codes and scales: 1, or 64, a page. Of pages
             nothing less can be decoded.

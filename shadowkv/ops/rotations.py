@@ -1,4 +1,5 @@
-"""Fixed rotations that make the coordinates of any vector look Gaussian, so that one quantiser fits all."""
+"""Fixed rotations of codecs and sketches, Hadamard or uniform (RoPE is ``apply_rope``): they make the coordinates of
+any vector look Gaussian, so that one quantiser fits all."""
 
 from __future__ import annotations
 

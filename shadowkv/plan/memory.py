@@ -19,4 +19,4 @@ def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
     """What a sequence owns whose prompt and output are ``context`` tokens together."""
     need, unit = layout.demand(context, context), layout.bytes_per_block()
     size = {kind: count * unit[kind] for kind, count in need.items()}
-    return SequenceBytes(size["device"] + size["rows"] + size["states"], size["host"])
+    return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])

@@ -174,7 +174,7 @@ class Front:
                 request = replace(request, avoid=replica)
 
     async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """What a replica says, which is told where this is closed before the end that nobody listens any more."""
+        """What a replica says, which learns that nobody listens any more where this is closed before the end."""
         response = self._answers.remote(request)
         self._at_work.add(response)
         ended = False

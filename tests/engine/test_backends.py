@@ -44,19 +44,19 @@ def test_what_cpp_does_not_know_runs_in_pytorch_and_is_said(make: Any, dtype: st
     assert len(tokens(drain(engine)["one"])) == 100
 
 
-CASE = Case(frozenset(("paged_attention", "sign_scores", "rotate")), torch.bfloat16, 128, 32, 8, 128)
+CASE = Case(frozenset(("paged_attention", "sign_scores", "apply_rope")), torch.bfloat16, 128, 32, 8, 128)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ["kernels cuda: paged_attention, sign_scores", "kernels triton: rotate"]),
+        ({}, ["kernels cuda: paged_attention, sign_scores", "kernels triton: apply_rope"]),
         (
             {"num_kv_heads": 2},
             [
                 "kernels cuda: paged_attention",
                 "kernels reference: sign_scores",
-                "kernels triton: rotate",
+                "kernels triton: apply_rope",
                 "slow    sign_scores runs in PyTorch, cuda: 16 query heads a kv head are more than 8",
             ],
         ),
@@ -65,7 +65,7 @@ CASE = Case(frozenset(("paged_attention", "sign_scores", "rotate")), torch.bfloa
             [
                 "kernels cuda: sign_scores",
                 "kernels reference: paged_attention",
-                "kernels triton: rotate",
+                "kernels triton: apply_rope",
                 "slow    paged_attention runs in PyTorch, cuda: torch.float16 is not bfloat16",
                 "graphs  none, as with enforce_eager: the host waits for paged_attention",
             ],

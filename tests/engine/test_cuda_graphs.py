@@ -13,7 +13,7 @@ from shadowkv.engine.cuda_graphs import _no_garbage_collection
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.presets import PRESETS
 from shadowkv.kvcache.rounding import round_up
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.ops.scaled_matmul import cuda as scaled_matmul
 
 
@@ -53,7 +53,7 @@ def steps(
         monkeypatch.setattr(engine.cache, "plan_decode", lambda some: engine.cache.rounded(plan(some), 6))
     draw, sequences, logits = random.Random(0), [], []
 
-    def feed(sequence: Sequence, count: int) -> None:
+    def feed(sequence: CachedSequence, count: int) -> None:
         prompt = [draw.randrange(500) for _ in range(count)]
         with torch.inference_mode():
             for _ in engine.runner.prefill([(sequence, prompt)]):
@@ -102,7 +102,7 @@ def test_graphs_and_eager_steps_agree_with_fp8_weights(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:drawn=0.0"])
+@pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:sampled=0.0"])
 def test_graphs_and_eager_steps_agree(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     eager, graphs = (steps(tmp_path, kv, eager, monkeypatch) for eager in (True, False))

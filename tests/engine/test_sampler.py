@@ -18,13 +18,13 @@ def request(seed: int = 0, prompt: tuple[int, ...] = (0,), output: tuple[int, ..
     return Request("r", list(prompt), SamplingParams(**params), 100, seed, output_token_ids=list(output))
 
 
-def draws(logits: torch.Tensor, count: int, first_seed: int = 0, **params: object) -> list[int]:
-    """Tokens that ``count`` requests, alike but for their seeds, draw from the same logits [V]."""
+def samples(logits: torch.Tensor, count: int, first_seed: int = 0, **params: object) -> list[int]:
+    """Tokens that ``count`` requests, alike but for their seeds, sample from the same logits [V]."""
     requests = [request(first_seed + i, **params) for i in range(count)]
     return sample(logits.expand(count, -1).clone(), requests)[0]
 
 
-def assert_drawn_from(tokens: list[int], shares: torch.Tensor) -> None:
+def assert_sampled_from(tokens: list[int], shares: torch.Tensor) -> None:
     """Pearson's chi-square test at less than one false alarm in 10^6: a chi-square of f degrees of freedom is above
     f + 2 sqrt(f x) + 2 x with a chance of at most exp(-x) (Laurent and Massart, 2000, lemma 1)."""
     expected = shares.double() * len(tokens)
@@ -50,7 +50,7 @@ def test_a_single_candidate_is_the_greedy_one(seed, params):
     assert sample(logits.clone(), requests)[0] == logits.argmax(-1).tolist()
 
 
-def test_a_seeded_draw_does_not_depend_on_the_batch(seed):
+def test_a_seeded_sample_does_not_depend_on_the_batch(seed):
     pick = random.Random(seed)
     choices = [
         {"temperature": pick.choice([0, 0.5, 1, 2]), "top_k": pick.choice([0, -1, 5, 50]), "top_p": pick.random() or 1}
@@ -99,17 +99,17 @@ def test_a_sampler_keeps_nothing_of_other_requests(seed):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_softmax_at_the_temperature(seed, temperature):
+def test_samples_follow_the_softmax_at_the_temperature(seed, temperature):
     logits = torch.randn(12).clamp(-1.5, 1.5)  # chi-square is not for what is expected a hundredth of a time
-    tokens = draws(logits, 4000, seed, temperature=temperature)
-    assert_drawn_from(tokens, torch.softmax(logits.double() / temperature, -1))
+    tokens = samples(logits, 4000, seed, temperature=temperature)
+    assert_sampled_from(tokens, torch.softmax(logits.double() / temperature, -1))
 
 
 def test_successive_steps_of_one_request_follow_the_softmax_too(seed):
     logits = torch.randn(8)
     requests = [request(seed, output=(0,) * step) for step in range(2000)]
     tokens = sample(logits.expand(2000, -1).clone(), requests)[0]
-    assert_drawn_from(tokens, torch.softmax(logits.double(), -1))
+    assert_sampled_from(tokens, torch.softmax(logits.double(), -1))
 
 
 def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
@@ -144,31 +144,31 @@ def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
     ],
     ids=str,
 )
-def test_draws_come_from_the_candidates_alone_and_by_their_shares(seed, params):
+def test_samples_come_from_the_candidates_alone_and_by_their_shares(seed, params):
     logits = 2 * torch.randn(40)
     shares = kept(logits, **params)
-    tokens = draws(logits, 3000, seed, **params)
+    tokens = samples(logits, 3000, seed, **params)
     assert set(tokens) <= set(shares.nonzero().flatten().tolist())
     likely = shares * 3000 > 20
     assert set(likely.nonzero().flatten().tolist()) <= set(tokens)
     rare = len(shares)  # one class of all the others, for the test's sake
     pooled = [token if likely[token] else rare for token in tokens]
-    assert_drawn_from(pooled, torch.cat((shares * likely, shares[~likely].sum()[None])))
+    assert_sampled_from(pooled, torch.cat((shares * likely, shares[~likely].sum()[None])))
 
 
 def test_top_p_keeps_the_token_that_reaches_the_mass_and_none_after_it():
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
-    assert set(draws(logits, 500, top_p=0.5)) == {0}
-    assert set(draws(logits, 500, top_p=0.51)) == {0, 1}
-    assert set(draws(logits, 500, top_p=0.76)) >= {0, 1}
-    assert len(set(draws(logits, 500, top_p=0.76))) == 3  # one of the two that tie
+    assert set(samples(logits, 500, top_p=0.5)) == {0}
+    assert set(samples(logits, 500, top_p=0.51)) == {0, 1}
+    assert set(samples(logits, 500, top_p=0.76)) >= {0, 1}
+    assert len(set(samples(logits, 500, top_p=0.76))) == 3  # one of the two that tie
 
 
 def test_candidates_follow_the_temperature():
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    assert set(draws(logits, 500, top_p=0.6)) == {0, 1}
-    assert set(draws(logits, 500, top_p=0.6, temperature=0.3)) == {0}
-    assert set(draws(logits, 500, min_p=0.5, temperature=100.0)) == {0, 1, 2}
+    assert set(samples(logits, 500, top_p=0.6)) == {0, 1}
+    assert set(samples(logits, 500, top_p=0.6, temperature=0.3)) == {0}
+    assert set(samples(logits, 500, min_p=0.5, temperature=100.0)) == {0, 1, 2}
 
 
 def test_requests_of_one_batch_keep_their_own_candidates(seed):
@@ -268,7 +268,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_leaves_the_others_alone(seed, b
 def test_a_large_vocabulary_with_extreme_logits_stays_within_its_candidates(seed):
     logits = torch.full((50_000,), -60.0)
     logits[[7, 49_999]] = 80.0
-    assert set(draws(logits, 50, seed)) == {7, 49_999}
+    assert set(samples(logits, 50, seed)) == {7, 49_999}
 
 
 def test_sampling_params_list_every_value_out_of_range():

@@ -1,4 +1,4 @@
-"""What a seed promises of answers that attend to drawn tokens: on a tiny model whose heads `turbo` takes."""
+"""What a seed promises of answers that attend to sampled tokens: on a tiny model whose heads `turbo` takes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorded(Engine):
 
     def _see(self, layer: int, q: Tensor, batch: Any, selected: Any) -> Any:
         self.selected.append(selected.chunks)
-        self.seeds.append(batch.draws.seeds)
+        self.seeds.append(batch.sampling.seeds)
         return selected
 
     def answer(self, name: str, wanted: list[int], params: SamplingParams) -> list[RequestOutput]:
@@ -98,7 +98,7 @@ def test_random_numbers_are_the_same_in_any_company(engine: Recorded) -> None:
     assert logprobs(beside) == pytest.approx(logprobs(alone), abs=1e-3)  # of the same tokens
 
 
-def test_choices_of_a_prompt_have_draws_of_their_own(engine: Recorded) -> None:
+def test_choices_of_a_prompt_have_samples_of_their_own(engine: Recorded) -> None:
     wanted = prompt(7, 900)
     for choice in range(3):
         params = replace(SEEDED, seed=choice_seed(11, choice), temperature=0.0)

@@ -76,16 +76,18 @@ def _weights(engine: Engine, layer: int, q: torch.Tensor, batch: Any, selected: 
     of all its pages."""
     chunk, chunks = engine.cache.spec.chunk, selected.chunks
     row = int(chunks.flatten(1).amax(1).argmax())
-    names = "rows", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget"
-    one = replace(batch, draws=None, **{name: getattr(batch, name)[row : row + 1] for name in names})
+    names = "slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget"
+    one = replace(batch, sampling=None, **{name: getattr(batch, name)[row : row + 1] for name in names})
     keys, _ = engine.cache.sealed_rows(layer, one)
     found: dict[int, float] = {}
     queries = q[row].unflatten(0, (HEADS, -1)) * q.shape[-1] ** -0.5
     for head in range(HEADS):
         there = [int(number) for number in chunks[row, head] if number >= 0]
         places = [number * chunk + offset for number in there for offset in range(chunk)]
-        drawn = torch.zeros(len(there)) if selected.log_weight is None else selected.log_weight[row, head, : len(there)]
-        scores = queries[head] @ keys[head, places].T + drawn.repeat_interleave(chunk)
+        sampled = (
+            torch.zeros(len(there)) if selected.log_weight is None else selected.log_weight[row, head, : len(there)]
+        )
+        scores = queries[head] @ keys[head, places].T + sampled.repeat_interleave(chunk)
         for place, weight in zip(places, scores.softmax(-1).mean(0).tolist()):
             found[place // 16] = found.get(place // 16, 0.0) + weight / HEADS
     return found

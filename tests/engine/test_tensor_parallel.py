@@ -31,7 +31,7 @@ from shadowkv.engine.parallel.worker import Worker
 from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.runner import Runner
 from shadowkv.engine.selections import SelectionRecord
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
 from shadowkv.models.registry import family
@@ -69,13 +69,14 @@ def engine_of(model: Path, size: int, **options: Any) -> Iterator[Engine]:
 
 
 def answers(engine: Engine) -> dict[str, list[RequestOutput]]:
-    """Of prompts that share a start, one that is given up in the middle, drawn and greedy, one with its own scores."""
+    """Of prompts that share a start, one that is given up in the middle, sampled and greedy, one with its own
+    scores."""
     shared = prompt(0, 925)
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)  # a page is sealed: 96 > 93
-    drawn = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True, logprobs=1)
+    sampled = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True, logprobs=1)
     outputs: dict[str, list[RequestOutput]] = {}
     engine.add_request("long", shared, greedy)
-    engine.add_request("short", prompt(1, 20), drawn)
+    engine.add_request("short", prompt(1, 20), sampled)
     outputs |= drain(engine)
     engine.add_request("shares", shared + prompt(2, 30), greedy)
     engine.add_request("given up", prompt(3, 1000), greedy)
@@ -117,7 +118,7 @@ def test_ranks_answer_as_one(model: Path, size: int, kv: str) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-def note(runner: Runner, sequences: list[Sequence], folder: str) -> list[int]:
+def note(runner: Runner, sequences: list[CachedSequence], folder: str) -> list[int]:
     """What a rank has, in a file of its own."""
     lengths = [sequence.length for sequence in sequences]
     Path(folder, str(runner.model.group.rank)).write_text(f"{runner.cache.shape.num_kv_heads} {lengths}")

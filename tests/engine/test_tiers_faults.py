@@ -29,7 +29,7 @@ from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.scheduler import Leader, Sharing
-from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.memory import OutOfBlocks
 
 QUESTION = DOCUMENT + prompt(2, 100)
 
@@ -216,7 +216,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 def out_of_pages(*_: Any, **__: Any) -> Any:
-    raise OutOfPages("there are none")
+    raise OutOfBlocks("there are none")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ TINY: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-# Nothing is drawn: of random weights that all weigh about the same, rounding decides which tokens that would be.
+# Nothing is sampled: of random weights that all weigh about the same, rounding decides which tokens that would be.
 POLICIES = (
-    *("full", "turbo:dense_below=0,budget=0.1,drawn=0.0", "quest:dense_below=0,budget=0.1", "fp8:dense_below=0"),
+    *("full", "turbo:dense_below=0,budget=0.1,sampled=0.0", "quest:dense_below=0,budget=0.1", "fp8:dense_below=0"),
     "shadowkv:dense_below=0,outliers=2,budget=0.1",
 )
 

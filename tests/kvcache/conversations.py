@@ -13,7 +13,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import Snapshot
 
 SPECS = {
@@ -106,7 +106,7 @@ def going_on(cache: KVCache, stream: Stream) -> Tensor:
     return stream.output()
 
 
-def same(wanted: Ending, cache: KVCache, sequence: Sequence) -> None:
+def same(wanted: Ending, cache: KVCache, sequence: CachedSequence) -> None:
     """The same bytes, and the same outputs of what follows."""
     made = cache.export(sequence)
     assert made.header == wanted.snapshot.header

@@ -13,10 +13,10 @@ from torch import Tensor
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=16)
 ROPE = RopeConfig(head_dim=16, theta=10000.0)
@@ -35,7 +35,7 @@ def make_cache(
 
 
 def scatter(cache: KVCache, seed: int) -> None:
-    """Leaves the free blocks mixed, as a day of sequences that come and go does."""
+    """Leaves the free blocks mixed, as many sequences that come and go do."""
     draw, held = random.Random(seed), []
     for _ in range(40 * cache.slots):
         start = draw.randint(1, cache.max_model_len)
@@ -73,7 +73,7 @@ def drawn(seed: int, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
 class Stream:
     """One sequence's endless random input and every output it got."""
 
-    def __init__(self, seed: int, sequence: Sequence | None = None) -> None:
+    def __init__(self, seed: int, sequence: CachedSequence | None = None) -> None:
         self.q, self.k, self.v = (x.clone() for x in drawn(seed, SHAPE))
         self.sequence = sequence
         self.length = 0
@@ -83,7 +83,7 @@ class Stream:
         """[tokens, layers, H_q, d]"""
         return torch.cat(self.outputs)
 
-    def going_on(self, sequence: Sequence, at: int, other: Stream) -> Stream:
+    def going_on(self, sequence: CachedSequence, at: int, other: Stream) -> Stream:
         """As this one for ``at`` tokens, then as ``other``."""
         child = copy(other)
         for name in ("q", "k", "v"):

@@ -10,7 +10,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.restoring import Restoring
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import Snapshot
 
 
@@ -29,7 +29,9 @@ class Late:
         self.ended = True
 
 
-def late(cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int) -> tuple[Sequence, Late]:
+def late(
+    cache: KVCache, snapshots: list[tuple[Snapshot, int]], start: int, capacity: int
+) -> tuple[CachedSequence, Late]:
     links = [Link(snapshot.header, stop) for snapshot, stop in snapshots]
     restoring = cache.restore(links, start, capacity)
     arrival = Late(restoring, [snapshot for snapshot, _ in snapshots])

@@ -1,4 +1,4 @@
-"""Keys with a large bias before the rotation (Qwen2's projections have one) must be coded as well as keys without."""
+"""Keys with a large bias before RoPE (Qwen2's projections have one) must be coded as well as keys without."""
 
 import pytest
 import torch

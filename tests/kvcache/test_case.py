@@ -14,10 +14,10 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import NAMES
-from shadowkv.ops.rotate.tables import RopeConfig
 
-MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,drawn=0.0", "shadowkv:index=chunk-mean-fp8"]
+MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,sampled=0.0", "shadowkv:index=chunk-mean-fp8"]
 
 
 @pytest.mark.parametrize("kv", [*PRESETS, *MORE])
@@ -47,7 +47,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
     prefill(cache, [(stream, 100)])
     called |= {
         *OF_LAYERS,
-        "draw_tokens",
+        "sample_tokens",
         "write_rows",
     }  # which parts call that write rows as they come, and for the host
     assert called == cache.ops.called | (set() if cache.spec.seals else {"write_rows"})

@@ -43,7 +43,7 @@ def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:
     q = whole.of_sealed(torch.randn(3, SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE))
     selected = cache.parts.index.select(store, 1, q, batch).chunks
     sealed = batch.num_chunks.nonzero().flatten().tolist()
-    assert [int(batch.rows[row]) for row in sealed] == [streams[n].sequence.path[0].row for n in (0, 2)]
+    assert [int(batch.slots[row]) for row in sealed] == [streams[n].sequence.path[0].slot for n in (0, 2)]
     fields = store.page["sketch_signs"][1], store.page["sketch_scale"][1]
     queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][1], batch.states)
     scores = store.ops.sign_scores(queries, *fields, batch.pages, batch.num_pages).float()
@@ -66,6 +66,6 @@ def test_signs_alone_find_runs_of_eight_and_read_less() -> None:
     assert parts[0].scored_bytes(64_000, 2000) == 64_000 * signs + 4 * 16_000 * whole  # four times what is selected
     assert parts[0].scored_bytes(6400, 100) == 6400 * signs + 3200 * whole  # four times 800 tokens, over 384 runs of 8
     assert parts[0].scored_bytes(2048, 10) == 2048 * (signs + whole)  # all of them
-    assert parts[1].unsupported(preset("turbo", drawn=0.0), model) == [
+    assert parts[1].unsupported(preset("turbo", sampled=0.0), model) == [
         "signs alone find runs of 8 tokens: chunk=1 is none"
     ]

@@ -15,11 +15,11 @@ from shadowkv.kvcache.codecs.latents import Int4Latents
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.rotate.tables import RotaryTables
 
 
 class CentredBytes(RowCodec):
@@ -114,13 +114,13 @@ def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
     """All sealed pages of a sequence of one segment."""
     (places,) = cache.prefill._places([(stream.sequence, 0)])
     (segment,) = places.cached
-    return segment.row
+    return segment.slot
 
 
 def rotated_keys(stream: Stream, layer: int) -> Tensor:
     """[S, H, d] of all tokens, as the cache rotates them."""
     tables, positions = RotaryTables(ROPE, stream.length, DEVICE), torch.arange(stream.length, device=DEVICE)
-    return Ops(DEVICE).rotate(stream.k[layer, : stream.length], positions, tables)
+    return Ops(DEVICE).apply_rope(stream.k[layer, : stream.length], positions, tables)
 
 
 @pytest.mark.parametrize(

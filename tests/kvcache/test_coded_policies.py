@@ -18,13 +18,13 @@ from shadowkv.kvcache.presets import CACHE_DTYPES, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.kvcache.store import Store
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, RowCodec
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 CODECS = {codec.name: codec for codec in OURS if isinstance(codec, RowCodec)}
 NEW = [name for name in CODECS if not name.startswith("rotated")]
@@ -108,7 +108,7 @@ def test_a_step_attends_to_what_was_coded(name: str, place: str) -> None:
     every = torch.arange(sealed // 8, device=DEVICE).expand(1, 2, -1)
     tables, positions = RotaryTables(driver.ROPE, n + 1, DEVICE), torch.arange(n + 1, device=DEVICE)
     for layer in range(SHAPE.num_layers):
-        q, k = (cache.ops.rotate(x[layer, : n + 1], positions, tables) for x in (stream.q, stream.k))
+        q, k = (cache.ops.apply_rope(x[layer, : n + 1], positions, tables) for x in (stream.q, stream.k))
         v = stream.v[layer, : n + 1].clone()
         for axis, rows in (("keys", k), ("values", v)):
             decoded = gather_selected(getattr(cache.parts, axis).source(cache.store, layer, batch), every)[0]
@@ -136,9 +136,11 @@ def test_a_sequence_goes_on_in_another_cache_as_in_its_own(kv: str) -> None:
 def test_no_copy_of_a_prompt_is_made_where_nothing_is_learned_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, centred = [], CodedKeys._centred
 
-    def watched(part: CodedKeys, store: Store, layers: slice, states: Tensor, rotated: Tensor, first: Tensor) -> Tensor:
-        seen.append(rotated.shape[2])
-        return centred(part, store, layers, states, rotated, first)
+    def watched(
+        part: CodedKeys, store: Store, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
+    ) -> Tensor:
+        seen.append(rope_keys.shape[2])
+        return centred(part, store, layers, states, rope_keys, first)
 
     monkeypatch.setattr(CodedKeys, "_centred", watched)
     for name, longest in (("lloyd-4bit", 64), ("fp8", 300)):

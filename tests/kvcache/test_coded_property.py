@@ -18,9 +18,9 @@ from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.spec import KVSpec
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import reference
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 ROPES = (RopeConfig(64), RopeConfig(64, rotary_dim=32, interleaved=True))
 AXES = ("keys", "values")
@@ -91,12 +91,12 @@ def check_a_step(cache: KVCache, streams: list[Stream]) -> None:
         decoded = {} if batch.sealed is None else decoded_rows(cache, layer, batch.sealed)
         for stream in streams:
             positions = torch.arange(stream.length, device=DEVICE)
-            q, k = (cache.ops.rotate(x[layer, : stream.length], positions, tables) for x in (stream.q, stream.k))
+            q, k = (cache.ops.apply_rope(x[layer, : stream.length], positions, tables) for x in (stream.q, stream.k))
             v = stream.v[layer, : stream.length].clone()
             for segment in stream.sequence.path:
                 begin, end = segment.first, segment.first + 64 * len(segment.pages)
                 exact = 0 if begin else cache.spec.static_tokens
-                for rows, found in zip((k, v), decoded[segment.row], strict=True):
+                for rows, found in zip((k, v), decoded[segment.slot], strict=True):
                     rows[begin + exact : end] = found[exact : end - begin]
             scores = torch.einsum("hgd,nhd->hgn", q[-1].unflatten(0, (2, 3)), k) / 8
             wanted = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten(0, 1)
@@ -105,8 +105,8 @@ def check_a_step(cache: KVCache, streams: list[Stream]) -> None:
 
 def decoded_rows(cache: KVCache, layer: int, sealed: SealedBatch) -> dict[int, list[Tensor]]:
     """Keys and values [n, H, d] of the segments of a batch, by the rows of these."""
-    every = torch.arange(sealed.pages.shape[1] * 64 // cache.spec.chunk, device=DEVICE).expand(len(sealed.rows), 2, -1)
+    every = torch.arange(sealed.pages.shape[1] * 64 // cache.spec.chunk, device=DEVICE).expand(len(sealed.slots), 2, -1)
     every = every.masked_fill(every >= sealed.num_chunks[:, None, None], 0)  # behind their end they may be anywhere
     sources = (part.source(cache.store, layer, sealed) for part in (cache.parts.keys, cache.parts.values))
     rows = [gather_selected(source, every).transpose(1, 2) for source in sources]
-    return {int(name): [x[i] for x in rows] for i, name in enumerate(sealed.rows)}
+    return {int(name): [x[i] for x in rows] for i, name in enumerate(sealed.slots)}

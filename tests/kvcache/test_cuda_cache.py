@@ -10,8 +10,8 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import NAMES
-from shadowkv.ops.rotate.tables import RopeConfig
 
 if DEVICE != "cuda":
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -42,7 +42,7 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
     return [stream.output().float() for stream in streams]
 
 
-CHANGED = ["turbo:drawn=0.0", "turbo:chunk=4,drawn=0.25", "turboquant-4:centred=true", "turboquant-3:place=host"]
+CHANGED = ["turbo:sampled=0.0", "turbo:chunk=4,sampled=0.25", "turboquant-4:centred=true", "turboquant-3:place=host"]
 
 
 @pytest.mark.parametrize("kv", [*sorted(PRESETS), *CHANGED])
@@ -104,4 +104,4 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     torch.cuda.synchronize()
     counts, buffer = cache.fetches, cache.store.buffer
     assert counts.selected > counts.fetched > buffer.owner.numel() > 0
-    assert not buffer.step[:, cache.pool.tables.padding_row].any()
+    assert not buffer.step[:, cache.pool.tables.padding_segment_slot].any()

@@ -8,10 +8,10 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.block_attention import reference
 from shadowkv.ops.registry import NAMES
-from shadowkv.ops.rotate.tables import RopeConfig
 
 if DEVICE != "cuda":
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -65,9 +65,10 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
         for layer in range(SHAPE.num_layers):
             cache.append(layer, stream.k[layer, rows], stream.v[layer, rows], block)
             got = cache.attend(layer, stream.q[layer, rows], block)
-            q = cache.ops.rotate(stream.q[layer, rows], batch.positions, cache.store.rotary)
+            q = cache.ops.apply_rope(stream.q[layer, rows], batch.positions, cache.store.rotary)
             own = [
-                x.transpose(0, 1).float() for x in (batch.rotated[batch.place(layer)], batch.values[batch.place(layer)])
+                x.transpose(0, 1).float()
+                for x in (batch.rope_keys[batch.place(layer)], batch.values[batch.place(layer)])
             ]
             k, v = (torch.cat(x, dim=1) for x in zip(before[layer], own))
             exact, _ = reference.block_attention(q.float(), k, v, causal=True)

@@ -10,12 +10,12 @@ from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.dummy import fill_dummy
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -32,7 +32,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_TOKENS, "cuda", 1000)
 
 
-def make(kv: str) -> tuple[KVCache, Runner, Sequence]:
+def make(kv: str) -> tuple[KVCache, Runner, CachedSequence]:
     cache = KVCache(
         preset(kv), SHAPE, ROPE, slots=4, max_model_len=4096, memory=Blocks(device=300, host=300), dtype=torch.bfloat16,
         device="cuda",

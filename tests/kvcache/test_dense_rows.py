@@ -50,15 +50,15 @@ def test_only_compressed_rows_are_searched(name: str, fetch_buffer: float) -> No
     searched = []
 
     def watched(layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
-        assert len(q) == len(batch.rows) == len(batch.pages) == len(batch.budget) == len(selected.chunks)
-        searched.append(batch.rows.tolist())
+        assert len(q) == len(batch.slots) == len(batch.pages) == len(batch.budget) == len(selected.chunks)
+        searched.append(batch.slots.tolist())
         return selected
 
     cache.selection_hook = watched
     decode(cache, streams)
     decode(cache, [streams[3], streams[1]])
     decode(cache, [streams[0], streams[2]])
-    first, second = (streams[n].sequence.path[0].row for n in (1, 3))
+    first, second = (streams[n].sequence.path[0].slot for n in (1, 3))
     layers = SHAPE.num_layers
     assert searched == [[first, second]] * layers + [[second, first]] * layers
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from shadowkv.kvcache import spec as spec_module
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, SETTLED, Growth, Standing
-from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.memory import OutOfBlocks
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
 from shadowkv.kvcache.presets import preset
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE, KVSpec
 
 specs = st.builds(
@@ -98,7 +98,7 @@ def test_what_is_sealed_grows_with_the_sequence_and_leaves_the_newest_exact(data
         assert length - at.sealed >= growth.limit(at.segments)
 
 
-def feed(cache: KVCache, sequence: Sequence, count: int) -> None:
+def feed(cache: KVCache, sequence: CachedSequence, count: int) -> None:
     """Stores random keys and values of new tokens, without attention."""
     batch = cache.prefill_batch([(sequence, count)])
     for layer in range(SHAPE.num_layers):
@@ -109,13 +109,13 @@ def feed(cache: KVCache, sequence: Sequence, count: int) -> None:
     check(cache, sequence)
 
 
-def step(cache: KVCache, sequence: Sequence) -> None:
+def step(cache: KVCache, sequence: CachedSequence) -> None:
     """A decode step as the host sees it."""
     cache.end_decode(cache.plan_decode([sequence]))
     check(cache, sequence)
 
 
-def check(cache: KVCache, sequence: Sequence) -> None:
+def check(cache: KVCache, sequence: CachedSequence) -> None:
     pages, tables = -(-sequence.length // PAGE) - sequence.sealed // PAGE, cache.pool.tables
     assert pages <= len(sequence.ring if sequence.path else sequence.dense), "two pages of the tail in one place"
     if sequence.path:
@@ -185,7 +185,7 @@ def test_states_of_all_segments_to_come_are_held_from_the_start() -> None:
     held = cache.total["states"] - cache.free["states"]
     feed(cache, one, 300)
     assert len(one.path) + len(one.state_reserve) == held > 2
-    with pytest.raises(OutOfPages):
+    with pytest.raises(OutOfBlocks):
         cache.allocate(300, 3000)
     for _ in range(900):
         step(cache, one)
@@ -272,7 +272,7 @@ def test_a_sequence_that_is_compressed_late_knows_the_last_queries_of_its_prompt
     for stream, length in zip(streams, lengths):
         (segment,) = stream.sequence.path
         first = max(0, length - 64)
-        queries = cache.ops.rotate(
+        queries = cache.ops.apply_rope(
             stream.q[:, first:length], torch.arange(first, length, device=DEVICE).expand(2, -1), cache.store.rotary
         )
         wanted = sketch_maps(queries, SHAPE.num_kv_heads, cache.store.rotation("sketch"))

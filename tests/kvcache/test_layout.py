@@ -71,7 +71,7 @@ def test_blocks_hold_as_many_pages_of_one_kind_as_fit(spec):
     assert sealed * layout.sealed_bytes <= layout.block_bytes
     assert blocks["device"] == -(-3 // exact) + -(-6 // exact) + -(-pages.sealed // sealed)
     assert blocks["host"] == host
-    assert blocks["rows"] == 2
+    assert blocks["segment_slots"] == 2
     assert blocks["states"] == (2 if layout.state_fields else 0)
     assert not any(layout.blocks(PageCount()).values())
 
@@ -112,12 +112,12 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     row = 8 * dim * size + 2 * 4  # a chunk of values, whose it is and when it was used
     buffer = heads * (entries * row + chunks * 2 + 4)
     state = rank * heads * dim * size
-    assert shape.num_layers * buffer <= unit["rows"] <= shape.num_layers * (buffer + 80)
+    assert shape.num_layers * buffer <= unit["segment_slots"] <= shape.num_layers * (buffer + 80)
     assert shape.num_layers * state <= unit["states"] < shape.num_layers * (state + 48 + GRANULE)
     count = layout.fixed_blocks(12)
-    assert count == Blocks(sequences=12, rows=12 + 7, states=12 + 7)  # some for later segments
-    assert layout.fixed_blocks(160) == Blocks(sequences=160, rows=170, states=170)
-    assert layout.fixed_bytes(12) == 20 * (unit["rows"] + unit["states"])
+    assert count == Blocks(sequences=12, segment_slots=12 + 7, states=12 + 7)  # some for later segments
+    assert layout.fixed_blocks(160) == Blocks(sequences=160, segment_slots=170, states=170)
+    assert layout.fixed_bytes(12) == 20 * (unit["segment_slots"] + unit["states"])
 
 
 def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():

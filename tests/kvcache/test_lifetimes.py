@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.memory import OutOfBlocks
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.presets import preset
 
@@ -63,7 +63,7 @@ class Lifetimes(RuleBasedStateMachine):
         cache = self.cache
         before = cache.free
         if not cache.demand(length, length + room).within(before):
-            with pytest.raises(OutOfPages):
+            with pytest.raises(OutOfBlocks):
                 cache.allocate(length, length + room)
             assert cache.free == before
             return
@@ -91,7 +91,7 @@ class Lifetimes(RuleBasedStateMachine):
         before = self.cache.free
         try:
             sequence = self.cache.fork(parent.sequence, at, at + new, at + new + room)
-        except OutOfPages:
+        except OutOfBlocks:
             assert self.cache.free == before
             return
         assert sequence.pages == parent.sequence.pages[: len(sequence.pages)]
@@ -114,7 +114,7 @@ class Lifetimes(RuleBasedStateMachine):
         start, cache = stream.length + new, self.cache
         before = cache.free
         if not cache.growth(stream.sequence, start, start + room).within(before):
-            with pytest.raises(OutOfPages):
+            with pytest.raises(OutOfBlocks):
                 cache.extend(stream.sequence, start, start + room)
             assert cache.free == before
             return
@@ -156,7 +156,7 @@ class Lifetimes(RuleBasedStateMachine):
             new = self.cache.export(old, cut)
             chain = [Link(new.header, length)]
             restoring = self.cache.restore(chain, length, old.capacity, old)
-        except (ValueError, OutOfPages):  # the first as in ``move``
+        except (ValueError, OutOfBlocks):  # the first as in ``move``
             assert self.cache.free == before
             return
         for layer, piece in enumerate(new.data):

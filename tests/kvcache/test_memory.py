@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.memory import GRANULE, Blocks, Field, OutOfPages, Tier, page_bytes
+from shadowkv.kvcache.memory import GRANULE, Blocks, Field, OutOfBlocks, Tier, page_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool, torch.int64)
@@ -154,7 +154,7 @@ def test_allocation_and_release_keep_count_of_distinct_blocks(seed):
         else:
             wanted, free = draw.randint(0, 9), tier.free_blocks
             if wanted > free:
-                with pytest.raises(OutOfPages):
+                with pytest.raises(OutOfBlocks):
                     tier.allocate(wanted)
             else:
                 new = tier.allocate(wanted)
@@ -169,11 +169,11 @@ def test_allocation_and_release_keep_count_of_distinct_blocks(seed):
 def test_out_of_pages_takes_nothing_and_names_the_numbers():
     tier = Tier("host", 1, 256, 5, CPU)
     tier.allocate(3)
-    with pytest.raises(OutOfPages, match=r"3 .*host.*2 of 5"):
+    with pytest.raises(OutOfBlocks, match=r"3 .*host.*2 of 5"):
         tier.allocate(3)
     assert tier.free_blocks == 2
     assert len(tier.allocate(2)) == 2
-    with pytest.raises(OutOfPages):
+    with pytest.raises(OutOfBlocks):
         tier.allocate(1)
     assert tier.allocate(0) == []
 

@@ -19,9 +19,9 @@ from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import WIDTHS, allocate
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.ops.apply_rope.reference import halves, rotate_by
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.rotate.reference import halves, rotate_by
-from shadowkv.ops.rotate.tables import RopeConfig
 
 CODEC = MixedLatents()
 LLAMA_8B = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)

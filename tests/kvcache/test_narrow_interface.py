@@ -76,7 +76,7 @@ def test_what_is_looked_for_is_there():
         ("places = cache.prefill._places", 1),
         ("cache.prefill.side = None", 2),
         ("cache.select = scripted", 1),
-        ("engine.cache.ops.rotate = slow", 1),
+        ("engine.cache.ops.apply_rope = slow", 1),
         ("cache.state['basis'][0] = 1", 1),
         ("object.__setattr__(cache, 'select', scripted)", 1),
         ("cache.selection_hook = scripted", 0),

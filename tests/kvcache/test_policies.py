@@ -29,7 +29,7 @@ def run(spec: KVSpec) -> tuple[KVCache, Stream]:
 
 
 def plain_basis(stream: Stream, layer: int, rank: int) -> torch.Tensor:
-    """[H * d, r], the top right singular vectors of the prompt's keys before the rotation."""
+    """[H * d, r], the top right singular vectors of the prompt's keys before RoPE."""
     return torch.linalg.svd(stream.k[layer, :S].flatten(1).double(), full_matrices=False).Vh[:rank].T
 
 
@@ -174,7 +174,7 @@ def selected(cache: KVCache, stream: Stream, layer: int) -> list[set[int]]:
     """Chunks that the next token of a stream attends to, by kv head, of all its segments."""
     batch = sealed_batch(cache, [stream])
     position = torch.tensor([stream.length], device=DEVICE)
-    q = rotate_plainly(stream.q[layer, stream.length :][:1], position).expand(len(batch.rows), -1, -1)
+    q = rotate_plainly(stream.q[layer, stream.length :][:1], position).expand(len(batch.slots), -1, -1)
     found: list[set[int]] = [set() for _ in range(SHAPE.num_kv_heads)]
     for first, heads in zip(
         batch.first.tolist(), cache.parts.index.select(cache.store, layer, q, batch).chunks.tolist()
@@ -286,7 +286,7 @@ def snapkv_with_a_planted_key(token: int, **fields: int) -> tuple[KVCache, Strea
     for x, rows in ((stream.k, [token]), (stream.q, range(S - 64, S))):
         position = torch.tensor(rows, device=DEVICE)
         aligned = (8 * wanted / wanted.norm()).expand(len(position), x.shape[2], -1)
-        x[:, position] = cache.ops.rotate(aligned, position, cache.store.rotary, inverse=True)
+        x[:, position] = cache.ops.apply_rope(aligned, position, cache.store.rotary, inverse=True)
     prefill(cache, [(stream, S)], block=30)  # the voters come in several blocks
     return cache, stream
 

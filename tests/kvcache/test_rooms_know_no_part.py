@@ -64,7 +64,7 @@ def test_generic_rooms_know_no_part() -> None:
         ('"kept_energy" in state, "excluded"', 2),
         ("from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE", 1),
         ("from shadowkv.kvcache.parts.keys_low_rank import LowRankKeys", 1),
-        ("from shadowkv.kvcache.parts.base import EXCLUDED\nfrom shadowkv.ops.rotate.tables import RopeConfig", 0),
+        ("from shadowkv.kvcache.parts.base import EXCLUDED\nfrom shadowkv.ops.apply_rope.tables import RopeConfig", 0),
         ('"""The latents."""\nstore.page[field.name]', 0),
     ],
 )

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import Blocks, OutOfPages
+from shadowkv.kvcache.memory import Blocks, OutOfBlocks
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SPECS = {
     "full": preset("full"),
@@ -110,7 +110,7 @@ def test_whatever_is_changed_is_refused_or_can_be_restored(header: SnapshotHeade
     for cache in CACHES:
         try:
             sequence = cache.restore([Link(found, found.length)], found.length, found.length).sequence
-        except (ValueError, OutOfPages):
+        except (ValueError, OutOfBlocks):
             pass
         else:
             nan = torch.full((found.num_layers, found.layer_bytes), 255, dtype=torch.uint8)
@@ -214,6 +214,10 @@ def test_cuts(header: SnapshotHeader) -> None:
             assert (one.first, one.reach - one.end) == (whole.first, whole.reach - whole.end)
 
 
+FORM = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923acec"
+"""Of the policy below, as long as its snapshots are read."""
+
+
 def test_caches_say_what_they_store_alike() -> None:
     one = make_cache(SPECS["turbo"])
     other = KVCache(
@@ -221,11 +225,15 @@ def test_caches_say_what_they_store_alike() -> None:
         memory=Blocks(device=9, host=9), device=DEVICE,
     )  # fmt: skip
     again = KVCache(
-        replace(SPECS["turbo"], budget=0.5, drawn=0.25, local=100), SHAPE, ROPE, slots=2, max_model_len=500,
+        replace(SPECS["turbo"], budget=0.5, sampled=0.25, local=100), SHAPE, ROPE, slots=2, max_model_len=500,
         memory=Blocks(device=9, host=9), device=DEVICE,
     )  # fmt: skip
     assert again.stores_alike(one, 3000)
     assert not other.stores_alike(one, 3000)
+
+
+def test_the_form_is_that_of_files_from_before() -> None:
+    assert make_cache(preset("turbo", rank=16)).form == FORM
 
 
 def test_bytes_that_are_not_the_headers_are_refused() -> None:

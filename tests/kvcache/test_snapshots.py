@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.memory import OutOfPages
+from shadowkv.kvcache.memory import OutOfBlocks
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.snapshot import Snapshot
 
@@ -212,7 +212,7 @@ def test_no_room_takes_nothing_and_room_is_what_was_asked_for(
     if behind and len(links) > 1:
         try:
             parent = target.load(snapshots[:-1], links[-2].stop)
-        except (OutOfPages, ValueError):
+        except (OutOfBlocks, ValueError):
             assert target.free == target.total
             return
         links = links[-1:]
@@ -226,7 +226,7 @@ def test_no_room_takes_nothing_and_room_is_what_was_asked_for(
         assert target.free == before
         return
     if not demand.within(before):
-        with pytest.raises(OutOfPages):
+        with pytest.raises(OutOfBlocks):
             target.restore(links, *shape)
         assert target.free == before
         return

@@ -9,7 +9,7 @@ from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attent
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
-from shadowkv.kvcache.memory import Blocks, OutOfPages
+from shadowkv.kvcache.memory import Blocks, OutOfBlocks
 from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
@@ -17,9 +17,9 @@ from shadowkv.kvcache.spec import KVSpec
 
 FORMS = {
     "full": (preset("full"), preset("full")),
-    "turbo": (preset("turbo", rank=16, budget=64), preset("turbo", rank=16, budget=256, drawn=0.25)),
+    "turbo": (preset("turbo", rank=16, budget=64), preset("turbo", rank=16, budget=256, sampled=0.25)),
     "turbo to the host": (
-        preset("turbo:chunk=8,drawn=0.0", rank=16, budget=64),
+        preset("turbo:chunk=8,sampled=0.0", rank=16, budget=64),
         preset("turbo-host", rank=16, budget=96),
     ),
     "shadowkv from the host": (
@@ -153,7 +153,7 @@ def test_no_room_takes_nothing() -> None:
         if target.demand(900, capacity).within(target.free):
             target.release(target.load(exported, capacity))
         else:
-            with pytest.raises(OutOfPages):
+            with pytest.raises(OutOfBlocks):
                 target.load(exported, capacity)
         assert target.free == target.total
     assert not target.demand(900, 3000).within(target.total)

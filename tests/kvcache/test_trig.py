@@ -12,8 +12,8 @@ from torch import Tensor
 from shadowkv.kvcache.parts import index_trig
 from shadowkv.kvcache.parts.index_trig import expected_scores, looking_ahead, statistics, turn
 from shadowkv.kvcache.presets import preset
-from shadowkv.ops.rotate.reference import rotate
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 YARN = RopeConfig(16, interleaved=True, scaling="yarn", factor=4.0, original_max_position=512)
 S = 500
@@ -25,7 +25,7 @@ def complexes(x: Tensor, config: RopeConfig) -> Tensor:
 
 
 def formula(queries: Tensor, keys: Tensor, now: Tensor, ahead: tuple[int, ...], config: RopeConfig) -> Tensor:
-    """[n] of un-rotated queries [w, d] of one head and un-rotated keys [n, d] at positions 0 to n - 1; ``now`` [n]."""
+    """[n] of pre-RoPE queries [w, d] of one head and pre-RoPE keys [n, d] at positions 0 to n - 1; ``now`` [n]."""
     q, k, theta = complexes(queries, config), complexes(keys, config), config.inverse_frequencies()
     mean, length, square = q.mean(0), q.abs().mean(0), config.magnitude**2
     amplitude, phase = mean.abs() * k.abs(), (mean * k.conj()).angle()
@@ -40,10 +40,10 @@ def test_scores_are_those_of_the_formula(config: RopeConfig) -> None:
     torch.manual_seed(0)
     rotary, now = RotaryTables(config, 1000), 700
     queries, keys = torch.randn(1, 1, 64, 16) + torch.randn(16), torch.randn(300, 16)
-    rotated = rotate(queries[0, 0, :, None], torch.arange(64), rotary)[:, 0]
+    rotated = apply_rope(queries[0, 0, :, None], torch.arange(64), rotary)[:, 0]
     mean, spread = statistics(turn(rotated, -torch.arange(64), rotary)[None, None], config)
     asked = turn(looking_ahead(mean, rotary), torch.tensor([[now]]), rotary)
-    at = rotate(keys[:, None], torch.arange(300), rotary)[:, 0]
+    at = apply_rope(keys[:, None], torch.arange(300), rotary)[:, 0]
     found = expected_scores(asked[0], spread[0], at, config)[0]
     wanted = formula(queries[0, 0], keys, torch.full((300,), now), index_trig.AHEAD, config)
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
@@ -64,10 +64,10 @@ def test_one_query_at_no_distance_ranks_as_exact_scores_do(monkeypatch: pytest.M
     torch.manual_seed(0)
     rotary, now = RotaryTables(ROPE, 1000), torch.tensor([[700]])
     query = torch.randn(1, 1, 16)
-    keys = rotate(torch.randn(300, 1, 16), torch.arange(300), rotary)[:, 0]
+    keys = apply_rope(torch.randn(300, 1, 16), torch.arange(300), rotary)[:, 0]
     mean, spread = statistics(query.expand(64, -1, -1)[None, None, :, 0], ROPE)
     found = expected_scores(turn(looking_ahead(mean, rotary), now, rotary)[0], spread[0], keys, ROPE)[0]
-    exact = keys @ rotate(query, now[0], rotary)[0, 0]
+    exact = keys @ apply_rope(query, now[0], rotary)[0, 0]
     assert torch.equal(found.argsort(), exact.argsort())
 
 
@@ -80,7 +80,7 @@ def test_tokens_are_ranked_when_they_are_sealed(chunk: int) -> None:
     while stream.length < S + 130:
         decode(cache, [stream])
     batch, sealed = sealed_batch(cache, [stream]), stream.sequence.sealed
-    assert len(batch.rows) == 1 and sealed == 576  # 448 after the prompt
+    assert len(batch.slots) == 1 and sealed == 576  # 448 after the prompt
     page = torch.arange(sealed) // 64
     now = torch.where(page < 448 // 64, S - 1, 64 * page + 64 + 32 - 1)
     for layer in range(SHAPE.num_layers):

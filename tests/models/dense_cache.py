@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.models import Decoder
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 
 @dataclass(frozen=True)

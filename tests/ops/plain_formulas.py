@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SHAPES = [(2, 1, 64), (3, 3, 96), (1, 4, 128), (2, 7, 64), (1, 8, 256)]
 """kv heads, query heads of each, head dim."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cpu, reference
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
@@ -20,7 +21,6 @@ from shadowkv.ops.attend_selected.sources import (
     ValueSource,
 )
 from shadowkv.ops.codec import LatentCodec
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 PAGES = 3
 """Pages of a row."""
@@ -55,7 +55,7 @@ class Case:
         rank: int = 12,
         values: str = "rows",
         buffered: bool = False,
-        drawn: bool = False,
+        sampled: bool = False,
         rope: dict[str, Any] | None = None,
         dtype: torch.dtype = torch.float32,
         least: int = 0,
@@ -64,7 +64,7 @@ class Case:
         self.per_page, self.names = 64 // chunk, 2 * batch * PAGES
         self.selected = self._selection(least)
         self.q = torch.randn(batch, heads * group, dim).to(dtype)
-        self.log_weight = torch.rand(self.selected.shape) if drawn else None
+        self.log_weight = torch.rand(self.selected.shape) if sampled else None
         self.slots = torch.randperm(2 * batch)[:batch]
         self.keys: KeySource
         if keys in LATENT_CODECS:

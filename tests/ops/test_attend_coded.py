@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cpu, cuda, reference
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.case import Case
-from shadowkv.ops.rotate.reference import rotate
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.ops.rotations import random_rotation
 
 ON_GPU = torch.cuda.is_available()
@@ -72,7 +72,7 @@ class Stored:
             mean[slots] = 3 * torch.randn(batch, heads, dim, device=DEVICE)
             first = 64 * torch.arange(batch, device=DEVICE)
             positions = first[:, None] + torch.arange(64 * PAGES, device=DEVICE)
-            turned = rotate(mean[slots][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
+            turned = apply_rope(mean[slots][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
             self.rows = self.rows + turned.transpose(1, 2)
         if name == "rows":
             poisoned = self.rows.masked_fill(unread[:, None, :, None], torch.nan)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int8Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows, LatentKeys
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 WIDTHS = [(4, 64), (4, 96), (4, 128), (4, 256), (3, 64), (3, 128), (3, 256), (2, 64), (2, 96), (2, 128), (2, 256)]
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from plain_formulas import assert_close
 from selected_case import Case
 
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cpu
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.case import Case as OpsCase
 from shadowkv.ops.extension import load_cpu
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
 
@@ -49,7 +49,7 @@ FORMS = st.fixed_dictionaries(
         "rank": st.integers(2, 40),
         "values": st.sampled_from(["rows", "4", "3", "2"]),
         "buffered": st.booleans(),
-        "drawn": st.booleans(),
+        "sampled": st.booleans(),
         "rope": st.sampled_from(ROPES),
     }
 )
@@ -246,7 +246,7 @@ def test_chunks_past_the_pages_or_the_rotation_are_refused(keys: str) -> None:
     ],
 )
 def test_the_binding_refuses_what_does_not_fit(match: str, name: str, change: Callable[[Any], Any]) -> None:
-    case = Case(keys="low-rank-int8", values="4", drawn=True)
+    case = Case(keys="low-rank-int8", values="4", sampled=True)
     case.put(name, change(case.field(name)))
     with pytest.raises(RuntimeError, match=match):
         cpu.attend_selected(*case.arguments)

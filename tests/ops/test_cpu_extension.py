@@ -12,9 +12,9 @@ from test_cpu_attend_selected import Case
 from torch import Tensor
 
 from shadowkv.ops import extension
-from shadowkv.ops.draws import MOST_BITS, Draws
 from shadowkv.ops.extension import load_cpu
 from shadowkv.ops.paged_attention import cpu
+from shadowkv.ops.sampling import MOST_BITS, Sampling
 from shadowkv.ops.select_by_sketch import cpu as cpu_selection
 from shadowkv.ops.select_by_sketch import reference as reference_selection
 from shadowkv.ops.sign_scores import cpu as cpu_scores
@@ -172,7 +172,7 @@ def test_the_fakes_have_the_shapes_of_the_ops():
     for op, args in (
         (torch.ops.shadowkv.paged_attention, case([5, 70])),
         (torch.ops.shadowkv.sign_scores, tuple(sketch[name] for name in SIGNS)),
-        (torch.ops.shadowkv.attend_selected, Case(keys="low-rank-int8", values="3", drawn=True).raw_arguments),
+        (torch.ops.shadowkv.attend_selected, Case(keys="low-rank-int8", values="3", sampled=True).raw_arguments),
         (torch.ops.shadowkv.select_by_sketch, (*sketch.values(), 2, 25)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
@@ -200,15 +200,17 @@ def test_selections_are_those_of_the_reference(seed, dim, chunk):
     coarse = reference_scores.sign_scores(queries, signs, scale, *places)
     args = queries, coarse, signs, rest, scale, *places, torch.full((rows,), 40), chunk, 80
     counts = torch.randint(41, (rows,))
-    for draws in (None, Draws(counts, torch.randint(1 << 40, (rows,)))):
-        chunks, log_weight = cpu_selection.select_by_sketch(*args, draws, 5)
-        expected, expected_weight = reference_selection.select_by_sketch(*args, draws, 5)
+    for sampling in (None, Sampling(counts, torch.randint(1 << 40, (rows,)))):
+        chunks, log_weight = cpu_selection.select_by_sketch(*args, sampling, 5)
+        expected, expected_weight = reference_selection.select_by_sketch(*args, sampling, 5)
         same = (chunks == expected).all(-1)
-        assert same.float().mean() > 0.8  # what is drawn hangs on the last bits of sums, ties are broken as one likes
+        assert (
+            same.float().mean() > 0.8
+        )  # what is sampled depends on the last bits of sums, ties are broken as one likes
         assert ((chunks >= 0).sum(-1) - (expected >= 0).sum(-1)).abs().max() <= 1
-        if draws is not None:
-            # A chance is a multiple of 2**-20, and may be the next one: the rarer what was drawn, the more that is. In
-            # a row or two a score is rounded to the next float16, which changes its chance and, less, the others'.
+        if sampling is not None:
+            # A chance is a multiple of 2**-20, and may be the next one: the rarer what was sampled, the more that is.
+            # In a row or two a score is rounded to the next float16, which changes its chance and, less, the others'.
             error = (log_weight - expected_weight).abs().masked_fill(~same[..., None] | (chunks < 0), 0)
             beyond = error > 1e-4 + 4 * expected_weight.exp() / 2**MOST_BITS
             assert beyond.any(-1).float().mean() < 0.15
@@ -221,9 +223,9 @@ def test_queries_that_are_not_finite_select_something_of_their_own_row_alone(see
     q = torch.randn(3, 2, 64)
     q[1, 0, 5], q[1, 1, 7] = torch.nan, torch.inf
     queries = sketch_queries(q, torch.eye(64).expand(1, 2, 64, 64), torch.zeros(3, dtype=torch.int64))
-    draws = Draws(torch.full((3,), 40), torch.arange(3))
+    sampling = Sampling(torch.full((3,), 40), torch.arange(3))
     coarse = cpu_scores.sign_scores(queries, signs, scale, *places)
-    args = coarse, signs, rest, scale, *places, torch.full((3,), 40), 1, 80, draws
+    args = coarse, signs, rest, scale, *places, torch.full((3,), 40), 1, 80, sampling
     chunks, _ = cpu_selection.select_by_sketch(queries, *args)
     assert (chunks[1] < 90 * 64).all()
     q[1] = 1.0

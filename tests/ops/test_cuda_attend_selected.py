@@ -10,10 +10,10 @@ from torch import Tensor
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.codec import LatentCodec, RowCodec
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 if not cuda.available():
     pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.ops.draws import CAUTION, Draws, by_chance
+from shadowkv.ops.sampling import CAUTION, Sampling, by_chance
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
@@ -92,9 +92,9 @@ def check(args: tuple) -> None:
         first = coarse[row, :, :runs].float()
         edge = first.topk(int(keep[row]), dim=-1).values[:, -1:]
         for head in range(selected.shape[1]):
-            found = selected[row, head]
-            some = found[found >= 0]
-            assert (found[len(some) :] == -1).all()
+            top_k = selected[row, head]
+            some = top_k[top_k >= 0]
+            assert (top_k[len(some) :] == -1).all()
             assert (some.diff() > 0).all()
             maybe = (first[head] >= edge[head]).repeat_interleave(per_run)
             certain = (first[head] > edge[head]).repeat_interleave(per_run)
@@ -114,19 +114,19 @@ def check(args: tuple) -> None:
                 assert own.masked_fill(~missing, -math.inf).max() <= own[some].min() + tolerance
 
 
-def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
-    """Against chances from parts of the reference: which chunks are drawn hangs on the last bits of their sums."""
+def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
+    """Against chances from parts of the reference: which chunks are sampled depends on the last bits of their sums."""
     queries, coarse, num_pages, budget, chunk = args[0], args[1], args[6], args[7], args[8]
-    made, log_weight = cuda.select_by_sketch(*args, draws, layer)
+    made, log_weight = cuda.select_by_sketch(*args, sampling, layer)
     # A kernel adds up weights by the middles of bins: off by a 64th of a value, in powers of two, at the most.
-    fewest = 0.9 * (reference.select_by_sketch(*args, draws, layer)[0] >= 0).sum(-1) - 2
-    counts = draws.counts.where(budget > 0, 0)
+    fewest = 0.9 * (reference.select_by_sketch(*args, sampling, layer)[0] >= 0).sum(-1) - 2
+    counts = sampling.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
-    by_draw = reference.drawn_runs(num_pages, keep, Draws(counts, draws.seeds))
+    by_sample = reference.sampled_runs(num_pages, keep, Sampling(counts, sampling.seeds))
     per_run, heads = 8 // chunk, made.shape[1]
     sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1)
-    for row, (found, drawn, runs) in enumerate(zip(budget.tolist(), counts.tolist(), (8 * num_pages).tolist())):
-        if found == 0 or runs == 0:
+    for row, (top_k, sampled, runs) in enumerate(zip(budget.tolist(), counts.tolist(), (8 * num_pages).tolist())):
+        if top_k == 0 or runs == 0:
             assert (made[row] == -1).all()
             continue
         scores = chunk_scores(args, row)
@@ -134,16 +134,16 @@ def check_draws(args: tuple, draws: Draws, layer: int = 0) -> None:
             chunks = made[row, head][made[row, head] >= 0]
             weights = log_weight[row, head, : len(chunks)]
             assert (made[row, head, len(chunks) :] == -1).all()
-            assert len(chunks.unique()) == len(chunks) <= found + drawn
+            assert len(chunks.unique()) == len(chunks) <= top_k + sampled
             assert (weights >= 0).all() and scores[head, chunks].isfinite().all()
             assert len(chunks) >= fewest[row, head]
 
             # What runs stand for: logarithms that differ from their weights' by one number, but where they are sure.
             of_run = torch.zeros_like(weights)
-            if by_draw[row]:
+            if by_sample[row]:
                 values = coarse[row, head, :runs]
                 factor = reference.RUN_SHARPNESS * sharpness[row, head] / math.log(2)
-                numbers = (keep - by_draw)[row], keep[row], factor, keep[row]
+                numbers = (keep - by_sample)[row], keep[row], factor, keep[row]
                 _, chance = by_chance(values[None], *(x.view(1) for x in numbers))
                 edge = values[chance[0] < 1].amax()
                 sure = values > edge
@@ -236,12 +236,12 @@ def test_scores_beyond_float16(seed):
     assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
 
 
-def test_draws_of_scores_beyond_float16(seed):
+def test_samples_of_scores_beyond_float16(seed):
     """All of them are the largest number, and as likely as each other."""
     args = problem([40, 20], [40, 5], 60)
     args[0].unit.mul_(20)
     args[4].mul_(10000)
-    selected, log_weight = cuda.select_by_sketch(*args, Draws(torch.tensor([20, 30]).cuda(), torch.arange(2).cuda()))
+    selected, log_weight = cuda.select_by_sketch(*args, Sampling(torch.tensor([20, 30]).cuda(), torch.arange(2).cuda()))
     for row, wanted in enumerate((60, 35)):
         slope = reference.CHUNK_SHARPNESS * reference.log_sharpness(args[0], 2)[row, :, None]
         largest = slope * chunk_scores(args, row) > 65400  # nearly: which ones round to it, the last bits say
@@ -276,28 +276,28 @@ def test_a_captured_call_follows_its_inputs(seed):
     check(args)
 
 
-def some_draws(rows: int, most: int) -> Draws:
-    return Draws(torch.randint(1, most + 1, (rows,)).cuda(), torch.randint(0, 2**20, (rows,)).cuda())
+def some_sampling(rows: int, most: int) -> Sampling:
+    return Sampling(torch.randint(1, most + 1, (rows,)).cuda(), torch.randint(0, 2**20, (rows,)).cuda())
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("chunk", [8, 1])
-def test_ragged_rows_draw_by_their_chances(seed, group, dim, chunk):
+def test_ragged_rows_sample_by_their_chances(seed, group, dim, chunk):
     k = 512 // chunk
     args = problem([170, 1, 0, 90, 300], [k // 2, k // 2, k // 2, 0, k // 3], k, 2, group, dim, chunk, columns=301)
-    check_draws(args, some_draws(5, k // 2), 7)
+    check_sampling(args, some_sampling(5, k // 2), 7)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(20, 8), (60, 8)])
-def test_many_rows_draw(seed, rows, heads):
+def test_many_rows_sample(seed, rows, heads):
     counts = torch.randint(0, 161, (rows,)).tolist()
     args = problem(counts, torch.randint(0, 100, (rows,)).tolist(), 200, heads, columns=160)
-    check_draws(args, some_draws(rows, 100))
+    check_sampling(args, some_sampling(rows, 100))
 
 
-def test_a_long_row_draws(seed):
-    check_draws(problem([9000, 900], [4000, 200], 8000, 2, 4, 128), some_draws(2, 4000))
+def test_a_long_row_samples(seed):
+    check_sampling(problem([9000, 900], [4000, 200], 8000, 2, 4, 128), some_sampling(2, 4000))
 
 
 @pytest.mark.parametrize(("group", "dim", "chunk"), [(4, 128, 1), (8, 64, 8), (3, 96, 2)])
@@ -309,17 +309,17 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
     _, _, *planes, pages, num_pages, budget, _, _ = problem(counts, [1] * rows, 1, heads, group, dim, chunk)
     q, maps = torch.randn(rows, heads * group, dim).cuda(), torch.randn(3, heads, dim, dim).cuda().bfloat16()
     slots = torch.arange(rows).cuda() % 3
-    budget, drawn, seeds = torch.randint(1, 400 // chunk, (3, rows)).cuda()
-    drawn[3] = 0
+    budget, sampled, seeds = torch.randint(1, 400 // chunk, (3, rows)).cuda()
+    sampled[3] = 0
 
     def select(first: int, last: int) -> tuple[Tensor, Tensor]:
         own = slice(first, last)
         queries = making.sketch_queries(q[own], maps, slots[own])
         names = pages[own, : max(1, *counts[first:last])].contiguous()
         coarse = scoring.sign_scores(queries, *planes[::2], names, num_pages[own])
-        k = int((budget + drawn)[own].max())
+        k = int((budget + sampled)[own].max())
         args = queries, coarse, *planes, names, num_pages[own], budget[own], chunk, k
-        return cuda.select_by_sketch(*args, Draws(drawn[own], seeds[own]), 5)
+        return cuda.select_by_sketch(*args, Sampling(sampled[own], seeds[own]), 5)
 
     alone = [select(row, row + 1) for row in range(rows)]
     for size in (2, 7, 48, 51, rows):
@@ -331,9 +331,9 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
             assert torch.equal(log_weight[row, :, :width][own >= 0], own_weight[own >= 0])
 
 
-def test_rows_that_draw_nothing_are_as_without_draws(seed):
+def test_rows_that_sample_nothing_are_as_without_samples(seed):
     args = problem([50, 40, 2], [40, 5, 30], 64)
-    none = Draws(torch.zeros(3, dtype=torch.int64).cuda(), torch.arange(3).cuda())
+    none = Sampling(torch.zeros(3, dtype=torch.int64).cuda(), torch.arange(3).cuda())
     selected, log_weight = cuda.select_by_sketch(*args, none)
     plain, _ = cuda.select_by_sketch(*args)
     assert torch.equal((selected >= 0).sum(-1), (plain >= 0).sum(-1))
@@ -342,7 +342,7 @@ def test_rows_that_draw_nothing_are_as_without_draws(seed):
     assert not log_weight[selected >= 0].any()
 
 
-def test_weighted_sums_of_many_draws_are_those_over_everything(seed):
+def test_weighted_sums_of_many_samples_are_those_over_everything(seed):
     """Of scores of one row under many seeds; what is estimated is how many chunks there are, and a sum over them."""
     one = problem([120], [100], 200, 2)
     times = 300
@@ -350,8 +350,8 @@ def test_weighted_sums_of_many_draws_are_those_over_everything(seed):
     rows = [x.expand(times, *x.shape[1:]).contiguous() for x in (one[1], one[5])]
     numbers = [x.expand(times).contiguous() for x in (one[6], one[7])]
     args = (queries, rows[0], *one[2:5], rows[1], *numbers, *one[8:])
-    draws = Draws(torch.full((times,), 100).cuda(), torch.arange(times).cuda())
-    chunks, log_weight = cuda.select_by_sketch(*args, draws)
+    sampling = Sampling(torch.full((times,), 100).cuda(), torch.arange(times).cuda())
+    chunks, log_weight = cuda.select_by_sketch(*args, sampling)
     scores = chunk_scores(one, 0)
     summand = (scores * one[0].length.view(2, -1).mean(-1, keepdim=True)).exp().masked_fill(scores.isinf(), 0)
     ones = log_weight.exp().masked_fill(chunks < 0, 0)
@@ -363,18 +363,18 @@ def test_weighted_sums_of_many_draws_are_those_over_everything(seed):
         assert ((estimate.mean(0) - total).abs() < 5 * estimate.std(0) / times**0.5 + 0.01 * total).all()
 
 
-def test_a_captured_call_draws_by_its_inputs(seed):
-    args, draws = problem([140, 24, 9], [30, 64, 64], 128, 8), some_draws(3, 60)
-    cuda.select_by_sketch(*args, draws, 2)
+def test_a_captured_call_samples_by_its_inputs(seed):
+    args, sampling = problem([140, 24, 9], [30, 64, 64], 128, 8), some_sampling(3, 60)
+    cuda.select_by_sketch(*args, sampling, 2)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cuda.select_by_sketch(*args, draws, 2)
+        captured = cuda.select_by_sketch(*args, sampling, 2)
     for _ in range(3):
-        draws.seeds.random_(0, 2**20)
-        draws.counts.random_(0, 60)
+        sampling.seeds.random_(0, 2**20)
+        sampling.counts.random_(0, 60)
         graph.replay()
-        expected = cuda.select_by_sketch(*args, draws, 2)
+        expected = cuda.select_by_sketch(*args, sampling, 2)
         assert torch.equal(captured[0], expected[0])
         assert torch.equal(captured[1][captured[0] >= 0], expected[1][captured[0] >= 0])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.ops.draws import Draws
 from shadowkv.ops.rotations import random_rotation
+from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import cuda as selecting
 from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import pack_sketch
@@ -129,9 +129,9 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
         coarse = scoring.sign_scores(queries, signs, scale, names, counts)
         if pause:
             torch.cuda.synchronize()
-        draws = Draws(budget, counts)
+        sampling = Sampling(budget, counts)
         return selecting.select_by_sketch(
-            queries, coarse, signs, rest, scale, names, counts, budget, 1, 2 * k, draws, layer
+            queries, coarse, signs, rest, scale, names, counts, budget, 1, 2 * k, sampling, layer
         )[0]
 
     search(0, pause=True)

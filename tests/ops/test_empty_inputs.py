@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
-from shadowkv.ops.draws import Draws
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.registry import NAMES, Ops
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -161,12 +161,12 @@ def nothing_to_score(ops: Ops) -> None:
 
 def nothing_to_find(ops: Ops) -> None:
     for rows, columns in ((0, 2), (B, 0), (B, 2)):
-        for draws in (None, Draws(whole(rows), whole(rows))):
+        for sampling in (None, Sampling(whole(rows), whole(rows))):
             queries, *fields = sketch(rows, columns)
             coarse = torch.full((rows, H, 8 * columns), -math.inf, dtype=torch.float16, device=DEVICE)
-            chunks, log_weight = ops.select_by_sketch(queries, coarse, *fields, whole(rows), 1, 5, draws)
+            chunks, log_weight = ops.select_by_sketch(queries, coarse, *fields, whole(rows), 1, 5, sampling)
             returns(chunks, ((rows, H, 5), -1))
-            assert (log_weight is None) == (draws is None)
+            assert (log_weight is None) == (sampling is None)
             assert log_weight is None or log_weight.shape == chunks.shape
 
 
@@ -192,8 +192,8 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "attend_selected": nothing_selected,
     "chunk_mean_scores": no_landmarks,
     "dequantise_blocks": lambda ops: returns(ops.dequantise_blocks(bytes_of(0, 34), "Q8_0"), ((0, 32), None)),
-    "draw_tokens": lambda ops: returns(
-        ops.draw_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)
+    "sample_tokens": lambda ops: returns(
+        ops.sample_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)
     ),
     "fetch_chunks": nothing_to_fetch,
     "find_outliers": lambda ops: returns(ops.find_outliers(floats(64, H, D), 8, 0), ((H, 0), None)),
@@ -219,7 +219,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "rebuild_rows": no_pages_to_rebuild,
     "rms_norm": lambda ops: returns(ops.rms_norm(floats(0, D), floats(D), 1e-5), ((0, D), None)),
-    "rotate": lambda ops: returns(ops.rotate(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),
+    "apply_rope": lambda ops: returns(ops.apply_rope(floats(0, H, D), whole(0), rope()), ((0, H, D), None)),
     "scaled_matmul": lambda ops: returns(
         ops.scaled_matmul(
             floats(0, D).to(FP8), whole(0, 1).float(), floats(H * D, D).to(FP8), whole(H * D, 1).float(), None, DTYPE

@@ -145,8 +145,8 @@ def test_levels_that_are_bytes_go_to_cuda(built: None, dim: int, backend: str) -
 
 
 def test_ops_that_are_not_called_are_not_asked(built: None) -> None:
-    ops = Ops("cuda", replace(TURBO, ops=frozenset(("rotate",)), dtype=torch.float16))
-    assert ops.called == {"rotate"}
+    ops = Ops("cuda", replace(TURBO, ops=frozenset(("apply_rope",)), dtype=torch.float16))
+    assert ops.called == {"apply_rope"}
     assert ops.backends["paged_attention"] == "cuda"
     assert not ops.synchronising
 
@@ -159,9 +159,9 @@ def test_references_that_wait_for_the_device_are_told(built: None) -> None:
 
 
 def test_an_override_chooses_one_ops_backend_alone() -> None:
-    ops = Ops("cuda", overrides={"rotate": "reference"})
-    assert ops.backends == {**Ops("cuda").backends, "rotate": "reference"}
-    assert not ops.reasons["rotate"]
+    ops = Ops("cuda", overrides={"apply_rope": "reference"})
+    assert ops.backends == {**Ops("cuda").backends, "apply_rope": "reference"}
+    assert not ops.reasons["apply_rope"]
 
 
 def test_an_override_that_cannot_serve_is_refused_with_its_reason(built: None) -> None:
@@ -170,13 +170,13 @@ def test_an_override_that_cannot_serve_is_refused_with_its_reason(built: None) -
 
 
 def test_unknown_ops_in_overrides_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"bake, sort.*known: .*rotate"):
-        Ops("cpu", overrides={"sort": "reference", "rotate": "reference", "bake": "reference"})
+    with pytest.raises(ValueError, match=r"bake, sort.*known: .*apply_rope"):
+        Ops("cpu", overrides={"sort": "reference", "apply_rope": "reference", "bake": "reference"})
 
 
 def test_a_backend_that_the_op_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'rotate'.*'abacus'"):
-        Ops("cpu", overrides={"rotate": "abacus"})
+    with pytest.raises(ValueError, match=r"'apply_rope'.*'abacus'"):
+        Ops("cpu", overrides={"apply_rope": "abacus"})
 
 
 def test_an_unknown_op_is_an_attribute_error_that_lists_the_known_ones() -> None:

@@ -9,10 +9,10 @@ import torch
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rebuild_rows import reference
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 from shadowkv.ops.rotations import random_rotation
 
 pytest.importorskip("triton")

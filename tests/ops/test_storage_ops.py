@@ -5,10 +5,10 @@ import torch
 from plain_formulas import assert_close, assert_close_like_lowp, turn
 
 from shadowkv.kvcache.codecs.latents import DenseLatents
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.low_rank_basis import reference as basis_reference
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
 
 
 def selection(heads: int, chunks: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,9 @@ from selected_case import Case
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected import reference
 from shadowkv.ops.attend_selected.sources import CodedRows
-from shadowkv.ops.rotate.tables import RotaryTables
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -35,10 +35,10 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         ("form", "codec"),
         [
             ({"keys": "low-rank", "values": "rows", "dim": 80}, None),
-            ({"keys": "low-rank-int8", "values": "3", "drawn": True, "chunk": 1, "rank": 40}, "lloyd-3bit"),
+            ({"keys": "low-rank-int8", "values": "3", "sampled": True, "chunk": 1, "rank": 40}, "lloyd-3bit"),
             ({"keys": "low-rank-int4", "values": "2", "rope": {"rotary_dim": 32, "interleaved": True}}, None),
             ({"keys": "low-rank-int4", "values": "rows", "dim": 48, "rope": {"rotary_dim": 24}}, None),
-            ({"keys": "low-rank-mixed", "values": "4", "drawn": True, "chunk": 1, "rank": 44}, None),
+            ({"keys": "low-rank-mixed", "values": "4", "sampled": True, "chunk": 1, "rank": 44}, None),
             ({"keys": "low-rank-mixed", "values": "3", "chunk": 4, "group": 8}, "lloyd-3bit"),
         ],
     )

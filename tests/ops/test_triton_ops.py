@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 triton = pytest.importorskip("triton")
 
@@ -18,6 +18,8 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.add_rms_norm import triton as add_rms_norm_triton
     from shadowkv.ops.append_tokens import reference as append_reference
     from shadowkv.ops.append_tokens import triton as append_triton
+    from shadowkv.ops.apply_rope import reference as rope_reference
+    from shadowkv.ops.apply_rope import triton as rope_triton
     from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
     from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
     from shadowkv.ops.merge_attention import reference as merge_reference
@@ -28,8 +30,6 @@ if ON_GPU or INTERPRETED:
     from shadowkv.ops.quantise_tokens import triton as quantise_tokens_triton
     from shadowkv.ops.rms_norm import reference as rms_norm_reference
     from shadowkv.ops.rms_norm import triton as rms_norm_triton
-    from shadowkv.ops.rotate import reference as rotate_reference
-    from shadowkv.ops.rotate import triton as rotate_triton
     from shadowkv.ops.silu_mul import reference as silu_mul_reference
     from shadowkv.ops.silu_mul import triton as silu_mul_triton
 
@@ -53,22 +53,22 @@ if ON_GPU or INTERPRETED:
         joined = random(7, 9 * rope.head_dim, dtype=dtype)  # queries of a joined projection are not contiguous
         x = joined[:, : 6 * rope.head_dim].unflatten(1, (6, -1))
         positions = torch.tensor([0, 1, 4999, 63, 64, 3000, 2], device=DEVICE)
-        wanted = rotate_reference.rotate(x, positions, tables, inverse)
-        torch.testing.assert_close(rotate_triton.rotate(x, positions, tables, inverse), wanted, **TOLERANCE[dtype])
+        wanted = rope_reference.apply_rope(x, positions, tables, inverse)
+        torch.testing.assert_close(rope_triton.apply_rope(x, positions, tables, inverse), wanted, **TOLERANCE[dtype])
 
     def test_rotate_more_leading_dimensions() -> None:
         tables = RotaryTables(RopeConfig(64), 500, DEVICE)
         x, positions = random(3, 5, 2, 64), torch.randint(0, 500, (3, 5), device=DEVICE)
-        wanted = rotate_reference.rotate(x, positions, tables)
-        torch.testing.assert_close(rotate_triton.rotate(x, positions, tables), wanted, **TOLERANCE[torch.float32])
+        wanted = rope_reference.apply_rope(x, positions, tables)
+        torch.testing.assert_close(rope_triton.apply_rope(x, positions, tables), wanted, **TOLERANCE[torch.float32])
 
     @pytest.mark.parametrize("shape", [(3, 1), (3, 5)], ids=str)
     def test_rotate_layers_of_the_same_positions(shape: tuple[int, int]) -> None:
         tables, x = RotaryTables(RopeConfig(64), 500, DEVICE), random(*shape, 2, 64)
         # What lies behind the positions is none. Of one token all are one number in memory, also when flattened.
         positions = torch.tensor([7, 90, 3, 4, 5, 499, 498, 497], device=DEVICE)[: shape[1]].expand(shape)
-        wanted = rotate_reference.rotate(x, positions, tables)
-        torch.testing.assert_close(rotate_triton.rotate(x, positions, tables), wanted, **TOLERANCE[torch.float32])
+        wanted = rope_reference.apply_rope(x, positions, tables)
+        torch.testing.assert_close(rope_triton.apply_rope(x, positions, tables), wanted, **TOLERANCE[torch.float32])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("rope", ROPES, ids=["64", "96", "half, interleaved", "yarn"])

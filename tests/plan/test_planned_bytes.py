@@ -17,13 +17,13 @@ from shadowkv.engine.sizing import (
 )
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfPages
+from shadowkv.kvcache.memory import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.kvcache.traffic import StepReads, step_reads
-from shadowkv.ops.rotate.tables import RopeConfig
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.plan.memory import sequence_bytes
 
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
@@ -51,7 +51,7 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
     cache = make_cache(SPECS[name], 1, Blocks(device=200, host=200))
     planned = sequence_bytes(make_layout(SPECS[name]), context)
     cache.allocate(context, context)
-    use, rows, row = cache.use(), (cache.total - cache.free)["rows"], row_bytes(cache)
+    use, rows, row = cache.use(), (cache.total - cache.free)["segment_slots"], row_bytes(cache)
     padding = 16 * SHAPE.num_layers * rows * len(cache.layout.buffer_fields)
     taken = use["device"].used_bytes + use["states"].used_bytes + rows * row
     assert taken <= planned.device < taken + max(1, padding)
@@ -62,7 +62,7 @@ def test_bytes_are_those_that_a_sequence_takes(name: str, context: int) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_fixed_bytes_are_those_of_all_states_and_buffers(name: str, sequences: int) -> None:
     cache = make_cache(SPECS[name], sequences, Blocks(device=1, host=1))
-    count = cache.total["rows"] + 1  # one for the rows that fill up a captured batch
+    count = cache.total["segment_slots"] + 1  # one for the rows that fill up a captured batch
     taken = cache.store.tiers["states"].arena.nbytes + count * row_bytes(cache)
     padding = 16 * SHAPE.num_layers * count * len(cache.layout.buffer_fields)
     assert taken <= cache.layout.fixed_bytes(sequences) < taken + max(1, padding)
@@ -98,7 +98,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(
 
     assert batch >= 1
     admit(batch)
-    with pytest.raises(OutOfPages):
+    with pytest.raises(OutOfBlocks):
         admit(batch + 1)
 
 
@@ -136,7 +136,7 @@ def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer
         assert step_bytes(model, layout) - logits == 32 * 8 * (1024 // 8) * numbers * 8
 
 
-def test_a_step_takes_logits_and_what_draws_work_in() -> None:
+def test_a_step_takes_logits_and_what_sampling_works_in() -> None:
     model = SimpleNamespace(shape=LLAMA, vocab_size=128256)
     assert step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16)) == 4 * 4 * 128256 + 4 * 8192 + 8 * 5
 

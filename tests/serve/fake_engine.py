@@ -11,7 +11,7 @@ from typing import Any
 
 from shadowkv.cache.errors import DiskTooSlow, NotDone, UnknownName, UnusableName
 from shadowkv.cache.saves import Saved
-from shadowkv.cache.segments import CachedSegment
+from shadowkv.cache.segments import PrefixSegment
 from shadowkv.cache.stats import TierStats
 from shadowkv.engine.async_engine import EngineBusy, EngineDead
 from shadowkv.engine.engine import EngineStats
@@ -109,10 +109,10 @@ class FakeEngine:
         }
         return EngineStats(len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes)
 
-    async def segments(self, most: int) -> tuple[list[CachedSegment], int]:
+    async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
         if not self.is_alive:
             raise EngineDead("the engine has died: boom")
-        return [CachedSegment("a1", 0, 640, True, True, ("device", "disk"))][:most], 1
+        return [PrefixSegment("a1", 0, 640, True, True, ("device", "disk"))][:most], 1
 
     async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
         if "EMPTY" in schema:

@@ -19,7 +19,7 @@ __device__ __forceinline__ void fetch_keys(const ScoreCall& call, const ScoreMem
   }
 }
 
-// Eight rows of a pair of parts: the sampled queries of one query head of one tile, or nobody's.
+// Eight rows of a pair of parts: the sampled queries of one query head of one tile, or padding.
 struct Sample {
   int query_head, tile;
   bool exists;
@@ -33,7 +33,7 @@ struct Sample {
   }
 };
 
-// Rows that are nobody's become zeros. A lane finds a token of one of four samples, so that the warp waits for few.
+// Padding rows become zeros. A lane finds a token of one of four samples, so that the warp waits for few.
 template <class Shape>
 __device__ __forceinline__ void copy_queries(
     const ScoreCall& call, const ScoreMemory<Shape>& memory, const Span& span, int warp) {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 
@@ -42,39 +41,39 @@ class DriverCache(KVCache):
 
     def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ranks, self._next, self._numbers = ranks, itertools.count(), dict[Sequence, int]()
+        self._ranks, self._next, self._numbers = ranks, itertools.count(), dict[CachedSequence, int]()
 
-    def numbers(self, sequences: Items[Sequence]) -> list[int]:
+    def numbers(self, sequences: Sequence[CachedSequence]) -> list[int]:
         """By which the other ranks know sequences."""
         return [self._numbers[sequence] for sequence in sequences]
 
-    def _new(self, sequence: Sequence) -> int:
+    def _new(self, sequence: CachedSequence) -> int:
         self._numbers[sequence] = next(self._next)
         return self._numbers[sequence]
 
-    def allocate(self, start: int, capacity: int) -> Sequence:
+    def allocate(self, start: int, capacity: int) -> CachedSequence:
         sequence = super().allocate(start, capacity)
         self._ranks.tell("allocate", self._new(sequence), start, capacity)
         return sequence
 
-    def extend(self, sequence: Sequence, start: int, capacity: int) -> None:
+    def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
         super().extend(sequence, start, capacity)
         self._ranks.tell("extend", self._numbers[sequence], start, capacity)
 
-    def fork(self, sequence: Sequence, length: int, start: int, capacity: int) -> Sequence:
+    def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         forked = super().fork(sequence, length, start, capacity)
         self._ranks.tell("fork", self._numbers[sequence], self._new(forked), length, start, capacity)
         return forked
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
         super().truncate(sequence, length)
         self._ranks.tell("truncate", self._numbers[sequence], length)
 
-    def trim(self, sequence: Sequence) -> None:
+    def trim(self, sequence: CachedSequence) -> None:
         super().trim(sequence)
         self._ranks.tell("trim", self._numbers[sequence])
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: CachedSequence) -> None:
         super().release(sequence)
         self._ranks.tell("release", self._numbers.pop(sequence))
 
@@ -89,9 +88,9 @@ class DriverRunner(Runner):
         super().__init__(model, cache, graphs_up_to)
         self._ranks, self._of = ranks, cache
         self._names = itertools.count()
-        self._forecast: tuple[list[Sequence], list[tuple[Sequence, int]]] = [], []
+        self._forecast: tuple[list[CachedSequence], list[tuple[CachedSequence, int]]] = [], []
 
-    def prefill(self, work: list[tuple[Sequence, list[int]]]) -> Generator[None, None, Prefilled]:
+    def prefill(self, work: list[tuple[CachedSequence, list[int]]]) -> Generator[None, None, Prefilled]:
         name, steps, ended = next(self._names), super().prefill(work), False
         numbers = self._of.numbers([sequence for sequence, _ in work])
         self._ranks.tell("prefill", name, list(zip(numbers, [tokens for _, tokens in work])))
@@ -111,7 +110,9 @@ class DriverRunner(Runner):
                 steps.close()
                 self._ranks.tell("leave", name)
 
-    def unprepared(self, sequences: list[Sequence], joining: list[tuple[Sequence, int]]) -> DecodePlan | None:
+    def unprepared(
+        self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
+    ) -> DecodePlan | None:
         self._forecast = sequences, joining
         return super().unprepared(sequences, joining)
 
@@ -129,7 +130,7 @@ class DriverRunner(Runner):
             self.model.group.copy_first(hidden)
             return super().prompt_logprobs(hidden, tokens, count)
 
-    def collective_rpc(self, function: Callable[..., Result], sequences: list[Sequence], *what: Any) -> Result:
+    def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
         self._ranks.send("collective_rpc", function, self._of.numbers(sequences), what)
         with self._ranks.together():
             return super().collective_rpc(function, sequences, *what)
@@ -140,7 +141,7 @@ class DriverRunner(Runner):
 
     def decode(
         self,
-        sequences: list[Sequence],
+        sequences: list[CachedSequence],
         tokens: list[int],
         sources: list[int] | None = None,
         record: AbstractContextManager[Any] | None = None,

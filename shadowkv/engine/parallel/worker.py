@@ -23,7 +23,7 @@ from shadowkv.engine.loading import graphs_up_to, load_engine_parts
 from shadowkv.engine.parallel.ranks import HERE, Command, rank_device
 from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.sequence import Sequence
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure, open_group
 
 
@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, runner: Runner, cache: KVCache) -> None:
         self.runner, self.cache = runner, cache
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, CachedSequence] = {}
         self._prefills: dict[int, Generator[None, None, Any]] = {}
 
     def obey(self, command: Command) -> None:

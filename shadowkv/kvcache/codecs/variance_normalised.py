@@ -27,7 +27,7 @@ LIMITS = 2.0**-6, 2.0**10
 """Of scales, in deviations of the page: rows that hardly vary about a mean would otherwise be scaled up without end."""
 
 LEAST = 1e-10
-"""A deviation below it is none."""
+"""A deviation below it counts as 0."""
 
 
 class VarianceNormalisedRows(RowCodec):

@@ -43,8 +43,8 @@ class SealedTokens:
         pages: int64 [n], granules of the device pages.
         value_pages: int64 [n], granules of the pages that hold ``ValuePart.placed_field`` (the same where it stays on
             the device).
-        keys: [L, n, 64, H, d] before the rotation.
-        rotated: [L, n, 64, H, d] after the rotation.
+        keys: [L, n, 64, H, d] before RoPE.
+        rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
     """
 
@@ -54,7 +54,7 @@ class SealedTokens:
     pages: Tensor
     value_pages: Tensor
     keys: Tensor
-    rotated: Tensor
+    rope_keys: Tensor
     values: Tensor
 
     def split(self, count: int) -> Iterator[SealedTokens]:
@@ -65,7 +65,7 @@ class SealedTokens:
                 self.layers,
                 self.states if len(self.states) == 1 else self.states[rows],
                 *(x[rows] for x in (self.first, self.pages, self.value_pages)),
-                *(x[:, rows] for x in (self.keys, self.rotated, self.values)),
+                *(x[:, rows] for x in (self.keys, self.rope_keys, self.values)),
             )
 
 
@@ -74,15 +74,15 @@ class FittedTokens:
     """Tokens that states are fitted on, of L layers and n segments at once, as long as one another.
 
     Attributes:
-        keys: [L, n, S, H, d] before the rotation. For a key part of few tokens behind others they are all of the
+        keys: [L, n, S, H, d] before RoPE. For a key part of few tokens behind others they are all of the
             sequence, those before as they are rebuilt.
-        rotated: [L, n, S, H, d] after the rotation.
+        rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
-        first: int64 [n], positions of the first tokens of ``rotated``.
+        first: int64 [n], positions of the first tokens of ``rope_keys``.
     """
 
     keys: Tensor
-    rotated: Tensor
+    rope_keys: Tensor
     values: Tensor
     first: Tensor
 
@@ -93,8 +93,8 @@ class Selection:
 
     Attributes:
         chunks: int64 [B, H, k], ascending; -1 is none, after the others.
-        log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were drawn; anything
-            where there is none. None where nothing is drawn.
+        log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were sampled; anything
+            where there is none. None where nothing is sampled.
     """
 
     chunks: Tensor
@@ -158,7 +158,7 @@ class Part(ABC):
 
         Args:
             states: int64 [n].
-            queries: [L, n, w, H_q, d], rotated: w is at most ``OBSERVED``, and 0 where they are gone.
+            queries: [L, n, w, H_q, d], after RoPE: w is at most ``OBSERVED``, and 0 where they are gone.
             first: int64 [n], the token of its segment that each one's first query is of.
         """
         return
@@ -194,13 +194,13 @@ class IndexPart(Part):
     """How chunks are found.
 
     Attributes:
-        draws: whether it can draw a share of the budget by its scores.
+        samples: whether it can sample a share of the budget by its scores.
         estimates_mass: whether it can end where it has found so much of the softmax.
         reads_excluded: whether the field ``EXCLUDED`` of pages says what may not be selected. An index for which it
             does not is told by ``exclude``.
     """
 
-    draws: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
     reads_excluded: ClassVar[bool] = True
 
     estimates_mass: ClassVar[bool] = False
@@ -210,8 +210,8 @@ class IndexPart(Part):
         reasons = []
         if spec.mass is not None and not cls.estimates_mass:
             reasons.append(f"index={spec.index!r} estimates no softmax over all chunks: mass has no meaning with it")
-        if spec.drawn and not cls.draws:
-            reasons.append(f"index={spec.index!r} draws no chunks: drawn={spec.drawn} has no meaning with it")
+        if spec.sampled and not cls.samples:
+            reasons.append(f"index={spec.index!r} samples no chunks: sampled={spec.sampled} has no meaning with it")
         return reasons
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
@@ -224,7 +224,8 @@ class IndexPart(Part):
 
     @abstractmethod
     def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        """What rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, and those drawn besides."""
+        """What RoPE-rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, and those sampled
+        besides."""
 
 
 class ScoredIndex(IndexPart):
@@ -240,8 +241,8 @@ class ScoredIndex(IndexPart):
 
     @abstractmethod
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
-        """Logits float32 [B, H, G, P * C] of all chunks for rotated queries [B, H_q, d], -inf where not selectable;
-        and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
+        """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf where not
+        selectable; and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
 
 
 class RankedIndex(IndexPart):

@@ -12,9 +12,9 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
+from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import RowCodec
-from shadowkv.ops.rotate.reference import rotate_by
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -130,19 +130,19 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
 
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        rotated = tokens.rotated
+        rope_keys = tokens.rope_keys
         if self.spec.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
             if self.learned_fields():  # else nothing would be read of a float32 copy of all tokens
-                rotated = self._centred(store, layers, states, rotated, tokens.first)
-        self.fit_rows(store, layers, states, rotated)
+                rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
+        self.fit_rows(store, layers, states, rope_keys)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         if not self.spec.centred:
-            self.seal_rows(store, tokens, tokens.rotated, tokens.pages, False)
+            self.seal_rows(store, tokens, tokens.rope_keys, tokens.pages, False)
             return
-        for some in tokens.split(max(1, CENTRED_AT_ONCE // len(tokens.rotated))):
-            centred = self._centred(store, some.layers, some.states, some.rotated, some.first)
+        for some in tokens.split(max(1, CENTRED_AT_ONCE // len(tokens.rope_keys))):
+            centred = self._centred(store, some.layers, some.states, some.rope_keys, some.first)
             self.seal_rows(store, some, centred, some.pages, False)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
@@ -153,12 +153,12 @@ class CodedKeys(CodedPart, KeyPart):
         # Their slots are those of the mean, too.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
-    def _centred(self, store: Store, layers: slice, states: Tensor, rotated: Tensor, first: Tensor) -> Tensor:
-        """Rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
+    def _centred(self, store: Store, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:
+        """RoPE-rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
         mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
-        positions = first[:, None] + torch.arange(rotated.shape[2], device=first.device)
+        positions = first[:, None] + torch.arange(rope_keys.shape[2], device=first.device)
         cos, sin = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
-        return rotated.float() - rotate_by(mean, cos, sin, store.rotary)
+        return rope_keys.float() - rotate_by(mean, cos, sin, store.rotary)
 
 
 class CodedValues(CodedPart, ValuePart):

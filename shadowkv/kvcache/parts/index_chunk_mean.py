@@ -1,4 +1,4 @@
-"""Landmarks: the mean rotated key of each chunk (ShadowKV, arXiv:2410.21465, section 4.2)."""
+"""Landmarks: the mean RoPE-rotated key of each chunk (ShadowKV, arXiv:2410.21465, section 4.2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChunkMean(ScoredIndex):
 
     def means(self, tokens: SealedTokens) -> Tensor:
         """float32 [L, n, H, C, d]."""
-        chunks = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk))
+        chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
         return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

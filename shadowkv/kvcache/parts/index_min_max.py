@@ -1,4 +1,5 @@
-"""Bounds: the smallest and largest rotated key of each chunk, per dimension (Quest, arXiv:2406.10774, section 3.2)."""
+"""Bounds: the smallest and largest RoPE-rotated key of each chunk, per dimension (Quest, arXiv:2406.10774, section
+3.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class MinMax(ScoredIndex):
         return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        chunks = tokens.rotated.unflatten(2, (self.chunks, self.spec.chunk))
+        chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
         bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [L, n, 2, C, H, d]
         store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
 

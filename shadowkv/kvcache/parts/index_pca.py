@@ -1,7 +1,7 @@
 """Scores of all tokens by the first principal components of their keys (Loki, arXiv:2406.02542).
 
 The paper finds the components offline, from the keys of a calibration text, and keeps all keys in their basis; here
-they are those of each sequence's own prompt, per layer and kv head, after the rotation, and the projected keys are
+they are those of each sequence's own prompt, per layer and kv head, after RoPE, and the projected keys are
 kept beside the keys.
 """
 
@@ -41,9 +41,9 @@ class PCA(ScoredIndex):
         )
 
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        mean = tokens.rotated.mean(2, dtype=torch.float32)
+        mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
-            centred = tokens.rotated[:, :, :, head].float() - mean[:, :, None, head]
+            centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
             # Keys that overflowed must not stop everybody: their sequence's logits say so soon enough.
             covariance = (centred.transpose(2, 3) @ centred).nan_to_num_(0.0, 0.0, 0.0)
             components = torch.linalg.eigh(covariance).eigenvectors  # of ascending variance
@@ -53,7 +53,7 @@ class PCA(ScoredIndex):
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
         # The mean shifts the scores of all tokens alike; without it the rest is rounded less.
-        centred = (tokens.rotated.float() - mean.unsqueeze(2)).transpose(2, 3)
+        centred = (tokens.rope_keys.float() - mean.unsqueeze(2)).transpose(2, 3)
         projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
 

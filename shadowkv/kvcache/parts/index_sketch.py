@@ -36,7 +36,7 @@ with the identity alone and up to 5 % with a share of 0.3."""
 
 
 class Sketch(IndexPart):
-    draws = True
+    samples = True
     reads_excluded = False
     ops: ClassVar[tuple[str, ...]] = ("sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch")
 
@@ -81,12 +81,12 @@ class Sketch(IndexPart):
             store.state[name][layers][:, states] = found.to(torch.bfloat16)
 
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        store.state["sketch_mean"][layers][:, states] = tokens.rotated.mean(2, dtype=torch.float32)
+        store.state["sketch_mean"][layers][:, states] = tokens.rope_keys.mean(2, dtype=torch.float32)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
         fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
-        store.ops.sketch_keys(tokens.rotated, mean, maps, tokens.states, *fields, tokens.pages)
+        store.ops.sketch_keys(tokens.rope_keys, mean, maps, tokens.states, *fields, tokens.pages)
 
     def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         scale = store.page["sketch_scale"][layers, pages]
@@ -100,7 +100,7 @@ class Sketch(IndexPart):
         coarse = store.ops.sign_scores(queries, signs, scale, *places)
         return Selection(
             *store.ops.select_by_sketch(
-                queries, coarse, signs, rest, scale, *places, batch.budget, self.spec.chunk, k, batch.draws, layer
+                queries, coarse, signs, rest, scale, *places, batch.budget, self.spec.chunk, k, batch.sampling, layer
             )
         )
 
@@ -111,7 +111,7 @@ class SignSketch(Sketch):
     It keeps those bits without reading them.
     """
 
-    draws = False
+    samples = False
     reads_excluded = True
     ops = ("sketch_keys", "sketch_queries", "sign_scores")
 

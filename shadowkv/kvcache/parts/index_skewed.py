@@ -60,14 +60,14 @@ class Skewed(ScoredIndex):
             directions, asked = (
                 store.state[name][layers, :, head][:, states] for name in ("skew_directions", "skew_asked")
             )
-            size = asked + (tokens.rotated[:, :, :, head].float() @ directions).abs().mean(2)
+            size = asked + (tokens.rope_keys[:, :, :, head].float() @ directions).abs().mean(2)
             columns = size.topk(self.width).indices
             kept = directions.gather(3, columns.unsqueeze(2).expand(-1, -1, len(directions[0, 0]), -1))
             store.state["skew"][layers, :, head][:, states] = kept
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         skew = store.state["skew"][tokens.layers][:, tokens.states]
-        skewed = (tokens.rotated.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
+        skewed = (tokens.rope_keys.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 
     def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:

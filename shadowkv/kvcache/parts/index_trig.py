@@ -1,6 +1,6 @@
 """Tokens by the scores that queries of the prompt's mean would give their keys (TriAttention, arXiv:2604.04921).
 
-Before the rotation the queries of a head are much alike. What a key will be worth is then known when it is stored: the
+Before RoPE the queries of a head are much alike. What a key will be worth is then known when it is stored: the
 score of the mean query, averaged over distances to come, and, as single queries are not the mean, each frequency's
 share of the key's length times what their length exceeds that of their mean by. The paper takes the mean from 32K
 tokens of text, here it is of the prompt's last queries.
@@ -20,8 +20,8 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.ops.rotate.reference import halves, rotate_by
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.reference import halves, rotate_by
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 if TYPE_CHECKING:
     from shadowkv.kvcache.batch import SealedBatch
@@ -63,7 +63,7 @@ class Trig(RankedIndex):
         store.state["trig_spread"][layers][:, states] = torch.nn.functional.pad(spread, (0, unturned))
 
     def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        last = tokens.first + tokens.rotated.shape[2] - 1
+        last = tokens.first + tokens.rope_keys.shape[2] - 1
         store.state["trig_tokens"][layers][:, states] = torch.stack((tokens.first, last), dim=-1)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
@@ -73,7 +73,7 @@ class Trig(RankedIndex):
         # A generated token's page is sealed when ``local`` tokens are behind it.
         now = torch.maximum(last, tokens.first + PAGE + self.spec.local - 1) - start  # [L, n]
         asked = turn(query, now[..., None, None].clamp(0, store.rotary.max_positions - 1), store.rotary)
-        scores = expected_scores(asked, spread, tokens.rotated.transpose(2, 3).float(), store.rotary.config)
+        scores = expected_scores(asked, spread, tokens.rope_keys.transpose(2, 3).float(), store.rotary.config)
         limit = torch.finfo(torch.float16).max
         store.write("trig_ranks", tokens.layers, tokens.pages, scores.amax(3).clamp(-limit, limit).half())
 
@@ -89,14 +89,14 @@ class Trig(RankedIndex):
 
 
 def turn(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rows [..., d] turned by positions [...], which may be negative; unlike ``rotate`` it changes no length."""
+    """Rows [..., d] turned by positions [...], which may be negative; unlike ``apply_rope`` it changes no length."""
     places, scale = positions.abs(), 1 / rotary.config.magnitude
     cos, sin = rotary.cos[places] * scale, rotary.sin[places] * scale
     return rotate_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
 
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
-    """Of un-rotated queries [L, n, w, ..., d] their mean [L, n, ..., d], and by frequency what the mean of their
+    """Of pre-RoPE queries [L, n, w, ..., d] their mean [L, n, ..., d], and by frequency what the mean of their
     lengths exceeds the length of their mean by, [L, n, ..., dim / 2]."""
     mean = queries.mean(2)
     return mean, lengths(queries, config).mean(2) - lengths(mean, config)
@@ -115,7 +115,7 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
     Args:
         query: [..., G, d], the mean query, turned to where the queries will be.
         spread: [..., G, w], of the first dim / 2 of which each is a frequency's.
-        keys: [..., n, d], rotated.
+        keys: [..., n, d], after RoPE.
 
     Returns:
         [..., G, n].

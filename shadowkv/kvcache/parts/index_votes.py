@@ -57,11 +57,11 @@ class Votes(RankedIndex):
         names = ("vote_queries", "vote_lse", "voted", "voters")
         queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)
         number = torch.arange(OBSERVED, device=states.device).repeat(self.shape.group)
-        token = torch.arange(tokens.rotated.shape[2], device=states.device)
-        for one in np.ndindex(*tokens.rotated.shape[:2]):
+        token = torch.arange(tokens.rope_keys.shape[2], device=states.device)
+        for one in np.ndindex(*tokens.rope_keys.shape[:2]):
             later = token > (voted[one] + number)[:, None]
             for head in range(self.shape.num_kv_heads):
-                scores = self._scores(queries[one][head], tokens.rotated[one][:, head])
+                scores = self._scores(queries[one][head], tokens.rope_keys[one][:, head])
                 lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
                 # A voter that is not there gives no share to any key.
                 sums[one][head] = torch.where(number < voters[one], lse, math.inf)
@@ -69,7 +69,7 @@ class Votes(RankedIndex):
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
         voters, lse = (store.state[name][tokens.layers][:, tokens.states] for name in ("vote_queries", "vote_lse"))
-        scores = self._scores(voters, tokens.rotated.transpose(2, 3))  # [L, n, H, G * w, 64]
+        scores = self._scores(voters, tokens.rope_keys.transpose(2, 3))  # [L, n, H, G * w, 64]
         store.write("votes", tokens.layers, tokens.pages, (scores - lse.unsqueeze(-1)).exp().mean(3))
 
     def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:

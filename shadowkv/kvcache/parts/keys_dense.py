@@ -1,4 +1,4 @@
-"""Keys kept as they are, after the rotation."""
+"""Keys kept as they are, after RoPE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DenseKeys(KeyPart):
         return (Field("keys", shape, self.dtype),)
 
     def seal(self, store: Store, tokens: SealedTokens) -> None:
-        store.write_heads("keys", tokens.layers, tokens.pages, tokens.rotated)
+        store.write_heads("keys", tokens.layers, tokens.pages, tokens.rope_keys)
 
     def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
         return DenseRows(store.page["keys"][layer], batch.pages)

@@ -1,4 +1,4 @@
-"""Low-rank keys: one subspace per sequence and layer, found by the prompt's own keys before the rotation.
+"""Low-rank keys: one subspace per sequence and layer, found by the prompt's own keys before RoPE.
 
 ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d] ~ latents [S, r] x basis [r, H*d].
 """

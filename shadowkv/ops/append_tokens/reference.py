@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shadowkv.ops.rotate.reference import rotate
-from shadowkv.ops.rotate.tables import RotaryTables
+from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.apply_rope.tables import RotaryTables
 
 
 def append_tokens(
@@ -21,9 +21,9 @@ def append_tokens(
     """Rotates keys and writes them, and the values, to row ``write_offset`` of page ``write_page``.
 
     Args:
-        k, v: [B, H, d], keys before the rotation.
+        k, v: [B, H, d], keys before RoPE.
         positions, write_page, write_offset: int64 [B].
         k_pages, v_pages: [N, H, 64, d], views over all pages.
     """
-    k_pages[write_page, :, write_offset] = rotate(k, positions, rotary)
+    k_pages[write_page, :, write_offset] = apply_rope(k, positions, rotary)
     v_pages[write_page, :, write_offset] = v

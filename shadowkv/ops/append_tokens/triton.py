@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.rotate.tables import RotaryTables
-from shadowkv.ops.rotate.triton import rotated_pair
+from shadowkv.ops.apply_rope.tables import RotaryTables
+from shadowkv.ops.apply_rope.triton import rotated_pair
 
 
 def append_tokens(

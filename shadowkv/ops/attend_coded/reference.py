@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.apply_rope.reference import halves
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.rotate.reference import halves
-from shadowkv.ops.rotate.tables import RotaryTables
 
 PAGES_AT_ONCE = 64
 """Pages of a row that are decoded at a time."""

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
@@ -23,7 +24,6 @@ from shadowkv.ops.attend_selected.sources import (
 from shadowkv.ops.case import NOT_CENTRED, Case, unless
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.rotate.tables import RotaryTables
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 8

@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.codec import UNIFORM, CodecId
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.rotate.tables import RotaryTables
 
 TILE = 64
 """Tokens that a warpgroup takes at a time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     CentredKeys,
@@ -14,7 +15,6 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.rotate.reference import rotate_by
 
 
 def attend_selected(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.codec import LatentCodec, RowCodec
-from shadowkv.ops.rotate.tables import RotaryTables
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LatentKeys:
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Rotated keys or values in the bytes of a codec.
+    """Keys after RoPE, or values, in the bytes of a codec.
 
     Attributes:
         codes: uint8 [N, H, C, c, w].
@@ -89,7 +89,7 @@ class CentredKeys(CodedRows):
     codec has a state.
 
     Attributes:
-        mean: float32 [states, H, d], before the rotation.
+        mean: float32 [states, H, d], before RoPE.
         first: int64 [B], position of the row's first token, a multiple of 64.
         rotary: the rotation; its tables are on the queries' device.
     """

@@ -80,7 +80,7 @@ def attend_selected(
         codes, form.scale, values.pages.contiguous(), form.scale_pages.contiguous(), form.table, out, lse,
         latents.stride(0), basis.stride(0), 0 if keys.mean is None else keys.mean.stride(0),
         codes.stride(0), form.scale.stride(0), keys.pages.shape[1], chunks, tiles, triton.cdiv(tiles, parts),
-        DRAWN=log_weight is not None, MIXED=keys.widths is not None, PACKED=keys.codec.id == CodecId.LATENT_INT4,
+        SAMPLED=log_weight is not None, MIXED=keys.widths is not None, PACKED=keys.codec.id == CodecId.LATENT_INT4,
         HAS_MEAN=keys.mean is not None, HEADS=heads, GROUP=group,
         GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
         RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), TURNING=rope.dim // 2,
@@ -96,7 +96,7 @@ def _attend_latents(
     asked, selected, log_weight, latents, key_pages, bits, bit, basis, mean, slots, first, cos, sin,
     value_codes, value_scale, value_pages, value_scale_pages, value_table, out, lse,
     latent_page, basis_slot, mean_slot, value_page, value_scale_page, pages, chunks, tiles, tiles_each,
-    DRAWN: tl.constexpr, MIXED: tl.constexpr, PACKED: tl.constexpr, HAS_MEAN: tl.constexpr,
+    SAMPLED: tl.constexpr, MIXED: tl.constexpr, PACKED: tl.constexpr, HAS_MEAN: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -156,7 +156,7 @@ def _attend_latents(
         turned_one, turned_other = k_one * cosine - k_other * sine, k_other * cosine + k_one * sine
         scores = tl.dot(q_one, tl.trans(turned_one.to(q_one.dtype)), input_precision="ieee")
         scores += tl.dot(q_other, tl.trans(turned_other.to(q_one.dtype)), input_precision="ieee")
-        if DRAWN:
+        if SAMPLED:
             weight = tl.load(log_weight + unit * chunks + number, mask=lives, other=0.0)
             scores += (weight * 1.4426950408889634)[None, :]
         scores = tl.where(lives[None, :], scores, float("-inf"))

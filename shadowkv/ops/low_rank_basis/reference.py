@@ -12,7 +12,7 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
     """Top right singular vectors of M matrices ``keys``, less ``mean`` if that is given.
 
     Args:
-        keys: [M, S, n], before the rotation, the kv heads joined.
+        keys: [M, S, n], before RoPE, the kv heads joined.
         rank: how many.
         mean: [M, n].
 

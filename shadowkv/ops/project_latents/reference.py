@@ -21,7 +21,7 @@ def project_latents(
     """Writes the latents of full pages of keys.
 
     Args:
-        keys: [L, n, 64, H, d], before the rotation.
+        keys: [L, n, 64, H, d], before RoPE.
         codec: how they are stored.
         basis: [L, states, r, H, d], each row times its ``step`` where there are steps.
         mean: float32 [L, states, r], the products of the mean key with ``basis``, taken off those of the keys; given

@@ -26,8 +26,8 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
     it may attend to, ``share`` is doubled until it is not.
 
     Args:
-        q: rotated queries [n, H_q, d], n at least 1.
-        k: rotated keys [m, H, d].
+        q: RoPE-rotated queries [n, H_q, d], n at least 1.
+        k: RoPE-rotated keys [m, H, d].
         whole: tiles that hold one of so many last queries, and a last one that is not full, attend to all blocks.
 
     Returns:

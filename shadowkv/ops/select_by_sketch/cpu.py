@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.draws import Draws
 from shadowkv.ops.extension import load_cpu as available
+from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.cpu import supports
 from shadowkv.ops.sketch_queries.reference import SketchQueries
@@ -25,7 +25,7 @@ def select_by_sketch(
     budget: Tensor,
     chunk: int,
     k: int,
-    draws: Draws | None = None,
+    sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference; names of pages past the valid ones are not read.
@@ -33,13 +33,13 @@ def select_by_sketch(
     The head dim is at most 256.
     """
     heads, fields = signs.shape[1], (coarse, signs, rest, scale, pages, num_pages)
-    counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
+    counts = torch.zeros_like(budget) if sampling is None else sampling.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
-    numbers = torch.stack((keep, reference.drawn_runs(num_pages, keep, draws), budget, counts))
+    numbers = torch.stack((keep, reference.sampled_runs(num_pages, keep, sampling), budget, counts))
     sharpness = reference.log_sharpness(queries, heads)
     factors = torch.stack((reference.RUN_SHARPNESS * sharpness, reference.CHUNK_SHARPNESS * sharpness))
-    random = torch.stack(draws.uniform(layer, heads)) if draws else torch.zeros_like(factors, dtype=torch.int64)
+    random = torch.stack(sampling.uniform(layer, heads)) if sampling else torch.zeros_like(factors, dtype=torch.int64)
     selected, log_weight = torch.ops.shadowkv.select_by_sketch(
         queries.whole, queries.unit, *fields, numbers, factors, random, chunk, k
     )
-    return selected, None if draws is None else log_weight
+    return selected, None if sampling is None else log_weight

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.draws import Draws
 from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import reference
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries
@@ -51,7 +51,7 @@ def select_by_sketch(
     budget: Tensor,
     chunk: int,
     k: int,
-    draws: Draws | None = None,
+    sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference; scores are compared as float16 numbers.
@@ -61,18 +61,18 @@ def select_by_sketch(
     (batch, columns), heads, device = pages.shape, signs.shape[1], signs.device
     if not columns:
         none = torch.full((batch, heads, k), -1, device=device)
-        return none, None if draws is None else none.float()
+        return none, None if sampling is None else none.float()
     fields = (coarse, signs, rest, scale, pages, num_pages, budget, chunk)
     workspace = torch.empty(batch * heads, region_bytes(columns, chunk, k), dtype=torch.uint8, device=device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=device)
-    drawn = (None, None) if draws is None else (draws.counts, draws.seeds)
-    log_weight = None if draws is None else torch.empty(batch, heads, k, dtype=torch.float32, device=device)
+    sampled = (None, None) if sampling is None else (sampling.counts, sampling.seeds)
+    log_weight = None if sampling is None else torch.empty(batch, heads, k, dtype=torch.float32, device=device)
     torch.ops.shadowkv_cuda.select_by_sketch(
         queries.whole,
         queries.unit,
         queries.sum,
         *fields,
-        *drawn,
+        *sampled,
         queries.length,
         reference.RUN_SHARPNESS,
         reference.CHUNK_SHARPNESS,

@@ -1,8 +1,8 @@
 """Selection in two levels in PyTorch: the runs with the best signs, then the best chunks of those by all bits.
 
-What is not found can be drawn from instead of left out (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688): some
-of the runs that are looked at are then drawn by their signs' scores, and part of the chunks by theirs. Divided by the
-chance that it had, what was drawn stands for all that was not.
+What the top-k leaves out can be sampled from (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688): some of the
+runs that are looked at are then sampled by their signs' scores, and part of the chunks by theirs. Divided by the
+chance that it had, what was sampled stands for all that was not.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.draws import Draws, by_chance
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.sampling import Sampling, by_chance
 from shadowkv.ops.sign_scores.reference import RUN, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 16
-"""One of so many runs is looked at closely."""
+"""One in this many runs is looked at closely."""
 
 KEPT_OVER_BUDGET = 4
-"""So many times the tokens of the budget at the least."""
+"""At least this many times the tokens of the budget are."""
 
 KEPT_LEAST = 384
-"""And so many runs at the least: how well what is drawn stands for the rest hangs on how many are drawn, less on their
-share."""
+"""And at least this many runs: how well what is sampled stands for the rest depends on how many are sampled, less on
+their share."""
 
-DRAWN_SHARE = 4
-"""One of so many of these runs is drawn, where anything is."""
+SAMPLED_SHARE = 4
+"""One in this many of these runs is sampled, where anything is."""
 
 EXCLUDED = torch.tensor(-0.0, dtype=torch.float16).view(torch.int16).item()
 """Bits of -0, the scale of a token that may not be selected."""
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
-"""Runs and chunks are drawn by exponentials of so much of their scores, which are estimates: what they take for nothing
-may be much. On attention of RULER prompts 0.3 to 0.7 and 0.6 to 0.85 do as well."""
+"""Runs and chunks are sampled by exponentials of so much of their scores, which are estimates: what they rate at
+nothing may matter. On attention of RULER prompts 0.3 to 0.7 and 0.6 to 0.85 do as well."""
 
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
@@ -51,14 +51,14 @@ def most_kept(runs: int, budget: int, chunk: int) -> int:
     return min(runs, max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN)))
 
 
-def drawn_runs(num_pages: Tensor, kept: Tensor, draws: Draws | None) -> Tensor:
-    """Those of the kept runs that are drawn: a quarter, where something is drawn and not all runs are kept.
+def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> Tensor:
+    """Those of the kept runs that are sampled: a quarter, where something is sampled and not all runs are kept.
 
     On attention of RULER prompts, with half of them outputs err 4 % less, but of tokens with 5 % of a head's attention
     9.3 % are overlooked, with a quarter 6.1 % and with none 4.8 % (64 dimensions).
     """
-    some = torch.zeros_like(kept) if draws is None else draws.counts
-    return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // DRAWN_SHARE, 0)
+    some = torch.zeros_like(kept) if sampling is None else sampling.counts
+    return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // SAMPLED_SHARE, 0)
 
 
 def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
@@ -77,13 +77,13 @@ def select_by_sketch(
     budget: Tensor,
     chunk: int,
     k: int,
-    draws: Draws | None = None,
+    sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Chunks with the best score of any token with any query of its kv head, queries of length 1, and drawn ones.
+    """Chunks with the best score of any token with any query of its kv head, queries of length 1, and sampled ones.
 
     Only some runs of 8 tokens are looked at, as many as ``kept_runs`` says: those with the best ``coarse`` scores, and
-    ``drawn_runs`` of others.
+    ``sampled_runs`` of others.
 
     Args:
         queries: B rows of H_q heads.
@@ -92,28 +92,28 @@ def select_by_sketch(
         scale: float16 [N, H, 64], -0 for tokens that may not be selected.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], chunks to find, at the most so many of a row that draws (see ``by_chance``); with those to
-            draw at most ``k``. None are drawn of a row that finds none.
+        budget: int64 [B], top-k chunks, at most so many of a row that samples (see ``by_chance``); with the sampled
+            ones at most ``k``. None are sampled of a row whose budget is 0.
         chunk: tokens of a chunk, 1, 2, 4 or 8; all of them may be selected or none.
         k: columns of the result.
-        draws: what to draw besides.
-        layer: other layers draw by other random numbers.
+        sampling: what to sample besides.
+        layer: other layers sample by other random numbers.
 
     Returns:
         int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
         scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal. Which chunks
-        are drawn hangs on the last bits of sums, in which backends differ. None of it depends on the other rows, nor
-        on how many there are.
+        are sampled depends on the last bits of sums, in which backends differ. None of it depends on the other rows,
+        nor on how many there are.
         And float32 [B, H, k], the logarithm of how many each chunk stands for, 0 or more, anything where there is none;
-        None without ``draws``.
+        None without ``sampling``.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:
         none = torch.full((len(coarse), heads, k), -1, device=device)
-        return none, None if draws is None else none.float()
+        return none, None if sampling is None else none.float()
     whole, unit = queries.of_heads(heads)
     bits = whole.shape[-1]
-    counts = torch.zeros_like(budget) if draws is None else draws.counts.where(budget > 0, 0)
+    counts = torch.zeros_like(budget) if sampling is None else sampling.counts.where(budget > 0, 0)
     keep = kept_runs(num_pages, budget + counts, chunk)
     width = most_kept(coarse.shape[-1], k, chunk)
 
@@ -122,13 +122,13 @@ def select_by_sketch(
         return x[:, None].expand(-1, heads)
 
     kept = _largest(coarse, of_rows(keep))
-    if draws is not None:
-        drawn, uniform = of_rows(drawn_runs(num_pages, keep, draws)), draws.uniform(layer, heads)
+    if sampling is not None:
+        sampled, uniform = of_rows(sampled_runs(num_pages, keep, sampling)), sampling.uniform(layer, heads)
         sharpness = log_sharpness(queries, heads)
-        some, chance = by_chance(coarse, of_rows(keep) - drawn, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0])
+        some, chance = by_chance(coarse, of_rows(keep) - sampled, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0])
         unsure = coarse.float().masked_fill(chance == 1, float("-inf")).amax(-1)
-        kept, chance = some.where(drawn[..., None] > 0, kept), chance.where(drawn[..., None] > 0, 1)
-        edge = unsure.where(drawn > 0, 0)
+        kept, chance = some.where(sampled[..., None] > 0, kept), chance.where(sampled[..., None] > 0, 1)
+        edge = unsure.where(sampled > 0, 0)
     runs = _numbers(kept, width)
     head = torch.arange(heads, device=device)[:, None]
     at_run = runs.clamp(min=0)
@@ -149,7 +149,7 @@ def select_by_sketch(
     scores = scores.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))
     numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
     chosen = _largest(scores, of_rows(budget))
-    if draws is not None:
+    if sampling is not None:
         chunk_weight = -chance.gather(-1, at_run).log2().repeat_interleave(per_run, dim=-1)
         slope, counts = CHUNK_SHARPNESS * sharpness, of_rows(counts)
         values = slope[..., None] * (scores - edge[..., None]) + chunk_weight
@@ -159,7 +159,7 @@ def select_by_sketch(
         chosen, chance = some.where(counts[..., None] > 0, chosen), chance.where(counts[..., None] > 0, 1)
     at = _numbers(chosen, k)
     selected = numbers.gather(-1, at.clamp(min=0)).masked_fill(at < 0, -1)
-    if draws is None:
+    if sampling is None:
         return selected, None
     return selected, math.log(2) * (chunk_weight - chance.log2()).gather(-1, at.clamp(min=0))
 

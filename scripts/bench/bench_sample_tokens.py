@@ -1,9 +1,9 @@
-"""Draws of tokens on a GPU: time of a call, beside that of the largest logit alone.
+"""Sampling of tokens on a GPU: time of a call, beside that of the largest logit alone.
 
-``python scripts/bench/bench_draw_tokens.py [--out file.json]``: counted bytes are the logits, once; the floor is those
-at 4.5 TB/s. Calls go through copies of the logits that are together larger than the L2 cache, as a step's own have not
-been read since they were written. ``spread`` is the standard deviation of the logits: of 1 nearly all tokens are
-candidates, of 4 a few thousand. Times are medians over replays of a CUDA graph. Tokens of every shape are checked
+``python scripts/bench/bench_sample_tokens.py [--out file.json]``: counted bytes are the logits, once; the floor is
+those at 4.5 TB/s. Calls go through copies of the logits that are together larger than the L2 cache, as a step's own
+have not been read since they were written. ``spread`` is the standard deviation of the logits: of 1 nearly all tokens
+are candidates, of 4 a few thousand. Times are medians over replays of a CUDA graph. Tokens of every shape are checked
 against the reference first.
 """
 
@@ -16,8 +16,8 @@ import torch
 from timing import READ_SPEED, Row, microseconds, run
 from torch import Tensor
 
-from shadowkv.ops.draw_tokens import reference, triton
-from shadowkv.ops.draw_tokens.weights import PARAMETERS
+from shadowkv.ops.sample_tokens import reference, triton
+from shadowkv.ops.sample_tokens.weights import PARAMETERS
 
 CASES = list(product((1, 48, 76, 256), (128256, 49152), (1.0, 4.0)))  # rows, vocabulary, spread
 SETTINGS: dict[str, dict[str, float]] = {
@@ -46,15 +46,17 @@ def measure(case: tuple[int, int, float]) -> list[Row]:
     copies = [logits.clone() for _ in range(max(1, min(16, 150 * 2**20 // moved)))]
     times = {"argmax": microseconds([lambda one=one: one.argmax(-1) for one in islice(cycle(copies), 16)])}
     for name, setting in SETTINGS.items():
-        drawn = parameters(rows, setting)
-        expected = reference.draw_tokens(logits[:CHECKED].cpu(), drawn[:CHECKED].cpu())
-        assert torch.equal(triton.draw_tokens(logits, drawn)[:CHECKED].cpu(), expected), name
-        calls = [lambda one=one, drawn=drawn: triton.draw_tokens(one, drawn) for one in islice(cycle(copies), 16)]
+        sampled = parameters(rows, setting)
+        expected = reference.sample_tokens(logits[:CHECKED].cpu(), sampled[:CHECKED].cpu())
+        assert torch.equal(triton.sample_tokens(logits, sampled)[:CHECKED].cpu(), expected), name
+        calls = [
+            lambda one=one, sampled=sampled: triton.sample_tokens(one, sampled) for one in islice(cycle(copies), 16)
+        ]
         times[name] = microseconds(calls)
     floor = moved / READ_SPEED * 1e6
     return [
         {
-            "rows": rows, "vocabulary": vocabulary, "spread": spread, "drawn by": name, "us": round(time, 1),
+            "rows": rows, "vocabulary": vocabulary, "spread": spread, "sampled by": name, "us": round(time, 1),
             "beyond argmax us": round(time - times["argmax"], 1), "floor us": round(floor, 1),
             "times the floor": round(time / floor, 2),
         }

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 
-def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
+def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
     """Rotates ``x`` [..., heads, d] by ``positions`` [...]; ``inverse`` undoes it.
 
-    Where the tables carry a magnitude m (YaRN, LongRoPE), the rotation multiplies by m and the inverse divides.
+    Where the tables carry a magnitude m (YaRN, LongRoPE), it multiplies by m and the inverse divides.
     Computed in float32, returned in the dtype of ``x``.
     """
     return rotate_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)
 
 
 def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """``rotate`` with cos and sin [..., dim / 2] already looked up and broadcast with ``x`` [..., d]."""
+    """``apply_rope`` with cos and sin [..., dim / 2] already looked up and broadcast with ``x`` [..., d]."""
     config = rotary.config
     if inverse:
         cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2

@@ -1,4 +1,4 @@
-"""Draws of tokens against their definition; the Triton kernel, in its interpreter or on a GPU, token for token."""
+"""Sampling of tokens against their definition; the Triton kernel, in its interpreter or on a GPU, token for token."""
 
 import itertools
 import math
@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowkv.ops.draw_tokens import reference
-from shadowkv.ops.draw_tokens.weights import PARAMETERS, SCRATCH_BYTES, UNIT, token_weights
+from shadowkv.ops.sample_tokens import reference
+from shadowkv.ops.sample_tokens.weights import PARAMETERS, SCRATCH_BYTES, UNIT, token_weights
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-Draw = Callable[[Tensor, Tensor], Tensor]
-BACKENDS: dict[str, Draw] = {"reference": reference.draw_tokens}
+Sample = Callable[[Tensor, Tensor], Tensor]
+BACKENDS: dict[str, Sample] = {"reference": reference.sample_tokens}
 
 if ON_GPU or INTERPRETED:
-    from shadowkv.ops.draw_tokens import triton as kernel
+    from shadowkv.ops.sample_tokens import triton as kernel
 
-    BACKENDS = {**({} if INTERPRETED else BACKENDS), "triton": kernel.draw_tokens}
+    BACKENDS = {**({} if INTERPRETED else BACKENDS), "triton": kernel.sample_tokens}
 
 
 def parameters(*rows: dict[str, float]) -> Tensor:
@@ -32,12 +32,12 @@ def parameters(*rows: dict[str, float]) -> Tensor:
     return torch.tensor([[{**off, **row}[name] for name in PARAMETERS] for row in rows], dtype=torch.float64)
 
 
-def one(draw: Draw, logits: Tensor, **row: float) -> int:
-    return int(draw(logits[None].to(DEVICE), parameters(row).to(DEVICE)))
+def one(sample: Sample, logits: Tensor, **row: float) -> int:
+    return int(sample(logits[None].to(DEVICE), parameters(row).to(DEVICE)))
 
 
 @pytest.fixture(params=BACKENDS)
-def draw(request: pytest.FixtureRequest) -> Draw:
+def sample(request: pytest.FixtureRequest) -> Sample:
     return BACKENDS[request.param]
 
 
@@ -47,8 +47,8 @@ SLACK = 1e-5
 """Weights are within 5e-7 of the softmax; where a share is as close to a limit as this, either side of it is right."""
 
 
-def drawn_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
-    """Every token that a draw may give, with ``SLACK``; logits [V] are finite or -inf, not all of them."""
+def sampled_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
+    """Every token that a sample may give, with ``SLACK``; logits [V] are finite or -inf, not all of them."""
     if row["temperature"] <= 1e-5:
         return {int(logits.argmax())}
     values = logits.double().tolist()
@@ -62,9 +62,9 @@ def drawn_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
         min_p = min(1, row["min_p"] * tilt)
         before = itertools.accumulate((weights[token] for token in order), initial=0.0)
         kept = {token for token, mass in zip(order, before) if mass < top_p * total and weights[token] >= min_p}
-        draw, upto = row["uniform"] * sum(weights[token] for token in kept), 0.0
+        sample, upto = row["uniform"] * sum(weights[token] for token in kept), 0.0
         for token in sorted(kept):
-            if upto - SLACK * total <= draw <= upto + weights[token] + SLACK * total and weights[token] > 0:
+            if upto - SLACK * total <= sample <= upto + weights[token] + SLACK * total and weights[token] > 0:
                 found.add(token)
             upto += weights[token]
     return found
@@ -105,16 +105,16 @@ if not INTERPRETED:
     @given(st.sampled_from(sorted(KINDS)), st.integers(1, 90), st.integers(0, 2**32 - 1), ROWS)
     def test_the_token_is_one_of_the_definition(kind: str, size: int, seed: int, row: dict[str, float]) -> None:
         logits = logits_of(kind, size, seed)
-        assert one(reference.draw_tokens, logits, **row) in drawn_by_definition(logits, row)
+        assert one(reference.sample_tokens, logits, **row) in sampled_by_definition(logits, row)
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_large_vocabularies_are_narrowed_down_to_the_same_tokens(seed: int, kind: str) -> None:
-        size, draw = 2000, random.Random(seed)  # beyond what is sorted at once
+        size, rng = 2000, random.Random(seed)  # beyond what is sorted at once
         for top_k, top_p in ((0, 0.9), (700, 1.0), (1500, 0.8)):
-            row = {"temperature": draw.choice([0.5, 1.0, 3.0]), "top_k": top_k, "top_p": top_p, "min_p": 0.0}
-            row["uniform"] = draw.random()
-            logits = logits_of(kind, size, draw.randrange(2**32))
-            assert one(reference.draw_tokens, logits, **row) in drawn_by_definition(logits, row)
+            row = {"temperature": rng.choice([0.5, 1.0, 3.0]), "top_k": top_k, "top_p": top_p, "min_p": 0.0}
+            row["uniform"] = rng.random()
+            logits = logits_of(kind, size, rng.randrange(2**32))
+            assert one(reference.sample_tokens, logits, **row) in sampled_by_definition(logits, row)
 
 
 @pytest.mark.parametrize("temperature", [2e-5, 0.3, 1.0, 100.0])
@@ -131,70 +131,70 @@ def test_weights_are_the_softmax_in_whole_units(seed: int, temperature: float) -
 # -- what holds whatever the logits are --------------------------------------------------------------------------------
 
 
-def test_equal_logits_are_kept_and_drawn_in_the_order_of_their_ids(draw: Draw) -> None:
+def test_equal_logits_are_kept_and_sampled_in_the_order_of_their_ids(sample: Sample) -> None:
     flat = torch.zeros(8)
     for uniform, token in ((0.0, 0), (0.1249, 0), (0.125, 1), (0.999, 7)):
-        assert one(draw, flat, uniform=uniform) == token
-    assert one(draw, flat, uniform=0.999, top_k=3) == 2
-    assert one(draw, flat, uniform=0.999, top_p=0.5) == 3
-    assert one(draw, flat, uniform=0.999, top_p=0.5001) == 4
-    assert one(draw, flat, uniform=0.999, top_k=4, top_p=0.5) == 1  # of what top-k left
-    assert one(draw, flat, uniform=0.999, min_p=1.0) == 7
+        assert one(sample, flat, uniform=uniform) == token
+    assert one(sample, flat, uniform=0.999, top_k=3) == 2
+    assert one(sample, flat, uniform=0.999, top_p=0.5) == 3
+    assert one(sample, flat, uniform=0.999, top_p=0.5001) == 4
+    assert one(sample, flat, uniform=0.999, top_k=4, top_p=0.5) == 1  # of what top-k left
+    assert one(sample, flat, uniform=0.999, min_p=1.0) == 7
     signs = torch.tensor([-0.0, 0.0, -0.0, 0.0, -1.0])
-    assert one(draw, signs, uniform=0.999, top_k=3) == 2
+    assert one(sample, signs, uniform=0.999, top_k=3) == 2
 
 
-def test_a_single_candidate_is_the_first_of_the_largest(draw: Draw) -> None:
+def test_a_single_candidate_is_the_first_of_the_largest(sample: Sample) -> None:
     logits = torch.tensor([0.5, 3.0, -1.0, 3.0, 2.999999])
     for row in ({"temperature": 0.0}, {"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-9}, {"top_k": 1, "min_p": 1.0}):
         for temperature in {row.get("temperature", 1.0), row.get("temperature", 100.0)}:
-            assert one(draw, logits, **{**row, "temperature": temperature, "uniform": 0.99}) == 1
+            assert one(sample, logits, **{**row, "temperature": temperature, "uniform": 0.99}) == 1
 
 
-def test_filters_that_end_within_a_tie(draw: Draw) -> None:
+def test_filters_that_end_within_a_tie(sample: Sample) -> None:
     logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 0.0])
     last = {"uniform": 1 - 2**-53}
-    assert [one(draw, logits, top_k=k, **last) for k in range(1, 8)] == [1, 3, 3, 3, 4, 5, 5]
-    assert one(draw, logits, top_k=4, uniform=0.0) == 0
+    assert [one(sample, logits, top_k=k, **last) for k in range(1, 8)] == [1, 3, 3, 3, 4, 5, 5]
+    assert one(sample, logits, top_k=4, uniform=0.0) == 0
     shares = torch.softmax(logits.double(), 0)
     through_one, through_two = float(2 * shares[1] + shares[0]), float(2 * shares[1] + 2 * shares[0])
     for top_p, tokens in ((through_one - 1e-4, {0, 1, 3}), (through_two - 1e-4, {0, 1, 2, 3})):
-        assert {one(draw, logits, top_p=top_p, uniform=i / 8) for i in range(8)} == tokens
+        assert {one(sample, logits, top_p=top_p, uniform=i / 8) for i in range(8)} == tokens
 
 
-def test_logits_whose_difference_overflows(draw: Draw) -> None:
+def test_logits_whose_difference_overflows(sample: Sample) -> None:
     logits = torch.randn(5000)
     logits[:50], logits[60:90], logits[95:99], logits[40] = 3e38, -3e38, float("-inf"), 3.1e38
-    assert one(draw, logits, top_p=0.5, temperature=100.0, uniform=0.3) == 40
+    assert one(sample, logits, top_p=0.5, temperature=100.0, uniform=0.3) == 40
     least = torch.finfo(torch.float32).smallest_normal * 2**-23  # half of it is 0
-    assert one(draw, torch.arange(5000) % 2 * least, top_k=1, uniform=0.9) == 1
+    assert one(sample, torch.arange(5000) % 2 * least, top_k=1, uniform=0.9) == 1
 
 
-def test_what_is_masked_beside_many_that_are_equal(draw: Draw) -> None:
+def test_what_is_masked_beside_many_that_are_equal(sample: Sample) -> None:
     logits = torch.full((1800,), float("-inf"))
     logits[:1600], logits[0] = -50.0, 50.0
     row = {"temperature": 100.0, "top_k": 1500, "uniform": 0.999}
-    assert one(draw, logits, **row) in drawn_by_definition(logits, row | {"top_p": 1.0, "min_p": 0.0})
+    assert one(sample, logits, **row) in sampled_by_definition(logits, row | {"top_p": 1.0, "min_p": 0.0})
 
 
-def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(draw: Draw) -> None:
+def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(sample: Sample) -> None:
     rows = torch.randn(9, 70)
     rows[0], rows[1], rows[2] = float("nan"), float("inf"), float("-inf")
     rows[3, 5], rows[4, 5], rows[5, 5] = float("nan"), float("inf"), float("-inf")
     rows[6, ::2], rows[7, 1::2] = float("inf"), float("-inf")
     rows[7, ::2] = float("nan")
     for row in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5, "min_p": 0.2}, {"temperature": 0.0}):
-        drawn = draw(rows.to(DEVICE), parameters(*[{**row, "uniform": 0.7}] * 9).to(DEVICE))
-        assert ((drawn >= 0) & (drawn < 70)).all()
-        assert int(drawn[8]) == one(draw, rows[8], **row, uniform=0.7)
+        sampled = sample(rows.to(DEVICE), parameters(*[{**row, "uniform": 0.7}] * 9).to(DEVICE))
+        assert ((sampled >= 0) & (sampled < 70)).all()
+        assert int(sampled[8]) == one(sample, rows[8], **row, uniform=0.7)
 
 
-def test_what_is_masked_is_never_drawn(draw: Draw) -> None:
+def test_what_is_masked_is_never_sampled(sample: Sample) -> None:
     logits = torch.full((50,), float("-inf"))
     logits[[7, 31]] = torch.tensor([-3.0, 4.0])
     rows = [{"uniform": i / 4, "temperature": 100.0, "top_k": k} for i in range(4) for k in (0, 1, 2, 30)]
-    drawn = draw(logits.expand(16, -1).contiguous().to(DEVICE), parameters(*rows).to(DEVICE))
-    assert set(drawn.tolist()) == {7, 31}
+    sampled = sample(logits.expand(16, -1).contiguous().to(DEVICE), parameters(*rows).to(DEVICE))
+    assert set(sampled.tolist()) == {7, 31}
 
 
 # -- batches, and backends against each other --------------------------------------------------------------------------
@@ -218,17 +218,17 @@ def mixed(seed: int, count: int, size: int) -> tuple[Tensor, Tensor]:
     return logits.to(DEVICE), parameters(*rows).to(DEVICE)
 
 
-def test_a_row_draws_the_same_alone_and_anywhere_in_a_batch(seed: int, draw: Draw) -> None:
+def test_a_row_samples_the_same_alone_and_anywhere_in_a_batch(seed: int, sample: Sample) -> None:
     count, size = (4, 40) if INTERPRETED else (11, 1500)
     logits, rows = mixed(seed, count, size)
-    together = draw(logits, rows)
-    alone = torch.cat([draw(logits[i : i + 1], rows[i : i + 1]) for i in range(count)])
+    together = sample(logits, rows)
+    alone = torch.cat([sample(logits[i : i + 1], rows[i : i + 1]) for i in range(count)])
     assert torch.equal(together, alone)
     order = torch.randperm(count, device=DEVICE)
-    assert torch.equal(draw(logits[order], rows[order]), together[order])
+    assert torch.equal(sample(logits[order], rows[order]), together[order])
     wide = torch.full((count, size + 13), float("nan"), device=DEVICE)
     wide[:, :size] = logits
-    assert torch.equal(draw(wide[:, :size], rows), together)
+    assert torch.equal(sample(wide[:, :size], rows), together)
 
 
 if INTERPRETED:
@@ -241,32 +241,32 @@ if INTERPRETED:
         monkeypatch.setattr(kernel, "CANDIDATES", 8)
 
     @pytest.mark.parametrize(("size", "by_value"), [(1, 4), (96, 2)])
-    def test_the_kernel_draws_the_references_tokens(
+    def test_the_kernel_samples_the_references_tokens(
         seed: int, short_passes: None, monkeypatch: pytest.MonkeyPatch, size: int, by_value: int
     ) -> None:
         monkeypatch.setattr(kernel, "BY_VALUE", by_value)
         logits, rows = mixed(seed, len(KINDS), size)
-        assert torch.equal(kernel.draw_tokens(logits, rows), reference.draw_tokens(logits, rows))
+        assert torch.equal(kernel.sample_tokens(logits, rows), reference.sample_tokens(logits, rows))
 
     def test_a_vocabulary_of_many_blocks() -> None:
         torch.manual_seed(3)
         logits, row = torch.randn(1, 9001), parameters({"top_p": 0.95, "uniform": 0.6})
-        assert torch.equal(kernel.draw_tokens(logits, row), reference.draw_tokens(logits, row))
+        assert torch.equal(kernel.sample_tokens(logits, row), reference.sample_tokens(logits, row))
 
 
 if ON_GPU:
 
     @pytest.mark.parametrize("size", [1, 4097, 49152, 128256])
-    def test_the_kernel_draws_the_references_tokens(seed: int, size: int) -> None:
+    def test_the_kernel_samples_the_references_tokens(seed: int, size: int) -> None:
         logits, rows = mixed(seed, 2 * len(KINDS), size)
-        expected = reference.draw_tokens(logits.cpu(), rows.cpu())  # hundreds of small steps a row
-        assert torch.equal(kernel.draw_tokens(logits, rows).cpu(), expected)
+        expected = reference.sample_tokens(logits.cpu(), rows.cpu())  # hundreds of small steps a row
+        assert torch.equal(kernel.sample_tokens(logits, rows).cpu(), expected)
 
     def test_scratch_is_what_is_counted() -> None:
         logits, rows = torch.randn(16, 128256, device="cuda"), parameters(*[{"top_p": 0.95}] * 16).cuda()
-        kernel.draw_tokens(logits, rows)
+        kernel.sample_tokens(logits, rows)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        kernel.draw_tokens(logits, rows)
+        kernel.sample_tokens(logits, rows)
         assert torch.cuda.max_memory_allocated() - before <= 16 * SCRATCH_BYTES + 1024

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.ops.draw_tokens.weights import COLDEST, LARGEST, UNIT, token_weights
+from shadowkv.ops.sample_tokens.weights import COLDEST, LARGEST, UNIT, token_weights
 
 BUCKETS = 2048
 """Parts that a range of logits is divided into."""
@@ -16,7 +16,7 @@ SORTED = 512
 """Tokens that are few enough to be sorted."""
 
 
-def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     """One token per row, by the inverse of the distribution function over the tokens that the filters keep.
 
     A row's order is by its logits, the largest first, of equal ones the lowest token id first. Of that order are kept
@@ -30,7 +30,8 @@ def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     probabilities are whole numbers (``weights.py``).
 
     Args:
-        logits: float32 [B, V], V at least 1 and at most 2**22, rows dense. -inf is never drawn where a logit is finite.
+        logits: float32 [B, V], V at least 1 and at most 2**22, rows dense. -inf is never sampled where a logit is
+            finite.
         parameters: float64 [B, 5], columns as in ``weights.PARAMETERS``: temperature, up to ``weights.COLDEST`` for the
             largest logit, whatever else the row says, and 100 at the most; top_k, a whole number, without effect unless
             it is above 0 and below V; top_p in (0, 1], without effect at 1; min_p in [0, 1]; uniform in [0, 1).
@@ -38,11 +39,11 @@ def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     Returns:
         int64 [B], in [0, V) whatever the logits are; of a row with NaN or infinity the token has no meaning.
     """
-    drawn = [_draw(row, *numbers) for row, numbers in zip(logits, parameters.tolist(), strict=True)]
-    return torch.stack(drawn) if drawn else torch.empty(0, dtype=torch.int64, device=logits.device)
+    sampled = [_sample(row, *numbers) for row, numbers in zip(logits, parameters.tolist(), strict=True)]
+    return torch.stack(sampled) if sampled else torch.empty(0, dtype=torch.int64, device=logits.device)
 
 
-def _draw(logits: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> Tensor:
     largest = logits.amax()
     if not largest <= LARGEST:
         logits = torch.where(logits < LARGEST, logits, LARGEST)

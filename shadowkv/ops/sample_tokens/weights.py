@@ -1,7 +1,7 @@
 """What all backends of the op compute alike, to the last bit: a row's parameters, and the weights of its tokens.
 
 A weight is exp(logit / temperature) in whole units, ``UNIT`` for the largest logit. Sums of whole numbers are exact, so
-no draw depends on the order of additions, on a batch or on a backend; and float32 additions and multiplications, none
+no sample depends on the order of additions, on a batch or on a backend; and float32 additions and multiplications, none
 of them fused, are the same everywhere, which exponentials of libraries are not.
 """
 
@@ -45,7 +45,7 @@ CANDIDATES = 8192
 """Logits of a row that a backend has room for in scratch memory: the last ones that a filter may end at."""
 
 SCRATCH_BYTES = 4 * CANDIDATES + 8 * len(PARAMETERS)
-"""Device bytes that a draw takes for each row, besides logits and tokens."""
+"""Device bytes that sampling takes for each row, besides logits and tokens."""
 
 
 def token_weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:

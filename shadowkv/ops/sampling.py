@@ -1,4 +1,4 @@
-"""Selection of the best for sure and of others by chance: systematic draws by weight (Madow, 1949).
+"""Selection of the best for sure and of others by chance: systematic sampling by weight (Madow, 1949).
 
 A chance is 1 of the best, and of the others in proportion to their weight. A sum over what is selected, each divided by
 its chance, estimates the sum over all without bias, and the better, the more the weights are like the summands. Chances
@@ -18,21 +18,21 @@ from shadowkv.ops.mix64 import mix64
 
 WORD = 0xFFFFFFFF
 MOST_BITS = 20
-"""A chance is a multiple of 2**-20, or of more where so many are drawn that their sum would take over 31 bits."""
+"""A chance is a multiple of 2**-20, or of more where so many are sampled that their sum would take over 31 bits."""
 CAUTION = 0.97
-"""What chances add up to, in all that may be drawn: a kernel knows the sum of all weights but roughly beforehand."""
+"""What chances add up to, in all that may be sampled: a kernel knows the sum of all weights but roughly beforehand."""
 WEIGHT_BITS = 40
 """Weights, 1 at the most, are added up in units of 2**-40: whole numbers have the same sum in any order, and so however
 wide the batch makes a row. Those of 2**23 values, less one, fit in 63 bits."""
 
 
 @dataclass(frozen=True)
-class Draws:
-    """What is drawn besides the chunks that are found.
+class Sampling:
+    """What is sampled besides the top-k chunks.
 
     Attributes:
         counts: int64 [B], chunks of each row and kv head.
-        seeds: int64 [B], of which the low 32 bits count; rows of the same seed draw by the same random numbers, in
+        seeds: int64 [B], of which the low 32 bits count; rows of the same seed sample by the same random numbers, in
             every process and batch.
     """
 
@@ -40,7 +40,7 @@ class Draws:
     seeds: Tensor
 
     def uniform(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Random numbers of 32 bits of a layer's two draws of every row and head, int64 [B, H] each."""
+        """Random numbers of 32 bits of a layer's two samplings of every row and head, int64 [B, H] each."""
         head = torch.arange(heads, device=self.seeds.device)
         state = mix(self.seeds[:, None] * 0x9E3779B1 + (layer * heads + head))
         return mix(state), mix(state + 0x85EBCA77)
@@ -86,12 +86,12 @@ def _above_bins(values: Tensor, most: Tensor) -> Tensor:
 
 
 def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Seeds of R rows that draw, int64 [R] of 32 bits: hashes of what tells one draw from another.
+    """Seeds of R rows that sample, int64 [R] of 32 bits: hashes of what tells one sample from another.
 
     Args:
         seeds: uint64 [R], of the requests: answers of one prompt miss other tokens.
-        positions: int64 [R] below 2**32, of the new tokens: every step has another draw.
-        first: int64 [R] below 2**32, of the first tokens of what is drawn from: so has every segment.
+        positions: int64 [R] below 2**32, of the new tokens: every step has another sample.
+        first: int64 [R] below 2**32, of the first tokens of what is sampled from: so has every segment.
     """
     place = positions.astype(np.uint64) << np.uint64(32) | first.astype(np.uint64)
     return (mix64(mix64(seeds) ^ place) >> np.uint64(32)).astype(np.int64)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from shadowkv.ops.rotate.tables import RopeConfig, RotaryTables
+from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 LONG = tuple(1 + i / 8 for i in range(32))
 CONFIGS = {
@@ -31,7 +31,7 @@ def test_rotation_turns_each_pair_by_position_times_frequency(ops, seed, config)
     tables = RotaryTables(config, 400)
     positions = torch.tensor([0, 1, 2, 63, 64, 255, 399])[torch.randperm(7)]
     x = torch.randn(7, 3, config.head_dim)
-    out = ops.rotate(x, positions, tables)
+    out = ops.apply_rope(x, positions, tables)
     expected = [[turn(head, position, config) for head in row] for row, position in zip(x, positions.tolist())]
     assert_close(out, torch.stack([torch.stack(row) for row in expected]), atol=3e-6)
 
@@ -42,13 +42,13 @@ def test_rotation_is_exact_up_to_a_million_positions(ops, seed):
     positions = torch.cat((torch.tensor([2**20, 2**20 - 1, 999_999, 524_289]), torch.randint(2**20, (30,))))
     x = torch.randn(34, 2, 8)
     expected = [[turn(head, position, config) for head in row] for row, position in zip(x, positions.tolist())]
-    assert_close(ops.rotate(x, positions, tables), torch.stack([torch.stack(row) for row in expected]), atol=3e-6)
+    assert_close(ops.apply_rope(x, positions, tables), torch.stack([torch.stack(row) for row in expected]), atol=3e-6)
 
 
 @configs
 def test_position_zero_only_scales(ops, seed, config):
     x = torch.randn(1, 2, config.head_dim)
-    out = ops.rotate(x, torch.tensor([0]), RotaryTables(config, 1))
+    out = ops.apply_rope(x, torch.tensor([0]), RotaryTables(config, 1))
     assert_close(out[..., : config.dim], x[..., : config.dim].double() * config.magnitude, atol=1e-6)
     assert torch.equal(out[..., config.dim :], x[..., config.dim :])
 
@@ -59,10 +59,10 @@ def test_inverse_undoes_the_rotation_for_positions_of_any_shape(ops, seed, confi
     tables = RotaryTables(config, 500)
     positions = torch.randint(500, shape)
     x = torch.randn(*shape, 2, config.head_dim)
-    turned = ops.rotate(x, positions, tables)
+    turned = ops.apply_rope(x, positions, tables)
     assert turned.shape == x.shape
-    assert_close(ops.rotate(turned, positions, tables, inverse=True), x, atol=5e-6)
-    assert_close(ops.rotate(ops.rotate(x, positions, tables, inverse=True), positions, tables), x, atol=5e-6)
+    assert_close(ops.apply_rope(turned, positions, tables, inverse=True), x, atol=5e-6)
+    assert_close(ops.apply_rope(ops.apply_rope(x, positions, tables, inverse=True), positions, tables), x, atol=5e-6)
 
 
 @configs
@@ -71,7 +71,9 @@ def test_scores_depend_on_distance_alone(ops, seed, config):
     q, k = torch.randn(2, 1, 1, config.head_dim)
 
     def score(i: int, j: int) -> float:
-        return (ops.rotate(q, torch.tensor([i]), tables) * ops.rotate(k, torch.tensor([j]), tables)).sum().item()
+        return (
+            (ops.apply_rope(q, torch.tensor([i]), tables) * ops.apply_rope(k, torch.tensor([j]), tables)).sum().item()
+        )
 
     assert score(210, 170) == pytest.approx(score(290, 250), abs=1e-3)
     assert any(score(210, 170) != pytest.approx(score(210, j), abs=1e-3) for j in range(171, 200))
@@ -83,9 +85,9 @@ def test_low_precision_is_rotated_in_float32_and_rounded_once(ops, seed, name, i
     config = CONFIGS[name]
     tables, positions = RotaryTables(config, 5000), torch.randint(5000, (20,))
     x = torch.randn(20, 3, config.head_dim).bfloat16()
-    out = ops.rotate(x, positions, tables, inverse=inverse)
+    out = ops.apply_rope(x, positions, tables, inverse=inverse)
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out, ops.rotate(x.float(), positions, tables, inverse=inverse).bfloat16())
+    assert torch.equal(out, ops.apply_rope(x.float(), positions, tables, inverse=inverse).bfloat16())
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -93,7 +95,7 @@ def test_dimensions_past_the_rotary_ones_pass_untouched(ops, seed, interleaved):
     config = RopeConfig(96, 1e4, rotary_dim=32, interleaved=interleaved)
     x = torch.randn(4, 2, 96)
     x[..., 32:] *= 1e30
-    out = ops.rotate(x, torch.arange(4) + 7, RotaryTables(config, 20))
+    out = ops.apply_rope(x, torch.arange(4) + 7, RotaryTables(config, 20))
     assert torch.equal(out[..., 32:], x[..., 32:])
     assert not torch.isclose(out[..., :32], x[..., :32]).all()
 

@@ -10,7 +10,7 @@ import torch
 Result = TypeVar("Result")
 
 
-class Beside:
+class SideStream:
     """Where there is no GPU, or nothing is to be gained, work is done at once.
 
     The stream is of high priority: what takes few thread blocks finds its way between those of kernels that take all.

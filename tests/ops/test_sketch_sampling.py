@@ -1,4 +1,5 @@
-"""Draws by a key sketch: what is drawn, what it stands for, and that weighted sums estimate those over everything."""
+"""Sampling by a key sketch: what is sampled, what it stands for, and that weighted sums estimate those over
+everything."""
 
 import math
 
@@ -7,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.ops.draws import CAUTION, Draws, by_chance, mix, row_seeds
-from shadowkv.ops.select_by_sketch.reference import EXCLUDED, drawn_runs, kept_runs
+from shadowkv.ops.sampling import CAUTION, Sampling, by_chance, mix, row_seeds
+from shadowkv.ops.select_by_sketch.reference import EXCLUDED, kept_runs, sampled_runs
 from shadowkv.ops.sign_scores.reference import pack_sketch, sign_scores
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 TIMES = 400
-"""Rows of the same tokens and queries that draw by other seeds."""
+"""Rows of the same tokens and queries that sample by other seeds."""
 
 
 def uniform(*shape: int) -> Tensor:
@@ -28,8 +29,8 @@ def select(values: Tensor, sure: int, wanted: int, factor: float = 1.0) -> tuple
 
 
 def fewest(values: Tensor, sure: int, wanted: int, factor: float) -> int:
-    """What any draw from float16 [n] selects at the least, by the definition: whole bins that fit are sure, the chances
-    of the others add up to ``CAUTION`` of what is left, but for what would be above 1."""
+    """What any sample from float16 [n] selects at the least, by the definition: whole bins that fit are sure, the
+    chances of the others add up to ``CAUTION`` of what is left, but for what would be above 1."""
     some = values[values.isfinite()]
     magnitude = some.view(torch.int16).int() & 0x7FFF
     bins = torch.where(some < 0, -1 - magnitude, magnitude) >> 5
@@ -92,7 +93,7 @@ def test_nothing_is_selected_where_nothing_may_be_or_none_is_wanted(seed):
     assert (select(torch.ones(2, 9), 0, 9)[0].sum(-1) >= 8).all()
 
 
-def test_many_draws_do_not_overflow(seed):
+def test_many_samples_do_not_overflow(seed):
     chosen, _ = select(torch.ones(1, 1 << 18), 0, 1 << 17)
     assert abs(int(chosen.sum()) - CAUTION * (1 << 17)) < 20
 
@@ -119,16 +120,16 @@ def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Te
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_weighted_sums_over_a_selection_are_those_over_all_that_may_be_selected(ops, seed, chunk):
     args, logits, excluded = problem(60, chunk, TIMES)
-    found, drawn = 64 // chunk, 48 // chunk
-    budget, draws = torch.full((TIMES,), found), Draws(torch.full((TIMES,), drawn), torch.arange(TIMES) + 30000)
-    chunks, log_weight = ops.select_by_sketch(budget=budget, k=found + drawn, draws=draws, layer=3, **args)
-    assert ((chunks >= 0).sum(-1) >= nearly(found + drawn)).all()
+    top_k, sampled = 64 // chunk, 48 // chunk
+    budget, sampling = torch.full((TIMES,), top_k), Sampling(torch.full((TIMES,), sampled), torch.arange(TIMES) + 30000)
+    chunks, log_weight = ops.select_by_sketch(budget=budget, k=top_k + sampled, sampling=sampling, layer=3, **args)
+    assert ((chunks >= 0).sum(-1) >= nearly(top_k + sampled)).all()
     weights = logits.softmax(-1).mean(1).masked_fill(excluded, 0).unflatten(-1, (-1, chunk)).sum(-1)
     sums = weights.expand(TIMES, -1, -1).gather(-1, chunks.clamp(min=0)) * log_weight.exp().masked_fill(chunks < 0, 0)
     estimate, total = sums.sum(-1), weights.sum(-1)  # [TIMES, H], [H]
     assert ((estimate.mean(0) - total).abs() < 5 * estimate.std(0) / TIMES**0.5).all()
     assert (estimate.std(0) < total).all()
-    alone, _ = ops.select_by_sketch(budget=budget[:1], k=found, **one(args))
+    alone, _ = ops.select_by_sketch(budget=budget[:1], k=top_k, **one(args))
     assert (weights.gather(-1, alone[0]).sum(-1) < 0.9 * total).all()  # there was something to estimate
 
 
@@ -140,12 +141,12 @@ def one(args: dict) -> dict:
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
-def test_what_is_drawn_may_be_selected_was_not_found_and_counts_as_its_chance_says(ops, seed, chunk):
+def test_what_is_sampled_may_be_selected_was_not_found_and_counts_as_its_chance_says(ops, seed, chunk):
     args, _, excluded = problem(90, chunk, 4)
     budget, counts = torch.tensor([40, 40, 7, 0]), torch.tensor([30, 0, 50, 5])
-    chunks, log_weight = ops.select_by_sketch(budget=budget, k=72, draws=Draws(counts, torch.arange(4)), **args)
+    chunks, log_weight = ops.select_by_sketch(budget=budget, k=72, sampling=Sampling(counts, torch.arange(4)), **args)
     keep = kept_runs(args["num_pages"], budget + counts, chunk)
-    assert drawn_runs(args["num_pages"], keep, Draws(counts, counts)).tolist() == [
+    assert sampled_runs(args["num_pages"], keep, Sampling(counts, counts)).tolist() == [
         int(keep[0]) // 4, 0, int(keep[2]) // 4, int(keep[3]) // 4,
     ]  # fmt: skip
     barred = excluded.unflatten(-1, (-1, chunk)).any(-1)
@@ -159,34 +160,36 @@ def test_what_is_drawn_may_be_selected_was_not_found_and_counts_as_its_chance_sa
             assert (log_weight[row, head, : len(some)] >= 0).all()
     assert (chunks[3] == -1).all()
     alone, _ = ops.select_by_sketch(budget=torch.tensor([40]), k=40, **one(args))
-    assert torch.equal(chunks[1, :, :40], alone[0])  # a row that draws nothing is one where nothing is drawn
+    assert torch.equal(chunks[1, :, :40], alone[0])  # a row that samples nothing is one where nothing is sampled
     assert not log_weight[1, :, :40].any()
 
 
 def test_all_of_a_short_context_is_looked_at(ops, seed):
     args, _, excluded = problem(3, 1, TIMES)
     budget, counts = torch.full((TIMES,), 32), torch.full((TIMES,), 32)
-    chunks, log_weight = ops.select_by_sketch(budget=budget, k=64, draws=Draws(counts, torch.arange(TIMES)), **args)
+    chunks, log_weight = ops.select_by_sketch(
+        budget=budget, k=64, sampling=Sampling(counts, torch.arange(TIMES)), **args
+    )
     assert ((chunks >= 0).sum(-1) >= nearly(64)).all()
-    found = (log_weight == 0).sum(-1)
-    assert (found > 16).all() and (found < 40).all()
+    top_k = (log_weight == 0).sum(-1)
+    assert (top_k > 16).all() and (top_k < 40).all()
     ones = log_weight.exp().masked_fill(chunks < 0, 0).sum(-1).mean(0)
     torch.testing.assert_close(ones, (~excluded).sum(-1).float(), rtol=0.1, atol=0)
 
 
-def test_draws_depend_on_the_seed_the_layer_and_the_head_alone(ops, seed):
+def test_samples_depend_on_the_seed_the_layer_and_the_head_alone(ops, seed):
     args, _, _ = problem(90, 1, 3)
 
     def select(seeds: list[int], layer: int) -> Tensor:
-        draws = Draws(torch.full((3,), 40), torch.tensor(seeds))
-        return ops.select_by_sketch(budget=torch.full((3,), 40), k=80, draws=draws, layer=layer, **args)[0]
+        sampling = Sampling(torch.full((3,), 40), torch.tensor(seeds))
+        return ops.select_by_sketch(budget=torch.full((3,), 40), k=80, sampling=sampling, layer=layer, **args)[0]
 
     once = select([5, 5, 6], 0)
     assert ((once >= 0).sum(-1) >= nearly(80)).all()
     assert torch.equal(once[0], once[1]) and not torch.equal(once[0], once[2])
     assert torch.equal(select([6, 7, 5], 0)[2], once[0])
     assert not torch.equal(select([5, 5, 6], 1)[0], once[0])
-    numbers = Draws(torch.zeros(1, dtype=torch.int64), torch.tensor([5])).uniform(0, 1000)
+    numbers = Sampling(torch.zeros(1, dtype=torch.int64), torch.tensor([5])).uniform(0, 1000)
     assert len({int(x) for x in torch.cat(numbers).flatten()}) > 1990
 
 
@@ -205,9 +208,9 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(ops, seed):
         own = slice(first, last)
         some = type(queries)(**{name: x[own].contiguous() for name, x in vars(queries).items()})
         places = names[own, : int(num_pages[own].max())].contiguous(), num_pages[own]
-        coarse, draws = ops.sign_scores(some, signs, scale, *places), Draws(counts[own], seeds[own])
+        coarse, sampling = ops.sign_scores(some, signs, scale, *places), Sampling(counts[own], seeds[own])
         k = int((budget + counts)[own].max())
-        return ops.select_by_sketch(some, coarse, signs, rest, scale, *places, budget[own], chunk, k, draws, 3)
+        return ops.select_by_sketch(some, coarse, signs, rest, scale, *places, budget[own], chunk, k, sampling, 3)
 
     for size in (2, 7, rows):
         chunks, log_weight = select(0, size)

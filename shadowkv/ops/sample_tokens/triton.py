@@ -2,8 +2,8 @@
 
 The largest and the smallest logit, then the weight of all tokens. For each filter the value at which it ends is
 enclosed: a pass measures what lies above three values, and leaves a quarter of the range, until so few tokens are
-within that registers hold them. A last pass adds up what is kept, block by block; the block with the draw in it is
-read again.
+within that registers hold them. A last pass adds up what is kept, block by block; the block with the sampled token in
+it is read again.
 
 No order of additions decides anything, so passes may be cut up in any way: weights are whole numbers.
 """
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.draw_tokens import weights
-from shadowkv.ops.draw_tokens.weights import CANDIDATES, PARAMETERS
+from shadowkv.ops.sample_tokens import weights
+from shadowkv.ops.sample_tokens.weights import CANDIDATES, PARAMETERS
 
 BLOCK = 2048
 """Tokens of a row that are read at a time, four by each thread, where threads add up apart until the row's end."""
@@ -38,13 +38,13 @@ LOG2E = tl.constexpr(weights.LOG2E)
 C0, C1, C2, C3, C4, C5 = (tl.constexpr(coefficient) for coefficient in weights.MANTISSA)
 
 
-def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     """As the reference."""
     batch, size = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch:
         candidates = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=logits.device)
-        _draw_tokens[(batch,)](
+        _sample_tokens[(batch,)](
             logits,
             logits.stride(0),
             parameters.contiguous(),
@@ -64,7 +64,7 @@ def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
 
 
 @triton.jit
-def _draw_tokens(
+def _sample_tokens(
     logits,
     row_stride,
     parameters,
@@ -85,7 +85,7 @@ def _draw_tokens(
     temperature = tl.load(parameters)
     top_k, top_p = tl.load(parameters + 1).to(tl.int64), tl.load(parameters + 2)
     min_p, uniform = tl.load(parameters + 3), tl.load(parameters + 4)
-    smallest, largest, drawn = _extent(logits, size, BLOCK)
+    smallest, largest, sampled = _extent(logits, size, BLOCK)
     if (temperature > COLDEST) & (largest > float("-inf")):
         scale = (1 / temperature).to(tl.float32) * LOG2E
         # All that weighs anything is above low.
@@ -108,8 +108,8 @@ def _draw_tokens(
         if kept < ties:
             end = _end_of_ties(logits, size, least, kept, LONG_BLOCK)
         lightest = tl.ceil(min_p * UNIT).to(tl.int64)
-        drawn = _draw(logits, size, largest, scale, least, end, lightest, uniform, LONG_BLOCK, BLOCKS)
-    tl.store(tokens + row, drawn.to(tl.int64))
+        sampled = _sample(logits, size, largest, scale, least, end, lightest, uniform, LONG_BLOCK, BLOCKS)
+    tl.store(tokens + row, sampled.to(tl.int64))
 
 
 @triton.jit
@@ -298,7 +298,7 @@ def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.c
 
 
 @triton.jit
-def _draw(
+def _sample(
     logits, size, largest, scale, least, end, lightest, uniform, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """The token: of those above ``least``, of that value with ids below ``end``, that weigh ``lightest`` or more."""

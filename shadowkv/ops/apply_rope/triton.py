@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.rotate.tables import RotaryTables
+from shadowkv.ops.apply_rope.tables import RotaryTables
 
 MANY = 2048
 """Tokens from which on programs take several heads, for which they read cosines and sines once; fewer are spread."""
 
 
-def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
+def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
     """As the reference; the last dimension must be dense."""
     rows, heads, dim = x.shape[:-2].numel(), x.shape[-2], x.shape[-1]
     flat, config = x.reshape(rows, heads, dim), rotary.config
@@ -22,7 +22,7 @@ def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = F
     positions = positions.reshape(-1).contiguous()
     scale = 1 / config.magnitude**2 if inverse else 1.0
     tokens, together = (16, 4) if rows >= MANY else (2, 1)
-    _rotate[(triton.cdiv(rows, tokens), triton.cdiv(heads, together))](
+    _apply_rope[(triton.cdiv(rows, tokens), triton.cdiv(heads, together))](
         flat, positions, rotary.cos, rotary.sin, out, rows, heads, flat.stride(0), flat.stride(1),
         scale, -scale if inverse else 1.0, TOKENS=tokens, HEADS=together,
         HALF=config.dim // 2, HALF_BLOCK=triton.next_power_of_2(config.dim // 2),
@@ -32,7 +32,7 @@ def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = F
 
 
 @triton.jit
-def _rotate(
+def _apply_rope(
     x, positions, cos, sin, out, rows, heads, row_stride, head_stride, cos_scale, sin_scale, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM: tl.constexpr, REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,

@@ -1,4 +1,4 @@
-"""A budget part of which is drawn: how it is split, and what it mends where attention is spread thin."""
+"""A budget part of which is sampled: how it is split, and what it mends where attention is spread thin."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.presets import preset
-from shadowkv.ops.draws import CAUTION, row_seeds
+from shadowkv.ops.sampling import CAUTION, row_seeds
 
 S, STEPS = 3000, 70
 
@@ -28,47 +28,47 @@ def outputs(kv: str, sharpness: float) -> torch.Tensor:
     return stream.output()[S:]
 
 
-def test_draws_mend_attention_that_is_spread_thin_and_cost_little_where_it_is_not() -> None:
+def test_samples_mend_attention_that_is_spread_thin_and_cost_little_where_it_is_not() -> None:
     errors = {}
-    found, drawn = "exact-top-k:index=sketch,budget=256", "exact-top-k:index=sketch,budget=256,drawn=0.5"
+    top_k, sampled = "exact-top-k:index=sketch,budget=256", "exact-top-k:index=sketch,budget=256,sampled=0.5"
     for sharpness in (0.3, 1.0, 4.0):
         exact = outputs("full", sharpness)
-        for kv in (found, drawn):
+        for kv in (top_k, sampled):
             errors[sharpness, kv] = float((outputs(kv, sharpness) - exact).norm() / exact.norm())
-    assert errors[0.3, drawn] < 0.5 * errors[0.3, found]
-    assert errors[1.0, drawn] < 0.8 * errors[1.0, found]
-    assert errors[4.0, drawn] < errors[4.0, found] + 0.1  # sketches of 16 dimensions say little of a weight
+    assert errors[0.3, sampled] < 0.5 * errors[0.3, top_k]
+    assert errors[1.0, sampled] < 0.8 * errors[1.0, top_k]
+    assert errors[4.0, sampled] < errors[4.0, top_k] + 0.1  # sketches of 16 dimensions say little of a weight
 
 
-def test_nothing_is_drawn_where_all_could_be_found() -> None:
+def test_nothing_is_sampled_where_all_could_be_found() -> None:
     budget, sealed = np.array([300, 300, 300]), np.array([64, 320, 6400])
-    assert preset("turbo", drawn=0.4, budget=300).drawn_chunks(budget, sealed).tolist() == [0, 120, 120]
-    spec = preset("turbo", drawn=0.4, budget=300, chunk=8)
-    assert spec.drawn_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 23]
-    assert preset("turbo", drawn=0.0).drawn_chunks(budget, sealed).tolist() == [0, 0, 0]
-    assert preset("turbo", drawn=0.7).drawn_chunks(np.array([640]), np.array([64000])).tolist() == [448]
+    assert preset("turbo", sampled=0.4, budget=300).sampled_chunks(budget, sealed).tolist() == [0, 120, 120]
+    spec = preset("turbo", sampled=0.4, budget=300, chunk=8)
+    assert spec.sampled_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 23]
+    assert preset("turbo", sampled=0.0).sampled_chunks(budget, sealed).tolist() == [0, 0, 0]
+    assert preset("turbo", sampled=0.7).sampled_chunks(np.array([640]), np.array([64000])).tolist() == [448]
 
 
 @pytest.mark.parametrize(
     ("kv", "reason"),
     [
-        ("turbo-host:drawn=0.5", "drawn chunks are others at every step"),
-        ("exact-top-k:drawn=0.5,mass=0.9", "drawn=0.5 is a share of a budget, and mass=0.9 takes less"),
-        ("shadowkv:place=device,drawn=0.5", "index='chunk-mean' draws no chunks"),
-        ("turbo:index=sketch-1bit,chunk=8", "index='sketch-1bit' draws no chunks"),
-        ("full:drawn=0.5", "index='none' attends to every token"),
-        ("turbo:drawn=1.0", "drawn=1.0 must be in"),
-        ("turbo:drawn=0.5,budget=256,chunk=0", "chunk=0 does not divide"),
+        ("turbo-host:sampled=0.5", "sampled chunks are others at every step"),
+        ("exact-top-k:sampled=0.5,mass=0.9", "sampled=0.5 is a share of a budget, and mass=0.9 takes less"),
+        ("shadowkv:place=device,sampled=0.5", "index='chunk-mean' samples no chunks"),
+        ("turbo:index=sketch-1bit,chunk=8", "index='sketch-1bit' samples no chunks"),
+        ("full:sampled=0.5", "index='none' attends to every token"),
+        ("turbo:sampled=1.0", "sampled=1.0 must be in"),
+        ("turbo:sampled=0.5,budget=256,chunk=0", "chunk=0 does not divide"),
     ],
 )
-def test_what_cannot_be_drawn_from_is_refused(kv: str, reason: str) -> None:
+def test_what_cannot_be_sampled_from_is_refused(kv: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         resolve(preset(kv), SHAPE)
 
 
 def test_every_index_names_what_it_found_in_order() -> None:
     for kv in ("exact-top-k", "quest", "shadowkv:place=device", "loki", "turbo", "turbo:index=sketch-1bit,chunk=8"):
-        cache = make_cache(preset(kv, budget=256, drawn=0.0))
+        cache = make_cache(preset(kv, budget=256, sampled=0.0))
         stream = Stream(7, cache.allocate(S, S + 1))
         prefill(cache, [(stream, S)])
         batch = sealed_batch(cache, [stream])
@@ -76,9 +76,9 @@ def test_every_index_names_what_it_found_in_order() -> None:
         assert (selected.diff(dim=-1) > 0).all() and (selected >= 0).all()
 
 
-@pytest.mark.parametrize("kv", ["turbo:budget=256", "turbo:budget=256,drawn=0.9", "turbo:budget=512,chunk=4"])
+@pytest.mark.parametrize("kv", ["turbo:budget=256", "turbo:budget=256,sampled=0.9", "turbo:budget=512,chunk=4"])
 def test_a_step_selects_nearly_all_of_its_budget(kv: str) -> None:
-    """Chances add up to all but a little of what is drawn: at least ``CAUTION`` of it where none would be above 1."""
+    """Chances add up to all but a little of what is sampled: at least ``CAUTION`` of it where none would be above 1."""
     cache, seen = make_cache(preset(kv)), []
     cache.selection_hook = lambda layer, q, batch, selected: seen.append(selected.chunks) or selected
     stream = Stream(9, cache.allocate(S, S + 8))
@@ -91,7 +91,7 @@ def test_a_step_selects_nearly_all_of_its_budget(kv: str) -> None:
         assert ((chunks >= 0).sum(-1) >= int(CAUTION * cache.spec.budget / cache.spec.chunk)).all()
 
 
-def test_rows_draw_the_same_alone_and_in_a_batch() -> None:
+def test_rows_sample_the_same_alone_and_in_a_batch() -> None:
     spec, alone = preset("turbo:budget=128"), []
     lengths = [900, 2000]
     for seed, length in enumerate(lengths):
@@ -120,8 +120,8 @@ class Seen:
 
     def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
         self.chunks.append(selected.chunks)
-        assert batch.draws is not None
-        self.seeds.append(batch.draws.seeds)
+        assert batch.sampling is not None
+        self.seeds.append(batch.sampling.seeds)
         return selected
 
     def of_row(self, row: int) -> list[Tensor]:
@@ -154,7 +154,7 @@ def test_answers_of_one_prompt_miss_other_tokens_and_a_seed_repeats() -> None:
     assert all(alike(first, again))
     assert not any(alike(first, second)) and not any(alike(first, third)) and not any(alike(second, third))
     steps = torch.stack(seen.seeds)[:: SHAPE.num_layers, 0]
-    assert len(steps.unique()) == len(steps)  # every step has another draw
+    assert len(steps.unique()) == len(steps)  # every step has another sample
 
 
 def test_rows_select_the_same_bit_by_bit_alone_and_in_any_batch() -> None:
@@ -209,6 +209,6 @@ def test_plans_carry_seeds_of_segments_and_what_fills_them_up_has_one() -> None:
     assert plan.segments.seed.tolist() == wanted.tolist() and len(set(wanted.tolist())) == 3
     wide = cache.rounded(plan, 8)
     batch = cache.decode_batch(wide, torch.from_numpy(wide.packed()).to(cache.device))
-    assert batch.sealed is not None and batch.sealed.draws is not None
-    seeds = batch.sealed.draws.seeds.tolist()
+    assert batch.sealed is not None and batch.sealed.sampling is not None
+    seeds = batch.sealed.sampling.seeds.tolist()
     assert seeds[:3] == wanted.tolist() and seeds[3:] == [0]

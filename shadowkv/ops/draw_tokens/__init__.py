@@ -1,1 +1,0 @@
-"""Draws the next token of every row from its logits: temperature, top-k, top-p, min-p."""
