@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -39,6 +38,8 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
 
     Full attention has no budget. Raises ValueError for what cannot be.
     """
+    from shadowkv.kvcache.parts import resolve  # which loads PyTorch: --help does without
+
     policies: dict[str, Policy] = {}
     for name in names:
         spec, kv = preset(name), without_field(name, "budget")[0]

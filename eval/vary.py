@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from shadowkv.eval.policies import without_field
 from shadowkv.eval.report import BASELINE
-from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 
@@ -39,6 +38,8 @@ class Variation:
         ``full``, policies that set the field themselves, and those to which no value means anything stay as they are.
         Raises ValueError where that is all of them.
         """
+        from shadowkv.kvcache.parts import resolve  # which loads PyTorch: --help does without
+
         found: list[str] = []
         notes: list[str] = []
         for name in names:

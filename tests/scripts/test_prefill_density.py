@@ -6,7 +6,7 @@ import json
 
 import prefill_density
 import pytest
-from sweep_engine import replay
+from sweep_engine import densities_of
 from tiny_model import tiny_model
 
 from shadowkv.engine import prefill as engine_prefill
@@ -36,7 +36,7 @@ def test_a_file_that_sweeps_can_replay(tmp_path):
     assert [list(ends) for ends in found["by_end_of_block_of_queries"].values()] == [["2048", "3072"]] * 2
     assert found["by_task"]["3000"]["fwe"] == found["density"]["3000"]
     assert found["about"]["share"] == 0.12
-    densities = replay(found["replay"])
+    densities = densities_of(found["replay"])
     assert [*densities] == [2200, 3000, 6000]
     assert densities[3000] == pytest.approx(found["density"]["3000"], abs=1e-4)
 
