@@ -36,7 +36,7 @@ class ThreadGroup(Group):
 
 def on_ranks(size: int, do: Callable[[Group], Result]) -> list[Result]:
     """What ``do`` gives on each of ``size`` ranks."""
-    table, barrier = list[Tensor | None]([None] * size), threading.Barrier(size, timeout=60)
+    table, barrier = list[Tensor | None]([None] * size), threading.Barrier(size, timeout=300)
 
     def of_rank(rank: int) -> Result:
         try:

@@ -78,7 +78,8 @@ class FakeEngine:
     """Says its ``reply``, a character at a time.
 
     A prompt with FAIL ends with an error after two tokens, with DIE the engine dies there, with HANG the answer stops
-    there and never ends, with BUG it raises at once, with BUSY the queue is full, with SLEEP nothing comes for a while.
+    there and never ends, with BUG it raises at once, with BUSY the queue is full, with SLEEP nothing comes for
+    ``silence`` seconds.
     """
 
     model_name = "fake"
@@ -97,6 +98,7 @@ class FakeEngine:
         self.most_running = 0
         self.room = 10**6
         self.reply = REPLY
+        self.silence = 0.5
         self.stop_string: str | None = None
         self.saved: dict[str, Saved] = {}
 
@@ -155,7 +157,7 @@ class FakeEngine:
             if "BUSY" in prompt or len(self.running) > self.room:
                 raise EngineBusy("7 requests are waiting already")
             if "SLEEP" in prompt:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(self.silence)
             times = RequestTimes(time.monotonic() - 4, *(time.monotonic() - ago for ago in (3, 1, 0.5)))
             scores = None
             if params.prompt_logprobs is not None:

@@ -15,9 +15,9 @@ from shadowkv.serve.connections import ConnectionConfig
 
 
 @contextmanager
-def http_server(app: FastAPI) -> Iterator[str]:
-    """Base URL of ``app``, served by a thread."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def http_server(app: FastAPI, listener: socket.socket | None = None) -> Iterator[str]:
+    """Base URL of ``app``, served by a thread; on a socket that clients may have come to before."""
+    with listener or socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(ConnectionConfig(app, log_level="error"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

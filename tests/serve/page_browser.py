@@ -64,7 +64,7 @@ def axe(folder: Path) -> str | None:
     """The script of axe-core, from npm; None where it cannot be had."""
     if shutil.which("npm") is None:
         return None
-    packed = subprocess.run(["npm", "pack", AXE], cwd=folder, capture_output=True, text=True, timeout=120)
+    packed = subprocess.run(["npm", "pack", AXE], cwd=folder, capture_output=True, text=True, timeout=300)
     if packed.returncode:
         return None
     with tarfile.open(folder / packed.stdout.split()[-1]) as archive:

@@ -34,7 +34,7 @@ def tiny() -> Iterator[str]:
         engine.start()
         with http_server(build_app(engine, "tiny")) as url:
             yield f"{url}/v1"
-        engine.shutdown(10)
+        engine.shutdown(120)
 
 
 def run(url: str, *more: str) -> int:
@@ -94,7 +94,7 @@ def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         async for output in generate(self, request):
             yield output
             if number == 3 and output.completion_tokens == 5:
-                threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+                threading.Timer(8, os.kill, (os.getpid(), signal.SIGINT)).start()
                 await asyncio.Event().wait()
 
     monkeypatch.setattr(FakeEngine, "generate", hang)

@@ -120,7 +120,7 @@ def test_what_two_servers_have_computed_at_once(serve: Serve, tmp_path: Path, mo
         patch.setattr("shadowkv.cache.disk.FileSystem", lambda: disk)
         with serve() as other:
             other.cached(prompt)
-            assert disk.reached.wait(20)
+            assert disk.reached.wait(300)
             one.done("/cache/save", name="one", prompt=prompt)
             disk.go_on.set()
             # It has the start on the device, as it has computed it itself; on the disk that is as the first one has.

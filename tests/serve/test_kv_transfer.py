@@ -80,15 +80,14 @@ def test_all_answers_of_a_prefill_server_wait_for_the_disk(serve: Serve, tmp_pat
 def test_snapshots_that_are_late_are_waited_for_and_others_computed(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shadowkv.cache.arrivals.FETCH_SECONDS", 5.0)
     with serve(role="prefill", kv_disk_dir=str(tmp_path / "away")) as prefill:
         params = prefilled(prefill, PROMPT)
         (name,) = params["remote_snapshots"]
     with serve(role="decode") as decode:
         file = f"{name}.safetensors"
         (tmp_path / "cache" / "half").write_bytes((tmp_path / "away" / file).read_bytes())
-        threading.Timer(0.5, lambda: (tmp_path / "cache" / "half").rename(tmp_path / "cache" / file)).start()
         began = time.monotonic()
+        threading.Timer(0.5, lambda: (tmp_path / "cache" / "half").rename(tmp_path / "cache" / file)).start()
         text, cached = ask(decode, PROMPT, max_tokens=8, kv_transfer_params=params)
         assert cached == 640 and time.monotonic() - began > 0.5
 
@@ -96,7 +95,7 @@ def test_snapshots_that_are_late_are_waited_for_and_others_computed(
         params["remote_snapshots"] = [40 * "a"]
         began = time.monotonic()
         assert ask(decode, tokens(3), max_tokens=8, kv_transfer_params=params)[1] == 0
-        assert 0.3 < time.monotonic() - began < 5
+        assert 0.3 < time.monotonic() - began < 60
         assert not decode.engine.engine.scheduler.prefix_cache.lower.arrivals.busy
         decode.forget_above_the_disk()
         data = bytearray((tmp_path / "cache" / file).read_bytes())
@@ -106,13 +105,12 @@ def test_snapshots_that_are_late_are_waited_for_and_others_computed(
         assert ask(decode, PROMPT, max_tokens=8, kv_transfer_params=params) == (text, 0)
 
 
-def test_what_another_policy_has_written_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowkv.cache.arrivals.FETCH_SECONDS", 20.0)
+def test_what_another_policy_has_written_is_not_waited_for(serve: Serve) -> None:
     with serve(role="prefill", kv="quest", kv_dense_below=0) as prefill, serve(role="decode") as decode:
         params = prefilled(prefill, PROMPT)
         began = time.monotonic()
         assert ask(decode, PROMPT, max_tokens=1, kv_transfer_params=params)[1] == 0
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # of 120
 
 
 def test_a_prompt_that_does_not_get_to_the_disk_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +159,7 @@ def test_a_prefill_server_that_is_killed_costs_no_answer(serve: Serve, tiny_mode
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         url = next(line.split()[1] for line in process.stdout if line.startswith("ready: "))
-        with serve(role="decode") as decode, httpx.Client(base_url=url, timeout=60) as http:
+        with serve(role="decode") as decode, httpx.Client(base_url=url, timeout=300) as http:
             done = http.post("/completions", json={"prompt": PROMPT, **SENT}).json()
             params = done["kv_transfer_params"]
             asking = threading.Thread(target=lambda: _lost(http))
@@ -169,7 +167,8 @@ def test_a_prefill_server_that_is_killed_costs_no_answer(serve: Serve, tiny_mode
             process.kill()
             asking.join()
             assert ask(decode, PROMPT, max_tokens=4, kv_transfer_params=params)[1] == 640
-            assert ask(decode, tokens(4), max_tokens=4)[1] == 0
+            # What it did meanwhile is on the disk as a whole or not at all.
+            assert ask(decode, tokens(4), max_tokens=4)[1] in (0, 256)
 
 
 def _lost(http: httpx.Client) -> None:

@@ -181,7 +181,7 @@ def test_refusals_have_the_shape_of_the_api(send, body, reason):
 
 
 def test_every_other_error_has_it_too(engine):
-    settings = ServerSettings(api_key=("k",), max_body_mib=0.001, request_timeout=1.0)
+    settings = ServerSettings(api_key=("k",), max_body_mib=0.001, request_timeout=5.0)
     body = {"messages": HI, "max_tokens": 3}
     right, wrong = {"x-api-key": "k"}, {"x-api-key": "wrong"}
 
@@ -237,9 +237,10 @@ def test_anthropics_client(ask):
             client.with_options(api_key="x").messages.create(messages=question, **asked)
         with pytest.raises(anthropic.APIStatusError, match="not finite"):
             list(client.messages.create(messages=[{"role": "user", "content": "FAIL"}], stream=True, **asked))
+        engine.silence = 3.0
         slow = {"messages": [{"role": "user", "content": "SLEEP"}], "model": "fake", "max_tokens": 9, "stream": True}
         assert next(event.type for event in client.messages.create(**slow)) == "message_start"
-        raw = httpx.post(f"{url}{URL}", json=slow, headers={"x-api-key": "k"}, timeout=60).text
+        raw = httpx.post(f"{url}{URL}", json=slow, headers={"x-api-key": "k"}, timeout=300).text
         assert raw.startswith('event: ping\ndata: {"type": "ping"}\n\n')
         engine.reply = REPLY
         stream = client.messages.create(messages=[{"role": "user", "content": "HANG"}], stream=True, **asked)

@@ -102,11 +102,13 @@ def test_a_key_has_its_share(engine):
             first.models.list()
         assert caught.value.code == "rate_limit_exceeded" and int(caught.value.response.headers["retry-after"]) > 0
         assert second.completions.create(model="fake", prompt="Hi").choices[0].text == REPLY
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/page/stats", headers={"Authorization": "Bearer a"}).status_code == 200
-        assert httpx.get(f"{url}/page/stats").status_code == 401
+        assert httpx.get(f"{url}/health", timeout=300).status_code == 200
+        assert httpx.get(f"{url}/page/stats", headers={"Authorization": "Bearer a"}, timeout=300).status_code == 200
+        assert httpx.get(f"{url}/page/stats", timeout=300).status_code == 401
         stream.close()
-        wait_until(lambda: httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a"}).status_code == 200)
+        wait_until(
+            lambda: httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a"}, timeout=300).status_code == 200
+        )
 
 
 def test_request_ids(engine):
@@ -124,7 +126,7 @@ def test_request_ids(engine):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -198,13 +200,13 @@ def test_https(engine, certificate):
 
 def test_limits_of_connections_hold_behind_tls(engine, certificate):
     cert, key = map(str, certificate)
-    limits = {"client_header_timeout": 0.2, "send_timeout": 0.3}
+    limits = {"client_header_timeout": 5.0, "send_timeout": 0.3}
     engine.reply = "x" * 150
     app = build_app(engine, "fake", ServerSettings(ssl_certfile=cert, ssl_keyfile=key, **limits))
     ours = ssl.create_default_context(cafile=cert)
     with http_server(app) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        with ours.wrap_socket(socket.create_connection(address, 30), server_hostname="127.0.0.1") as silent:
+        with ours.wrap_socket(socket.create_connection(address, 300), server_hostname="127.0.0.1") as silent:
             silent.sendall(b"GET /health HT")
             assert silent.recv(4096).startswith(b"HTTP/1.1 408 ")
         plain = socket.socket()

@@ -40,10 +40,10 @@ LONG = json.dumps({"prompt": [*range(SHORT_BYTES)]}).encode()
 
 def test_a_doubled_key_among_many_is_found_at_once():
     keys = ",".join(f'"{number}": 1' for number in range(limits.MAX_KEYS - 2))
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(ApiError, match="'x' is there twice"):
         read_body(f'{{{keys}, "x": 1, "x": 1}}'.encode(), CompletionRequest)
-    assert time.monotonic() - start < 5  # a count for every key takes half a minute
+    assert time.thread_time() - start < 5  # a count for every key takes half a minute
 
 
 def test_an_object_of_too_many_keys():
@@ -198,7 +198,7 @@ def test_our_faults_with_a_long_body_are_ours(engine, monkeypatch, caplog, fault
         if fault == "closed":
             app.state.bodies.close()
         monkeypatch.setattr(body_reader.subprocess, "Popen", no_process)
-        answer = httpx.post(f"{url}/v1/completions", content=LONG, headers=JSON, timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", content=LONG, headers=JSON, timeout=300)
     assert "the server's log has the details" in error_of(answer, 500)["message"]
     (record,) = [record for record in caplog.records if record.exc_info]
     assert isinstance(record.exc_info[1], RuntimeError if fault == "closed" else OSError)
@@ -216,12 +216,18 @@ def test_a_process_that_dies_is_replaced(reader):
 
 
 def test_a_body_that_takes_too_long(reader, monkeypatch):
-    monkeypatch.setattr(body_reader, "SECONDS", 0.0)
-    monkeypatch.setattr(body_reader, "SECONDS_PER_MIB", 0.0)
-    with pytest.raises(ApiError, match="more than 0 seconds") as caught:
-        read(reader, LONG)
+    class Early(threading.Timer):
+        def start(self):
+            self.function()
+            super().start()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(body_reader, "SECONDS", 0.0)
+        patch.setattr(body_reader, "SECONDS_PER_MIB", 0.0)
+        patch.setattr(body_reader, "Timer", Early)  # before the process has read anything
+        with pytest.raises(ApiError, match="more than 0 seconds") as caught:
+            read(reader, LONG)
     assert caught.value.status == 413
-    monkeypatch.undo()
     assert read(reader, LONG).prompt
 
 
@@ -276,7 +282,7 @@ def test_others_are_served_while_hostile_bodies_are_read(engine):
     )
     with http_server(build_app(engine, "fake")) as url:
         for raw in bodies:
-            send = partial(httpx.post, f"{url}/v1/chat/completions", content=raw, headers=JSON, timeout=60)
+            send = partial(httpx.post, f"{url}/v1/chat/completions", content=raw, headers=JSON, timeout=300)
             for _ in range(TRIES):
                 waits, answer = health_waits(url, send)
                 if not waits:

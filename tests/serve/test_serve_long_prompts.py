@@ -69,7 +69,7 @@ def test_health(tokenizer, text, kind):
     path = paths.get(kind, "/v1/completions")
     with http_server(build_app(engine, "fake")) as url:
         for _ in range(TRIES):
-            waits, answer = health_waits(url, lambda: httpx.post(url + path, json=body, timeout=60))
+            waits, answer = health_waits(url, lambda: httpx.post(url + path, json=body, timeout=300))
             if not waits:
                 break
     assert answer.status_code == (400 if kind == "refused" else 200), answer.text[:500]
@@ -86,7 +86,7 @@ def test_health_while_twenty_long_prompts_arrive(tokenizer):
     with http_server(build_app(engine, "fake")) as url, ThreadPoolExecutor(20) as clients:
 
         def post(_=None):
-            return httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=60).status_code
+            return httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=300).status_code
 
         for _ in range(TRIES):
             waits, codes = health_waits(url, lambda: list(clients.map(post, range(20))))

@@ -47,7 +47,7 @@ def client() -> Iterator[openai.OpenAI]:
         with http_server(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             yield client
     finally:
-        engine.shutdown(10)
+        engine.shutdown(120)
 
 
 def ask(client, messages=ASK, **options):
