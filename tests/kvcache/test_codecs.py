@@ -114,7 +114,7 @@ def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
     """All sealed pages of a sequence of one segment."""
     (places,) = cache.prefill._places([(stream.sequence, 0)])
     (segment,) = places.cached
-    return segment.slot
+    return segment.row
 
 
 def rotated_keys(stream: Stream, layer: int) -> Tensor:
