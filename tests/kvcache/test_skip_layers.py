@@ -26,6 +26,14 @@ KINDS = {name: SPECS[name] for name in ("turbo", "shadowkv", "coded")}
 CAPACITY = 1500
 
 
+def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """The same numbers; on a GPU sums of several layers at a time have another order than those of one."""
+    if DEVICE == "cpu":
+        assert torch.equal(got, wanted)
+    else:
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
+
+
 @pytest.fixture(autouse=True)
 def _four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
@@ -65,7 +73,7 @@ def test_skipped_layers_equal_plain_attention_and_the_others_the_policy_without(
     for stream, other in zip(streams, others, strict=True):
         got, exact = stream.output(), plain_attention(stream)
         torch.testing.assert_close(got[:, [0, 3]], exact[:, [0, 3]], atol=5e-5, rtol=1e-4)
-        assert torch.equal(got[:, 1:3], other.output()[:, 1:3])
+        assert_alike(got[:, 1:3], other.output()[:, 1:3])
         cache.release(stream.sequence)
     assert cache.free == cache.total
 
@@ -104,10 +112,7 @@ def test_snapshots_and_chains_of_them_go_on_as_the_sequence(kv: str) -> None:
         decode(cache, [stream])
     prefill(cache, [(stream, 20)])
     for twin in streams[1:]:
-        if DEVICE == "cpu":
-            assert torch.equal(twin.output(), stream.output())
-        else:
-            torch.testing.assert_close(twin.output(), stream.output(), atol=1e-4, rtol=1e-3)
+        assert_alike(twin.output(), stream.output())
 
 
 def test_snapshots_of_caches_that_skip_other_layers_are_refused() -> None:
@@ -155,7 +160,13 @@ def test_a_prefill_fans_out_into_caches_that_skip_other_layers(length: int) -> N
         own = poisoned(spec)
         alone = Stream(4, own.allocate(length, CAPACITY))
         prefill(own, [(alone, length)])
-        assert torch.equal(cache.export(one.sequence).data, own.export(alone.sequence).data)
+        one.length = length
+        for _ in range(3):
+            decode(cache, [one])
+            decode(own, [alone])
+        assert_alike(one.output(), alone.output()[length:])
+        if DEVICE == "cpu":
+            assert torch.equal(cache.export(one.sequence).data, own.export(alone.sequence).data)
 
 
 def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_the_others() -> None:
