@@ -126,5 +126,11 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--exact-tails", action="store_true", help="each policy also with all generated tokens kept exact"
     )
+    what.add_argument(
+        "--unquantized-reference",
+        action="store_true",
+        default=None,  # as folders from before the flag have it
+        help="full attention that leads has the weights without --quantization: what these 8 bits lose counts, too",
+    )
     what.add_argument("--batch", type=int, metavar="N", help="prompts at once (default: what fits; on a CPU 1)")
     what.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; what is there is not run again")

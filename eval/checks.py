@@ -31,6 +31,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("budget", "vary"):
         if served and getattr(args, name):
             bad.append(f"--{name} has no meaning with --base-url: the server has the cache")
+    if getattr(args, "unquantized_reference", False) and args.quantization is None:
+        bad.append("--unquantized-reference has no meaning without --quantization")
     for kv in () if served else args.kv or ():
         try:
             preset(kv)

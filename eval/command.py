@@ -61,9 +61,12 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
     if args.exact_tails:
         policies = with_exact_tails(policies, args.new_tokens)
     prompts = fidelity.cut(args, loaded)
-    settings = _settings(args, model, (*SAME, "text", "prompts", "prompt_tokens", "new_tokens", "measure_every"))
+    same = ("text", "prompts", "prompt_tokens", "new_tokens", "measure_every", "unquantized_reference")
+    settings = _settings(args, model, (*SAME, *same))
     write_config(args.out, settings, policies, command)
-    measured = fidelity.measure(args, loaded, policies, prompts, model)
+    need = args.prompt_tokens + args.new_tokens
+    leading = load_from_config(_config(args, need, None)) if args.unquantized_reference else None
+    measured = fidelity.measure(args, loaded, policies, prompts, model, leading)
     if args.vary:
         ablations.of_divergence(args.vary.field, measured, model, args.prompt_tokens, args.out)
     print((args.out / "summary.md").read_text(encoding="utf-8"))
@@ -76,18 +79,7 @@ def _settings(args: argparse.Namespace, model: str, same: Sequence[str]) -> dict
 
 def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Policy], str]:
     """The model, the policies to compare and the model's name in tables."""
-    loaded = load_from_config(
-        EngineConfig(
-            args.model or EngineConfig.model,
-            adapter=args.adapter,
-            load_format=args.load_format,
-            dtype=args.dtype,
-            quantization=args.quantization,
-            device=args.device,
-            rope_theta=args.rope_theta,
-            max_model_len=longest,
-        )
-    )
+    loaded = load_from_config(_config(args, longest, args.quantization))
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto depends on the machine
@@ -99,6 +91,19 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
             print(f"note: {note}", file=sys.stderr)
     name = f"{loaded.name}+{Path(args.adapter).name}" if args.adapter else loaded.name
     return loaded, local_policies(names, args.budget or (), shape), name
+
+
+def _config(args: argparse.Namespace, longest: int, quantization: str | None) -> EngineConfig:
+    return EngineConfig(
+        args.model or EngineConfig.model,
+        adapter=args.adapter,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        quantization=quantization,
+        device=args.device,
+        rope_theta=args.rope_theta,
+        max_model_len=longest,
+    )
 
 
 def _local(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy], str]:

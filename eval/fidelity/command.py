@@ -27,9 +27,18 @@ def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
 
 
 def measure(
-    args: argparse.Namespace, loaded: LoadedModel, policies: Sequence[Policy], prompts: Sequence[Prompt], model: str
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    policies: Sequence[Policy],
+    prompts: Sequence[Prompt],
+    model: str,
+    leading: LoadedModel | None = None,
 ) -> list[Measured]:
-    """Measures what fidelity.json in ``--out`` has not yet, a few prompts at a time, and writes all files anew."""
+    """Measures what fidelity.json in ``--out`` has not yet, a few prompts at a time, and writes all files anew.
+
+    Args:
+        leading: whose full attention is followed, where it is not the policies' own model.
+    """
     path = args.out / "fidelity.json"
     measured = read_measured(path)
     done = {(one.prompt, one.policy) for one in measured}
@@ -40,7 +49,7 @@ def measure(
     with tqdm(total=len(groups) * args.new_tokens, unit="step", smoothing=0) as bar:
         for group in groups:
             bar.set_postfix_str(group[0].name)
-            found = follow(loaded, missing, group, args.new_tokens, args.measure_every, bar.update)
+            found = follow(loaded, missing, group, args.new_tokens, args.measure_every, bar.update, leading)
             replaced = {(one.prompt, one.policy) for one in found}
             measured = [one for one in measured if (one.prompt, one.policy) not in replaced] + found
             write_measured(path, measured)

@@ -26,19 +26,22 @@ def follow(
     steps: int,
     every: int,
     progress: Callable[[], object] = lambda: None,
+    leading: LoadedModel | None = None,
 ) -> list[Measured]:
     """Figures of all ``policies`` on ``prompts``, which decode together.
 
     Args:
+        loaded: the model of the policies.
+        leading: the model whose full attention they follow, of the same tokens and heads; None for theirs.
         steps: tokens that full attention generates.
         every: attention is compared at one of so many steps.
         progress: called once a step.
     """
     gc.collect()  # caches of a call before and their followers name each other
     capacity = len(prompts[0].tokens) + steps
-    full = Follower(loaded, Policy("full", "full", KVSpec()), prompts, capacity, None)
+    full = Follower(leading or loaded, Policy("full", "full", KVSpec()), prompts, capacity, None)
     followers = [Follower(loaded, policy, prompts, capacity, full.cache) for policy in policies]
-    logits = [prefill_followers(loaded, (full, *followers), prompt.tokens, capacity) for prompt in prompts]
+    logits = [prefill_followers((full, *followers), prompt.tokens, capacity) for prompt in prompts]
     tokens, surprise = torch.stack(logits).argmax(-1).tolist(), []
     for step in range(steps):
         reference = full.decode(tokens)
@@ -51,16 +54,20 @@ def follow(
     return [one for follower in followers for one in follower.measured(prompts, torch.stack(surprise))]
 
 
-def prefill_followers(loaded: LoadedModel, followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
-    """A prompt in a new sequence of every follower; logits [V] of its last token."""
-    storing = [one for one in followers if not isinstance(one.policy, ExactTails)]
-    sequences, logits = prefill_all(loaded.model, [one.cache for one in storing], prompt, capacity)
-    for one, sequence in zip(storing, sequences, strict=True):
-        one.sequences.append(sequence)
+def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
+    """A prompt in a new sequence of every follower, once for those of one model; the first one's logits [V] of its
+    last token."""
+    found = []
+    for model in dict.fromkeys(one.runner.model for one in followers):
+        storing = [one for one in followers if one.runner.model is model and not isinstance(one.policy, ExactTails)]
+        sequences, logits = prefill_all(model, [one.cache for one in storing], prompt, capacity)
+        found.append(logits)
+        for one, sequence in zip(storing, sequences, strict=True):
+            one.sequences.append(sequence)
     for twin, one in pairwise(followers):
         if isinstance(one.policy, ExactTails):  # what stands before it is the policy itself
             one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
-    return logits[0]
+    return found[0][0]
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.runner import Runner
 from shadowkv.eval.caches import open_cache_as, prefill
 from shadowkv.eval.fidelity.attention import attended_positions, exact_weights
@@ -55,6 +58,21 @@ def test_full_against_itself_loses_nothing_and_parts_what_is_theirs(loaded: Load
     assert [one.steps for one in found.values()] == [12] * 4
 
 
+def test_another_models_full_attention_leads(loaded: LoadedModel, tiny: Path) -> None:
+    """What its weights differ by is a loss of every policy's."""
+    leading = load_from_config(EngineConfig(model=str(tiny), load_format="dummy", device="cpu"))
+    policies, several = local_policies(["full"], [], loaded.config.shape), prompts(2)
+    assert [one.mean_kl for one in follow(loaded, policies, several, 6, 3, leading=leading)] == [0, 0]
+    with torch.no_grad():
+        for weight in leading.model.parameters():
+            weight += 0.05 * torch.randn_like(weight)
+    others, own = (follow(loaded, policies, several, 6, 3, leading=one) for one in (leading, loaded))
+    alone = follow(leading, policies, several, 6, 3)
+    for other, mine, theirs in zip(others, own, alone, strict=True):
+        assert other.mean_kl > 1e-4 and other.output_error[0] > 1e-4
+        assert other.full_perplexity == theirs.full_perplexity != mine.full_perplexity
+
+
 def test_prompts_together_measure_as_each_alone(loaded: LoadedModel) -> None:
     """Host values go through the fetch buffer, whose rows are selected in portions.
 
@@ -88,7 +106,7 @@ def test_exact_tails_differ_by_what_is_generated_alone(loaded: LoadedModel, seed
     ]
     full = Follower(loaded, Policy("full", "full", KVSpec()), several, LENGTHS + steps, None)
     sealing, exact = (Follower(loaded, policy, several, LENGTHS + steps, full.cache) for policy in twins[:2])
-    prefill_followers(loaded, (full, sealing, exact), several[0].tokens, LENGTHS + steps)
+    prefill_followers((full, sealing, exact), several[0].tokens, LENGTHS + steps)
     for token in range(steps):
         reference = full.decode([token])
         for one in (sealing, exact):
