@@ -22,6 +22,7 @@ from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.request import RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.models.loader import LoadedModel
@@ -97,7 +98,7 @@ def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineCo
 def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
     """An engine as a server starts it."""
     engine = Engine(config, loaded)
-    engine.warm_up()
+    warm_up(engine)
     return engine
 
 

@@ -21,6 +21,7 @@ from shadowkv.engine.engine import Engine, EngineStats
 from shadowkv.engine.json_schema import check_schema
 from shadowkv.engine.request import Request, RequestError, RequestOutput
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
@@ -263,7 +264,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self.engine.warm_up(self._stopping.is_set)
+            warm_up(self.engine, self._stopping.is_set)
             self._warm.set()
             while self._obey():
                 for output in self.engine.step():

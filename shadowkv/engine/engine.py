@@ -32,7 +32,6 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.sampling_defaults import checked, in_words, sampling_of_directory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Running, Scheduler
-from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import CachedSequence
@@ -124,13 +123,6 @@ class Engine:
         """Has ``tell`` called, on a thread of its own, when a tensor-parallel rank has ended."""
         if self._ranks is not None:
             self._ranks.when_failed(tell)
-
-    def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Compiles and plans what first requests would wait for, where the device is one for which that is done and the
-        config does not skip it; ends early once ``stopped``. To be called on the thread that steps: plans are its own.
-        """
-        if self.device.type == "cuda" and not self.config.skip_warmup:
-            warm_up(self, stopped)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

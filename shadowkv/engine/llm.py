@@ -17,6 +17,7 @@ from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.selections import TokenSelections
+from shadowkv.engine.warmup import warm_up
 
 
 @dataclass
@@ -43,7 +44,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = Engine(EngineConfig(model=model, **options))
-        self.engine.warm_up()
+        warm_up(self.engine)
         self.tokenizer = self.engine.tokenizer
         self._numbers = itertools.count()
 

@@ -13,21 +13,18 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from shadowkv.engine.devices import current
+from shadowkv.engine.engine import Engine
 from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure
-
-if TYPE_CHECKING:
-    from shadowkv.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +33,13 @@ SHORT = 48
 
 
 def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Compiles and plans what first requests would wait for, where the device is one for which that is done and the
+    config does not skip it; ends early once ``stopped``. To be called on the thread that steps: plans are its own."""
+    if engine.device.type == "cuda" and not engine.config.skip_warmup:
+        use_everything_once(engine, stopped)
+
+
+def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
     """Warms ``engine`` up, which has no requests, on any device; leaves its cache empty and nothing counted.
 
     Ends early once ``stopped``, or on Ctrl-C, with KeyboardInterrupt. What goes wrong is logged, and first requests

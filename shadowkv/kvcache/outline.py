@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from shadowkv.kvcache.growth import Standing, generated_reach
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import SnapshotHeader, SnapshotSegment
+from shadowkv.kvcache.snapshot import SnapshotHeader
+from shadowkv.kvcache.snapshot_contents import SnapshotSegment
 from shadowkv.kvcache.spec import PAGE
 
 

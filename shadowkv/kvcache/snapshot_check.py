@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS
+from shadowkv.kvcache.snapshot_contents import SnapshotContents
 from shadowkv.kvcache.snapshot_fields import ALIGNED, DTYPES, LAYER_ALIGNED, aligned
 from shadowkv.kvcache.spec import PAGE
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.snapshot import SnapshotHeader
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
 """Of anything that a header counts: numbers above are taken for nonsense."""
 
 
-def reasons(header: SnapshotHeader) -> Iterator[str]:
+def reasons(header: SnapshotContents) -> Iterator[str]:
     """Why its numbers cannot be; each presumes that there is none before it."""
     if not re.fullmatch("[0-9a-f]{64}", header.form):
         yield f"form {header.form[:100]!r} is not 64 hexadecimal digits"
@@ -39,7 +36,7 @@ def _out_of(*ranges: tuple[str, int, int, int]) -> Iterator[str]:
             yield f"{name} {value} is not from {least} to {most}"
 
 
-def _of_segments(header: SnapshotHeader) -> Iterator[str]:
+def _of_segments(header: SnapshotContents) -> Iterator[str]:
     yield from _out_of(("number of segments", len(header.segments), 0, MOST_SEGMENTS))
     at = header.start
     for number, one in enumerate(header.segments):
@@ -59,7 +56,7 @@ def _of_segments(header: SnapshotHeader) -> Iterator[str]:
             yield f"tokens {one.first} to {one.fitted} of a segment are no whole pages"
 
 
-def _of_fields(header: SnapshotHeader) -> Iterator[str]:
+def _of_fields(header: SnapshotContents) -> Iterator[str]:
     yield from _out_of(
         ("number of layers", header.num_layers, 1, MOST["layers"]),
         ("number of fields", len(header.fields), 0, MOST["fields"]),
@@ -91,7 +88,7 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
     yield from _of_exact_fields(header)
 
 
-def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
+def _of_exact_fields(header: SnapshotContents) -> Iterator[str]:
     yield from _out_of(("skipped layers at either end", header.skip_layers, 0, header.num_layers // 2))
     count = header.length - header.start
     there = 1 if header.skip_layers and count else 0
@@ -105,7 +102,7 @@ def _of_exact_fields(header: SnapshotHeader) -> Iterator[str]:
         yield from _out_of((f"end of {one.name}", one.nbytes, 0, MOST["bytes of a layer"]))
 
 
-def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
+def _shapes(header: SnapshotContents) -> dict[str, tuple[int, ...]]:
     """What names of fields begin with, or are, and how shapes of those begin."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number, one in enumerate(header.segments):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,31 +10,28 @@ from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.prefill_batch import ExactRows
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.rotations import random_rotation
 
 
-class Store:
-    """Tensors by name and layer.
+class Store(SealedStore):
+    """Tensors by name and layer, those that parts see and all others.
 
     Attributes:
         tiers: by name; those where the policy keeps nothing have no bytes.
         k, v: [num_layers, names, H, 64, d], exact pages; in layers that are skipped sealed pages too.
-        page: per field [num_layers, names, *field.shape], sealed pages of the layers that are not skipped.
-        state: per field [num_layers, states, *field.shape], their fitted states.
-        buffer: fetched chunks of those layers, [layers, segment slots, *field.shape] but for the counters; None without
-            one.
+        buffer: fetched chunks of the layers that are not skipped, [layers, segment slots, *field.shape] but for the
+            counters; None without one.
     """
 
     def __init__(
         self, layout: Layout, ops: Ops, rotary: RotaryTables, slots: int, memory: Blocks, device: torch.device
     ) -> None:
         layers, fixed = len(layout.compressed), layout.fixed_blocks(slots)
-        self._rotations: dict[str, Tensor] = {}
-        self.layout, self.ops, self.rotary, self.compute = layout, ops, rotary, device
+        self.layout = layout
         self.tiers: dict[str, Tier] = {}
         for one in layout.tiers:
             pinned, count = one.pinned and device.type == "cuda", memory[one.name] if one.paged else fixed[one.name]
@@ -47,10 +42,10 @@ class Store:
         on_device, on_host = self.tiers["device"], self.tiers["host"]
         exact, skipped_pages = on_device.views(layout.exact_fields), on_device.skipped_views(layout.exact_fields)
         self.k, self.v = (self._exact(exact[name], skipped_pages[name]) for name in ("k", "v"))
-        sealed = {**on_device.views(layout.sealed_fields), **on_host.views(layout.host_fields)}
-        self.page = {name: self._compressed(pages) for name, pages in sealed.items()}
+        sealed, across_bus = on_device.views(layout.sealed_fields), on_host.views(layout.host_fields)
         states = self.tiers["states"].views(layout.state_fields)
-        self.state = {name: self._compressed(state) for name, state in states.items()}
+        page, state = ({name: self._compressed(x) for name, x in of.items()} for of in (sealed | across_bus, states))
+        super().__init__(ops, rotary, device, layout.shape.head_dim, page, state, set(across_bus))
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
@@ -74,12 +69,6 @@ class Store:
         """What only compressed layers have, indexed by layers of the model."""
         skips = self.layout.spec.skip_layers
         return ByLayer(((self.layout.compressed, tensor),)) if skips else tensor
-
-    def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
-        """The fixed rotation of that name, float32 [d, d], where the cache computes: ``matrix`` makes it once."""
-        if name not in self._rotations:
-            self._rotations[name] = matrix(self.layout.shape.head_dim, name).to(self.compute)
-        return self._rotations[name]
 
     def sealed_names(self, blocks: list[int]) -> list[int]:
         """Names of the sealed pages that fit in device ``blocks``, in order."""
@@ -116,12 +105,3 @@ class Store:
         """Writes whole exact pages [L, n, 64, H, d] of some layers."""
         self.k[layers][:, pages] = rope_keys.transpose(2, 3).to(self.k.dtype)
         self.v[layers][:, pages] = values.transpose(2, 3).to(self.v.dtype)
-
-    def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
-        """Writes pages [L, n, *field.shape] of some layers."""
-        self.page[name][layers][:, pages] = rows
-
-    def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
-        """Writes [L, n, 64, H, x] into a field of shape [H, C, c, x]."""
-        across_bus = any(field.name == name for field in self.layout.host_fields)
-        self.ops.write_rows(tokens, self.page[name][layers], pages, across_bus)

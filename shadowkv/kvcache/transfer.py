@@ -14,7 +14,8 @@ from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.reading import Reading
 from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot import Cut, Snapshot, SnapshotHeader, SnapshotSegment
+from shadowkv.kvcache.snapshot import Cut, Snapshot, SnapshotHeader
+from shadowkv.kvcache.snapshot_contents import SnapshotSegment
 from shadowkv.kvcache.snapshot_fields import SnapshotField, laid_out
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store

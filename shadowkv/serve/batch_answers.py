@@ -12,7 +12,7 @@ from shadowkv.serve.batch_lines import LineRequest
 from shadowkv.serve.chats import ChatCompletions
 from shadowkv.serve.completions import Completions
 from shadowkv.serve.errors import as_api_error
-from shadowkv.serve.jobs import prepare
+from shadowkv.serve.prepare import prepare
 from shadowkv.serve.request_body import validated
 from shadowkv.serve.settings import ServerSettings
 

@@ -20,10 +20,10 @@ from shadowkv.serve.completions import Completions
 from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
 from shadowkv.serve.endpoints import Endpoint
 from shadowkv.serve.errors import as_api_error, error_response
-from shadowkv.serve.jobs import check_model, engine_request
 from shadowkv.serve.merge import DeadlineExceeded
 from shadowkv.serve.metrics import Metrics
 from shadowkv.serve.openapi import FOR_EVERY_BODY, responses
+from shadowkv.serve.prepare import check_model, engine_request
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tokenization import in_turn
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.choices import Choices, selections_of
-from shadowkv.serve.endpoints import Endpoint, Piece
+from shadowkv.serve.endpoints import Endpoint
+from shadowkv.serve.jobs import Piece
 from shadowkv.serve.logprobs import chat_logprobs
 from shadowkv.serve.protocol import ChatRequest
 from shadowkv.serve.reasoning import ReasoningParser

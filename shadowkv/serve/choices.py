@@ -7,13 +7,11 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from shadowkv.serve.endpoints import Endpoint, Piece
+from shadowkv.serve.endpoints import Endpoint
 from shadowkv.serve.event_stream import Events
-
-if TYPE_CHECKING:
-    from shadowkv.serve.jobs import Job
+from shadowkv.serve.jobs import Job, Piece
 
 
 class Choices(Endpoint):

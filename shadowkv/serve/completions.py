@@ -6,7 +6,7 @@ from typing import Any
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.choices import Choices, selections_of
-from shadowkv.serve.endpoints import Piece
+from shadowkv.serve.jobs import Piece
 from shadowkv.serve.logprobs import completion_logprobs
 from shadowkv.serve.protocol import CompletionRequest
 from shadowkv.serve.tokenization import encode, too_long

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shadowkv.engine.request import TokenLogprobs
 from shadowkv.serve.event_stream import Events
-from shadowkv.serve.logprobs import token_text
+from shadowkv.serve.jobs import Job
 from shadowkv.serve.protocol import GenerationRequest, Sampling
 from shadowkv.serve.reasoning import ReasoningParser
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tool_formats import tool_format
-from shadowkv.serve.tool_parser import CallPart, ToolParser
+from shadowkv.serve.tool_parser import ToolParser
 
 if TYPE_CHECKING:
-    from shadowkv.engine.selections import TokenSelections
     from shadowkv.models.tokenizer import Tokenizer
-    from shadowkv.serve.jobs import Job
-
-
-@dataclass
-class Piece:
-    """Part of a choice, or all of it: what one chunk of a stream, or one whole answer, holds."""
-
-    index: int
-    text: str = ""
-    logprobs: Sequence[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    first: bool = True
-    offset: int = 0
-    """Characters of the tokens before; counted only where log-probabilities are asked for."""
-    calls: Sequence[CallPart] = ()
-    thought: str = ""
-    stop_string: str | None = None
-    selections: Sequence[TokenSelections | None] | None = None
 
 
 class Endpoint(ABC):
@@ -92,7 +71,3 @@ class Endpoint(ABC):
     @abstractmethod
     def stream(self, job: Job) -> Events:
         """The answer as it comes."""
-
-    def width(self, steps: Sequence[TokenLogprobs]) -> int:
-        """Characters of the steps' tokens."""
-        return sum(len(token_text(self.tokenizer, step.token_id)) for step in steps)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.chats import Chat
 from shadowkv.serve.event_stream import Events
+from shadowkv.serve.jobs import Job
 from shadowkv.serve.protocol import ChatRequest
-
-if TYPE_CHECKING:
-    from shadowkv.serve.jobs import Job
 
 
 class EventOutput(Protocol):

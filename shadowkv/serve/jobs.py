@@ -1,32 +1,44 @@
-"""From a request to its answer: the code that the HTTP server and the batch mode share."""
+"""A request that was found good, and its answer in pieces: the same for the HTTP server and the batch mode."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.request import Request, RequestError, RequestOutput, TokenLogprobs
-from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.request import Request, RequestOutput, TokenLogprobs
 from shadowkv.serve.api_error import ApiError
-from shadowkv.serve.endpoints import Endpoint, Piece
-from shadowkv.serve.errors import as_api_error
 from shadowkv.serve.kv_transfer import Transfer
-from shadowkv.serve.logprobs import scored_prompt
+from shadowkv.serve.logprobs import scored_prompt, width
 from shadowkv.serve.merge import merge
 from shadowkv.serve.protocol import GenerationRequest, Sampling
 from shadowkv.serve.reasoning import ReasoningParser
-from shadowkv.serve.request_record import current_record
-from shadowkv.serve.tokenization import in_turn
-from shadowkv.serve.tool_parser import ToolParser
+from shadowkv.serve.tool_parser import CallPart, ToolParser
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
     from shadowkv.engine.selections import TokenSelections
+    from shadowkv.models.tokenizer import Tokenizer
     from shadowkv.serve.metrics import Metrics
+
+
+@dataclass
+class Piece:
+    """Part of a choice, or all of it: what one chunk of a stream, or one whole answer, holds."""
+
+    index: int
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    first: bool = True
+    offset: int = 0
+    """Characters of the tokens before; counted only where log-probabilities are asked for."""
+    calls: Sequence[CallPart] = ()
+    thought: str = ""
+    stop_string: str | None = None
+    selections: Sequence[TokenSelections | None] | None = None
 
 
 @dataclass
@@ -40,7 +52,8 @@ class Job:
     """
 
     engine: AsyncEngine
-    endpoint: Endpoint
+    tokenizer: Tokenizer
+    id: str
     request: GenerationRequest
     body: Sampling
     model: str
@@ -50,11 +63,9 @@ class Job:
     echo: list[str] | None = None
     deadline: float | None = None
     metrics: Metrics | None = None
-    id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.id = f"{self.endpoint.id_prefix}-{uuid.uuid4().hex}"
         self.transfer = Transfer(self.engine, self.request.kv_transfer_params)
         self.counts: dict[int, RequestOutput] = {}
         self.thinking_tokens = 0
@@ -101,7 +112,7 @@ class Job:
                 if not (told or piece.finish_reason):
                     continue
                 piece.first, piece.offset = index not in offsets, offsets.get(index, 0)
-                offsets[index] = piece.offset + self.endpoint.width(logprobs or [])
+                offsets[index] = piece.offset + width(self.tokenizer, logprobs or [])
                 piece.logprobs, piece.stop_string = logprobs, output.stop_string
                 yield piece
 
@@ -149,64 +160,3 @@ class Job:
     def head(self, kind: str) -> dict[str, Any]:
         """What every answer and every chunk begins with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def check_model(asked: str | None, model: str) -> None:
-    """Raises ApiError if another model is asked for than ``model``."""
-    if asked not in (None, model):
-        message = f"the model {asked!r} does not exist; this server has {model!r}"
-        raise ApiError(message, status=404, param="model", code="model_not_found")
-
-
-async def prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
-    """The request's job, nothing of it started; raises ApiError."""
-    check_model(body.model, model)
-    try:
-        return await _prepare(engine, endpoint, body, model)
-    except (ApiError, RequestError) as error:
-        raise as_api_error(error).renamed(endpoint.names) from error
-
-
-async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
-    request = endpoint.request(body)
-    if not engine.is_alive:
-        raise ApiError("the engine is not running", status=503, code="engine_dead")
-    sizes = endpoint.sizes(request)
-    if len(sizes) * request.n > engine.max_queued_seqs:
-        counts = f"{len(sizes)} prompts with n={request.n} are {len(sizes) * request.n} sequences"
-        text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
-        raise ApiError(text, param="prompt" if len(sizes) > 1 else "n")
-    parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
-    if request.output_schema is not None:
-        try:
-            await engine.compile_grammar(request.output_schema, request.calls_are_forced)
-        except RequestError as error:
-            if not request.calls_are_forced:
-                raise
-            raise ApiError(f"tools: {error}", param="tools") from error
-
-    def encode() -> Job:
-        prompts = endpoint.prompts(request, engine.max_model_len)
-        choices = [
-            engine_request(engine, prompt, one)
-            for prompt in prompts
-            for one in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
-        ]
-        reasoning = [endpoint.reasoning_parser(request, prompt) for prompt in prompts for _ in range(request.n)]
-        echo = endpoint.echo(request, prompts)
-        return Job(engine, endpoint, request, body, model, choices, reasoning, parsers, echo)
-
-    job = await in_turn(sum(sizes), encode)
-    if (record := current_record()) is not None:
-        job.id, record.job = f"{endpoint.id_prefix}-{record.id}", job
-    return job
-
-
-def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
-    """A request to the engine; raises ApiError if it can never be served."""
-    try:
-        return engine.request(prompt, params)
-    except RequestError as error:
-        too_long = len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > engine.max_model_len
-        code = "context_length_exceeded" if too_long else None
-        raise ApiError(str(error), param=error.param, code=code) from error

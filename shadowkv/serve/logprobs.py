@@ -26,6 +26,11 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return twice[len(once) :]
 
 
+def width(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> int:
+    """Characters of the steps' tokens."""
+    return sum(len(token_text(tokenizer, step.token_id)) for step in steps)
+
+
 def scored_prompt(token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None) -> list[TokenLogprobs]:
     """A prompt's tokens as steps; one without a score (the first, which nothing precedes) gets NaN."""
     known = scores or [None] * len(token_ids)

@@ -7,12 +7,10 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-if TYPE_CHECKING:
-    from shadowkv.serve.jobs import Job
+from shadowkv.serve.jobs import Job
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
 """Ids that clients may choose: they are in answers, headers and the log."""

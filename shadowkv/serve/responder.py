@@ -15,8 +15,8 @@ from shadowkv.serve.disconnect import CLIENT_CLOSED_REQUEST, unless_disconnected
 from shadowkv.serve.endpoints import Endpoint
 from shadowkv.serve.errors import as_api_error, error_response
 from shadowkv.serve.event_stream import EventStream
-from shadowkv.serve.jobs import prepare
 from shadowkv.serve.metrics import Metrics
+from shadowkv.serve.prepare import prepare
 from shadowkv.serve.protocol import Sampling
 from shadowkv.serve.settings import ServerSettings
 

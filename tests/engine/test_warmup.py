@@ -14,12 +14,11 @@ import pytest
 from test_engine import GREEDY, drain, prompt, tokens
 from test_faults import fail_next_prefill
 
-from shadowkv.engine import engine as engine_module
-from shadowkv.engine import warmup
+from shadowkv.engine import async_engine, warmup
 from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.warmup import warm_up
+from shadowkv.engine.warmup import use_everything_once, warm_up
 from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.layers.group import RankFailure
 
@@ -70,7 +69,7 @@ def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatc
 
     monkeypatch.setattr(engine.runner, "prefill", watched)
     monkeypatch.setattr(engine.cache, "plan_decode", planned)
-    warm_up(engine)
+    use_everything_once(engine)
     longest = max(560, engine.cache.spec.dense_limit + 64) if engine.cache.spec.seals else 560
     assert prompts[:-1] == [[48], [48, 24], [longest]]
     assert len(prompts[-1]) == 1 and prompts[-1][0] <= 64, "the start that it shares was computed again"
@@ -84,7 +83,7 @@ def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatc
 )
 def test_small_engines(make: Any, caplog: pytest.LogCaptureFixture, options: dict[str, int]) -> None:
     engine = make(kv="turbo", **options)
-    warm_up(engine)
+    use_everything_once(engine)
     assert_unused(engine)
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
@@ -103,7 +102,7 @@ def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.Lo
         start()
 
     engine._prefills.start = starts
-    warm_up(engine)
+    use_everything_once(engine)
     assert len(calls) == number + 1
     assert any("warm-up ended early" in record.getMessage() for record in caplog.records)
     assert_unused(engine)
@@ -124,7 +123,7 @@ def test_a_step_that_fails_leaves_nothing_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "decode", broken)
-        warm_up(engine)
+        use_everything_once(engine)
     assert any("boom" in record.getMessage() for record in caplog.records)
     assert_unused(engine)
     assert answers(engine) == answers(make(kv="shadowkv"))
@@ -139,7 +138,7 @@ def test_without_another_rank_it_does_not_end_as_if_first_requests_were_only_slo
     engine = make(kv="full")
     monkeypatch.setattr(engine.runner, "decode", broken)
     with pytest.raises(RankFailure, match="rank 1 has ended"):
-        warm_up(engine)
+        use_everything_once(engine)
 
 
 @pytest.mark.parametrize("after", [1, 4, 20])
@@ -155,29 +154,29 @@ def test_ctrl_c_ends_it_between_two_steps(make: Any, after: int) -> None:
 
     engine.step = interrupted
     with pytest.raises(KeyboardInterrupt):
-        warm_up(engine)
+        use_everything_once(engine)
     assert len(steps) == after
     assert_unused(engine)
 
 
 def test_it_ends_when_it_is_told_to(make: Any) -> None:
     engine, pieces = make(kv="shadowkv"), []
-    warm_up(engine, lambda: pieces.append(1) or len(pieces) > 6)
+    use_everything_once(engine, lambda: pieces.append(1) or len(pieces) > 6)
     assert len(pieces) == 7
     assert_unused(engine)
 
 
 def test_it_says_how_long_it_took(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shadowkv.engine"):
-        warm_up(make(kv="full"))
+        use_everything_once(make(kv="full"))
     first, last = (record.getMessage() for record in caplog.records)
     assert first == "warming up" and last.startswith("warmed up in ")
 
 
 def test_a_cpu_is_not_warmed_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(engine_module, "warm_up", lambda *args: called.append(args))
-    make().warm_up()
+    monkeypatch.setattr(warmup, "use_everything_once", lambda *args: called.append(args))
+    warm_up(make())
     assert not called
 
 
@@ -189,29 +188,29 @@ def served(tiny: Path) -> Any:
     assert not engine._thread.is_alive()
 
 
-def test_a_server_starts_once_its_own_thread_is_warm(served: AsyncEngine) -> None:
+def test_a_server_starts_once_its_own_thread_is_warm(served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    served.engine.warm_up = lambda stopped: threads.append(threading.current_thread())
+    monkeypatch.setattr(async_engine, "warm_up", lambda engine, stopped: threads.append(threading.current_thread()))
     served.start()
     assert threads == [served._thread] and served.is_alive
 
 
-def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: AsyncEngine) -> None:
-    def endless(stopped: Any) -> None:
+def test_a_ctrl_c_while_a_server_warms_up_ends_its_thread(served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(engine: Engine, stopped: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while not stopped():
             pass
 
-    served.engine.warm_up = endless
+    monkeypatch.setattr(async_engine, "warm_up", endless)
     with pytest.raises(KeyboardInterrupt):
         served.start()
     assert not served._thread.is_alive()
 
 
-def test_a_server_whose_warm_up_dies_does_not_start(served: AsyncEngine) -> None:
-    def die(stopped: Any) -> None:
+def test_a_server_whose_warm_up_dies_does_not_start(served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(engine: Engine, stopped: Any) -> None:
         raise SystemError("no device")
 
-    served.engine.warm_up = die
+    monkeypatch.setattr(async_engine, "warm_up", die)
     with pytest.raises(EngineDead, match="no device"):
         served.start()

@@ -15,9 +15,9 @@ from shadowkv.kvcache.codecs import OURS
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.coded import CodedKeys
 from shadowkv.kvcache.presets import CACHE_DTYPES, preset
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
-from shadowkv.kvcache.store import Store
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.reference import attend_selected, gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows
@@ -137,7 +137,7 @@ def test_no_copy_of_a_prompt_is_made_where_nothing_is_learned_of_it(monkeypatch:
     seen, centred = [], CodedKeys._centred
 
     def watched(
-        part: CodedKeys, store: Store, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
+        part: CodedKeys, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
     ) -> Tensor:
         seen.append(rope_keys.shape[2])
         return centred(part, store, layers, states, rope_keys, first)

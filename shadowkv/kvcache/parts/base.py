@@ -1,7 +1,7 @@
 """The interface of key, index and value parts.
 
 A part declares its fields (bytes per page and per fitted state) and reads and writes them through the cache's
-``Store``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
+``SealedStore``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
 per kv head, d head dim, c chunk, C = 64 / c chunks a page.
 """
 
@@ -10,22 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.codec import CodecId
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
-
 
 EXCLUDED = "excluded"
 """The field of sealed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
@@ -153,7 +150,7 @@ class Part(ABC):
         """Device bytes that a decode step takes of each row of a batch to say where its tokens are (``source``)."""
         return 0
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Learns what it can from a prompt's last queries; before ``fit``, while a prompt is kept dense long before.
 
         Args:
@@ -163,12 +160,12 @@ class Part(ABC):
         """
         return
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         """Learns states int64 [n] of segments of L layers from all their tokens, those too that stay exact."""
         return
 
     @abstractmethod
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         """Stores full pages."""
 
 
@@ -186,7 +183,7 @@ class KeyPart(Part):
         return selected * self.bytes_per_token()
 
     @abstractmethod
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> KeySource:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> KeySource:
         """Where the keys of the batch's sealed tokens are."""
 
 
@@ -218,12 +215,12 @@ class IndexPart(Part):
         """Bytes that a step reads to find ``chunks`` of ``tokens`` sealed tokens, in one layer, all kv heads."""
         return tokens * self.bytes_per_token()
 
-    def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
+    def exclude(self, store: SealedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         """Marks chunks of pages just sealed that may not be selected, bool [L, n, H, C]."""
         return
 
     @abstractmethod
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         """What RoPE-rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, and those sampled
         besides."""
 
@@ -234,13 +231,13 @@ class ScoredIndex(IndexPart):
     estimates_mass = True
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         logits, lse = self.logits(store, layer, q, batch)
         k = min(batch.max_budget, logits.shape[-1])
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass))
 
     @abstractmethod
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf where not
         selectable; and log-sum-exps of them over disjoint runs of chunks, float32 [B, H, G, T]."""
 
@@ -250,7 +247,7 @@ class RankedIndex(IndexPart):
 
     ops = ("select_top_chunks",)
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
         logits, _ = mask_logits(ranks, store.page[EXCLUDED][layer], batch.pages, batch.num_chunks)
         # No log-sum-exp, which would take the last digits of the ranks away.
@@ -259,7 +256,7 @@ class RankedIndex(IndexPart):
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k))
 
     @abstractmethod
-    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
         """Ranks float32 [B, H, P * C] of all chunks, also of those that may not be selected, the largest first; none
         is above 0, as ``select_top_chunks`` takes them for logarithms of shares."""
 
@@ -274,5 +271,5 @@ class ValuePart(Part):
         return self.page_fields()[0]
 
     @abstractmethod
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows | CodedRows:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows | CodedRows:
         """Where the values of the batch's sealed tokens are."""

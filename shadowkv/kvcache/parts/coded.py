@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import RowCodec
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
-
 
 KEY_MEAN = "key_mean"
 """The field of states that centred keys lack."""
@@ -87,13 +84,15 @@ class CodedPart(Part):
     def state_fields(self) -> tuple[Field, ...]:
         return self.learned_fields()
 
-    def fit_rows(self, store: Store, layers: slice, states: Tensor, rows: Tensor) -> None:
+    def fit_rows(self, store: SealedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
         """Learns from rows [L, n, S, H, d]."""
         found = [self.codec.fit(one) for one in rows.flatten(0, 1)]
         for field, learned in zip(self.learned_fields(), zip(*found, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
 
-    def seal_rows(self, store: Store, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool) -> None:
+    def seal_rows(
+        self, store: SealedStore, tokens: SealedTokens, rows: Tensor, pages: Tensor, across_bus: bool
+    ) -> None:
         """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
         codes, scale = self._stored(store, tokens.layers)
         state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
@@ -106,19 +105,19 @@ class CodedPart(Part):
         store.ops.quantise_rows(*coded, near, here, scale, tokens.pages)
         store.write_heads(self.axis, tokens.layers, pages, near.flatten(3, 4).transpose(2, 3))
 
-    def coded_rows(self, store: Store, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
+    def coded_rows(self, store: SealedStore, layer: int, batch: SealedBatch, pages: Tensor) -> CodedRows:
         """Where the rows of the batch's sealed tokens are, their codes in ``pages``."""
         codes, scale = self._stored(store, layer)
         state = tuple(store.state[field.name][layer] for field in self.learned_fields())
         dim, rotation = self.shape.head_dim, self._rotation(store)
         return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
 
-    def _stored(self, store: Store, layers: slice | int) -> tuple[Tensor, Tensor]:
+    def _stored(self, store: SealedStore, layers: slice | int) -> tuple[Tensor, Tensor]:
         """Codes and scales of all pages; the latter are empty where there are none."""
         codes, *scale = (store.page[field.name][layers] for field in self.page_fields())
         return codes, scale[0] if scale else codes[..., :0].flatten(-3, -2)
 
-    def _rotation(self, store: Store) -> Tensor | None:
+    def _rotation(self, store: SealedStore) -> Tensor | None:
         return store.rotation(self.axis, self.codec.rotation_matrix) if self.codec.rotated else None
 
 
@@ -129,7 +128,7 @@ class CodedKeys(CodedPart, KeyPart):
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         rope_keys = tokens.rope_keys
         if self.spec.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
@@ -137,7 +136,7 @@ class CodedKeys(CodedPart, KeyPart):
                 rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
         self.fit_rows(store, layers, states, rope_keys)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         if not self.spec.centred:
             self.seal_rows(store, tokens, tokens.rope_keys, tokens.pages, False)
             return
@@ -145,7 +144,7 @@ class CodedKeys(CodedPart, KeyPart):
             centred = self._centred(store, some.layers, some.states, some.rope_keys, some.first)
             self.seal_rows(store, some, centred, some.pages, False)
 
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
         rows = self.coded_rows(store, layer, batch, batch.pages)
         if not self.spec.centred:
             return rows
@@ -153,7 +152,7 @@ class CodedKeys(CodedPart, KeyPart):
         # Their slots are those of the mean, too.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
-    def _centred(self, store: Store, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:
+    def _centred(self, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:
         """RoPE-rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
         mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
         positions = first[:, None] + torch.arange(rope_keys.shape[2], device=first.device)
@@ -164,13 +163,13 @@ class CodedKeys(CodedPart, KeyPart):
 class CodedValues(CodedPart, ValuePart):
     axis = "values"
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         self.fit_rows(store, layers, states, tokens.values)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         host = self.spec.place == "host"
         for some in tokens.split(PAGES_AT_ONCE if host else max(1, len(tokens.pages))):
             self.seal_rows(store, some, some.values, some.value_pages, host)
 
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> CodedRows:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:
         return self.coded_rows(store, layer, batch, batch.value_pages)

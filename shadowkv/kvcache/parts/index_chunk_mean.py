@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
-
+from shadowkv.kvcache.sealed_store import SealedStore
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -24,7 +19,7 @@ class ChunkMean(ScoredIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return (Field("landmarks", (self.shape.num_kv_heads, self.chunks, self.shape.head_dim), self.dtype),)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         store.write("landmarks", tokens.layers, tokens.pages, self.means(tokens).to(self.dtype))
 
     def means(self, tokens: SealedTokens) -> Tensor:
@@ -32,7 +27,7 @@ class ChunkMean(ScoredIndex):
         chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
         return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks)
 
@@ -47,14 +42,14 @@ class ChunkMeanFP8(ChunkMean):
             Field("landmark_scale", (heads,), torch.float32),
         )
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         means = self.means(tokens)
         scale = means.abs().amax((-2, -1)).clamp(min=1e-30) / LARGEST
         landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # beyond is NaN
         store.write("landmarks", tokens.layers, tokens.pages, landmarks.to(torch.float8_e4m3fn))
         store.write("landmark_scale", tokens.layers, tokens.pages, scale)
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         scale = store.page["landmark_scale"][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks, scale)

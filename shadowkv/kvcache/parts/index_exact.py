@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import chunk_scores
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
 
 
 class Exact(ScoredIndex):
@@ -30,8 +26,8 @@ class Exact(ScoredIndex):
     def scored_bytes(self, tokens: int, chunks: int) -> float:
         return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         return
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         return chunk_scores(q, store.page["keys"][layer], store.page[EXCLUDED][layer], batch, q.shape[-1] ** -0.5)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import IndexPart, SealedTokens, Selection
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.sealed_store import SealedStore
 
 
 class AttendAll(IndexPart):
@@ -21,10 +17,10 @@ class AttendAll(IndexPart):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         return
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         """All chunks but those of the sink."""
         sink = (batch.first == 0) * self.spec.sink_chunks
         chunks = torch.arange(batch.pages.shape[1] * self.chunks, device=q.device) + sink[:, None]

@@ -7,18 +7,14 @@ kept beside the keys.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.sealed_store import SealedStore
 
 
 class PCA(ScoredIndex):
@@ -40,7 +36,7 @@ class PCA(ScoredIndex):
             Field("pca_basis", (heads, dim, self.width), torch.float32),
         )
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
@@ -50,13 +46,13 @@ class PCA(ScoredIndex):
             store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]
         store.state["pca_mean"][layers][:, states] = mean
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
         # The mean shifts the scores of all tokens alike; without it the rest is rounded less.
         centred = (tokens.rope_keys.float() - mean.unsqueeze(2)).transpose(2, 3)
         projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         fields = store.state["pca_basis"][layer], store.page["pca_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)

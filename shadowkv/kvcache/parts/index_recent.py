@@ -5,27 +5,23 @@ The paper numbers the positions that are left anew; here every token keeps its o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import RankedIndex, SealedTokens
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.sealed_store import SealedStore
 
 
 class Recent(RankedIndex):
     def page_fields(self) -> tuple[Field, ...]:
         return ()
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         return
 
-    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
         rows, pages = batch.pages.shape
         oldest = -float(pages * self.chunks)
         ranks = torch.arange(oldest, 0, dtype=torch.float32, device=batch.pages.device)

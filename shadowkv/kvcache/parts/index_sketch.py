@@ -9,13 +9,15 @@ queries will look at it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, IndexPart, SealedTokens, Selection
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
@@ -23,11 +25,6 @@ from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
-
 
 ISOTROPIC = 0.85
 """Share of the identity in the moments that a sketch is made for: queries to come are others than those observed. Of
@@ -75,25 +72,25 @@ class Sketch(IndexPart):
         """The map of queries: the others are for keys that are sealed."""
         return self.state_fields()[-1].nbytes
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
         for name, found in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
             store.state[name][layers][:, states] = found.to(torch.bfloat16)
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         store.state["sketch_mean"][layers][:, states] = tokens.rope_keys.mean(2, dtype=torch.float32)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         mean, maps = (store.state[name][tokens.layers] for name in ("sketch_mean", "sketch_key_map"))
         fields = (store.page[name][tokens.layers] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         store.ops.sketch_keys(tokens.rope_keys, mean, maps, tokens.states, *fields, tokens.pages)
 
-    def exclude(self, store: Store, layers: slice, pages: Tensor, excluded: Tensor) -> None:
+    def exclude(self, store: SealedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         scale = store.page["sketch_scale"][layers, pages]
         marked = excluded.repeat_interleave(self.spec.chunk, dim=-1)
         store.write("sketch_scale", layers, pages, scale.masked_fill(marked, -0.0))
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         k, places = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
@@ -126,7 +123,7 @@ class SignSketch(Sketch):
         signs, _, scale = self.page_fields()
         return tokens * (signs.nbytes + scale.nbytes) / PAGE
 
-    def select(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
+    def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, scale, excluded = (store.page[name][layer] for name in ("sketch_signs", "sketch_scale", EXCLUDED))
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         scores = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages).float().unsqueeze(2)

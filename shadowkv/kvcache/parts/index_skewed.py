@@ -12,18 +12,14 @@ That is for the bus alone: here a layer's own queries score, without that specul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
+from shadowkv.kvcache.sealed_store import SealedStore
 
 
 class Skewed(ScoredIndex):
@@ -46,7 +42,7 @@ class Skewed(ScoredIndex):
             Field("skew_asked", (heads, dim), torch.float32),
         )
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
         # Queries that overflowed must not stop everybody: their sequence's logits say so soon enough.
@@ -55,7 +51,7 @@ class Skewed(ScoredIndex):
         store.state["skew_directions"][layers][:, states] = directions
         store.state["skew_asked"][layers][:, states] = (asked @ directions).abs().sum(3) / max(1, asked.shape[3])
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         for head in range(self.shape.num_kv_heads):
             directions, asked = (
                 store.state[name][layers, :, head][:, states] for name in ("skew_directions", "skew_asked")
@@ -65,11 +61,11 @@ class Skewed(ScoredIndex):
             kept = directions.gather(3, columns.unsqueeze(2).expand(-1, -1, len(directions[0, 0]), -1))
             store.state["skew"][layers, :, head][:, states] = kept
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         skew = store.state["skew"][tokens.layers][:, tokens.states]
         skewed = (tokens.rope_keys.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 
-    def logits(self, store: Store, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
+    def logits(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         fields = store.state["skew"][layer], store.page["skewed_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)

@@ -12,20 +12,16 @@ newest tokens rank first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.apply_rope.reference import halves, rotate_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
 
 AHEAD = tuple(2**i for i in range(17))
 """Tokens from the end of the sequence to the queries that a key is scored for, as in the paper."""
@@ -48,7 +44,7 @@ class Trig(RankedIndex):
         """The number of queries: the others are for keys that are sealed."""
         return self.state_fields()[2].nbytes
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         count, heads, rotary = queries.shape[2], self.shape.num_kv_heads, store.rotary
         store.state["trig_queries"][layers][:, states] = count
         if not count:
@@ -62,11 +58,11 @@ class Trig(RankedIndex):
         unturned = self.shape.head_dim // 2 - spread.shape[-1]
         store.state["trig_spread"][layers][:, states] = torch.nn.functional.pad(spread, (0, unturned))
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         last = tokens.first + tokens.rope_keys.shape[2] - 1
         store.state["trig_tokens"][layers][:, states] = torch.stack((tokens.first, last), dim=-1)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         names = ("trig_query", "trig_spread", "trig_tokens")
         query, spread, fitted = (store.state[name][tokens.layers][:, tokens.states] for name in names)
         start, last = fitted.unbind(-1)
@@ -77,7 +73,7 @@ class Trig(RankedIndex):
         limit = torch.finfo(torch.float16).max
         store.write("trig_ranks", tokens.layers, tokens.pages, scores.amax(3).clamp(-limit, limit).half())
 
-    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
         ranks = store.page["trig_ranks"][layer][batch.pages].transpose(1, 2).flatten(2).float()
         position = torch.arange(ranks.shape[-1], device=ranks.device)
         ranks = ranks.masked_fill(position >= PAGE * batch.num_pages[:, None, None], -torch.inf)

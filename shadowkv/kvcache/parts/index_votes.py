@@ -9,20 +9,16 @@ from the same budget. So does everything where queries are gone, as of a segment
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import OBSERVED
+from shadowkv.kvcache.batch import OBSERVED, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
 
 NEIGHBOURS = 7
 """Tokens of which the most attended one counts for the middle one."""
@@ -44,7 +40,7 @@ class Votes(RankedIndex):
             Field("voted", (1,), torch.int64),  # tokens before the voters
         )
 
-    def observe(self, store: Store, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
+    def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         count = queries.shape[2]
         padded = queries.new_zeros(*queries.shape[:2], OBSERVED, *queries.shape[3:])
         padded[:, :, :count] = queries
@@ -53,7 +49,7 @@ class Votes(RankedIndex):
         store.state["voters"][layers][:, states] = count
         store.state["voted"][layers][:, states] = first[:, None] if count else 0
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")
         queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)
         number = torch.arange(OBSERVED, device=states.device).repeat(self.shape.group)
@@ -67,12 +63,12 @@ class Votes(RankedIndex):
                 sums[one][head] = torch.where(number < voters[one], lse, math.inf)
         store.state["vote_lse"][layers][:, states] = sums
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         voters, lse = (store.state[name][tokens.layers][:, tokens.states] for name in ("vote_queries", "vote_lse"))
         scores = self._scores(voters, tokens.rope_keys.transpose(2, 3))  # [L, n, H, G * w, 64]
         store.write("votes", tokens.layers, tokens.pages, (scores - lse.unsqueeze(-1)).exp().mean(3))
 
-    def ranks(self, store: Store, layer: int, batch: SealedBatch) -> Tensor:
+    def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
         votes = store.page["votes"][layer][batch.pages].transpose(1, 2).flatten(2)
         position = torch.arange(votes.shape[-1], device=votes.device)
         voted = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import KeyPart, SealedTokens
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.ops.attend_selected.sources import DenseRows
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
 
 
 class DenseKeys(KeyPart):
@@ -18,8 +14,8 @@ class DenseKeys(KeyPart):
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("keys", shape, self.dtype),)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         store.write_heads("keys", tokens.layers, tokens.pages, tokens.rope_keys)
 
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
         return DenseRows(store.page["keys"][layer], batch.pages)

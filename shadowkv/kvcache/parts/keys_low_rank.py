@@ -5,23 +5,18 @@ ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, SealedTokens
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import LatentCodec
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
-
 
 KEPT_ENERGY = "kept_energy"
 """The field of states that has the share of the keys' squared norm that the subspace keeps."""
@@ -80,7 +75,7 @@ class LowRankKeys(KeyPart):
         of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = None if self.codec.largest is None else keys.mean(1, dtype=torch.float32).to(self.dtype)
         basis, kept, largest = self.subspaces(store, keys, mean)
@@ -96,7 +91,7 @@ class LowRankKeys(KeyPart):
             state = store.state[name][layers]
             state[:, states] = found.reshape(len(state), len(states), *state.shape[2:])
 
-    def subspaces(self, store: Store, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def subspaces(self, store: SealedStore, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns."""
         groups = self.spec.key_ranks(self.shape)
         if len(groups) == 1:
@@ -115,13 +110,13 @@ class LowRankKeys(KeyPart):
             row += rank
         return basis, kept, largest
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         names = ("basis", "latent_mean", "latent_step")
         state = (store.state[name][tokens.layers] if name in store.state else None for name in names)
         latents = store.page["latents"][tokens.layers]
         store.ops.project_latents(tokens.keys, self.codec, *state, tokens.states, latents, tokens.pages)
 
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
         latents, basis = store.page["latents"][layer], store.state["basis"][layer]
         mean = store.state["key_mean"][layer] if "key_mean" in store.state else None
         return LatentKeys(latents, self.codec, basis, mean, batch.states, batch.pages, batch.first, store.rotary)

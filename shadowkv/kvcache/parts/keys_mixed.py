@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import allocate
 from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
 
 LARGEST = 127
 """The largest entry of a row of the basis, in its steps."""
@@ -55,7 +51,7 @@ class MixedLowRankKeys(LowRankKeys):
         """A basis as it is stored, decoded in float32, and as it is multiplied."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
-    def fit(self, store: Store, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
+    def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = keys.mean(1, dtype=torch.float32).to(self.dtype)
         basis, kept, largest = self.subspaces(store, keys, mean)
@@ -75,11 +71,11 @@ class MixedLowRankKeys(LowRankKeys):
             state = store.state[name][layers]
             state[:, states] = found.reshape(len(state), len(states), *state.shape[2:]).to(state.dtype)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         for some in tokens.split(max(1, SEALED_AT_ONCE // len(tokens.keys))):
             self._seal(store, some)
 
-    def _seal(self, store: Store, tokens: SealedTokens) -> None:
+    def _seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         mean, widths = (store.state[name][tokens.layers][:, tokens.states] for name in ("key_mean", "latent_bits"))
         basis = self._decoded(store, tokens.layers, tokens.states)
         step = basis.flatten(3).norm(dim=3)
@@ -89,14 +85,14 @@ class MixedLowRankKeys(LowRankKeys):
         latents = store.page["latents"][tokens.layers]
         store.ops.project_latents(tokens.keys, self.codec, basis, of_mean, step, here, latents, tokens.pages, widths)
 
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> LatentKeys:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
         mean, widths = (store.state[name][layer][batch.states] for name in ("key_mean", "latent_bits"))
         decoded = self._decoded(store, slice(layer, layer + 1), batch.states)[0].to(self.dtype)
         here = torch.arange(len(batch.states), device=widths.device)
         latents = store.page["latents"][layer]
         return LatentKeys(latents, self.codec, decoded, mean, here, batch.pages, batch.first, store.rotary, widths)
 
-    def _decoded(self, store: Store, layers: slice, states: Tensor) -> Tensor:
+    def _decoded(self, store: SealedStore, layers: slice, states: Tensor) -> Tensor:
         """Bases float32 [L, n, r, H, d]."""
         basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
         return basis * step[..., None, None]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
 
 
 def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, scale: float) -> tuple[Tensor, Tensor]:

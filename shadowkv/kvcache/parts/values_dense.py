@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import SealedTokens, ValuePart
+from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.ops.attend_selected.sources import DenseRows
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.batch import SealedBatch
-    from shadowkv.kvcache.store import Store
 
 
 class DenseValues(ValuePart):
@@ -19,8 +15,8 @@ class DenseValues(ValuePart):
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("values", shape, self.dtype),)
 
-    def seal(self, store: Store, tokens: SealedTokens) -> None:
+    def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         store.write_heads("values", tokens.layers, tokens.value_pages, tokens.values)
 
-    def source(self, store: Store, layer: int, batch: SealedBatch) -> DenseRows:
+    def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> DenseRows:
         return DenseRows(store.page["values"][layer], batch.value_pages)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest
 from shadowkv.serve.api_error import MESSAGES_URL
 from shadowkv.serve.event_chats import EventChat
-
-if TYPE_CHECKING:
-    from shadowkv.serve.jobs import Job
+from shadowkv.serve.jobs import Job
 
 
 class Messages(EventChat):

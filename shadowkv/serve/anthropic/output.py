@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shadowkv.serve.api_error import MESSAGES_URL, ApiError
-from shadowkv.serve.endpoints import Piece
+from shadowkv.serve.jobs import Job, Piece
 from shadowkv.serve.tool_parser import CallPart
-
-if TYPE_CHECKING:
-    from shadowkv.serve.jobs import Job
 
 Event = dict[str, Any]
 

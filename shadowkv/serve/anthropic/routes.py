@@ -11,8 +11,8 @@ from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, Toke
 from shadowkv.serve.anthropic.endpoint import Messages
 from shadowkv.serve.anthropic.protocol import MessagesRequest, Prompt
 from shadowkv.serve.body_route import BodyRoute
-from shadowkv.serve.jobs import check_model
 from shadowkv.serve.openapi import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, responses
+from shadowkv.serve.prepare import check_model
 from shadowkv.serve.responder import Responder
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.tokenization import in_turn, tokenize_limit

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shadowkv.serve.event_chats import EventChat
+from shadowkv.serve.jobs import Job
 from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.responses.protocol import NAMES, ResponsesRequest
-
-if TYPE_CHECKING:
-    from shadowkv.serve.jobs import Job
 
 
 class Responses(EventChat):
