@@ -152,7 +152,7 @@ void score_runs(
   for (int64_t page = 0; page < count; ++page) {
     const uint8_t* signs = planes.signs + pages[page] * planes.signs_page;
     const Float16* scale = planes.scale + pages[page] * planes.scale_page;
-    for (int64_t run = 0; run < SKETCH_PAGE; run += SKETCH_RUN) {
+    for (int64_t run = 0; run < kPage; run += SKETCH_RUN) {
       float most = NOTHING;
       for (int64_t token = run; token < run + SKETCH_RUN; ++token)
         most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * to_float(scale[token]));
@@ -164,7 +164,7 @@ void score_runs(
 void select_chunks(
     const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& in, int64_t width,
     int64_t* selected, float* log_weight) {
-  const int64_t runs = in.num_pages * (SKETCH_PAGE / SKETCH_RUN), per_run = SKETCH_RUN / in.chunk;
+  const int64_t runs = in.num_pages * (kPage / SKETCH_RUN), per_run = SKETCH_RUN / in.chunk;
   const std::vector<Float16> coarse(in.coarse, in.coarse + runs);
   float edge = 0;
   Chosen kept;
@@ -184,7 +184,7 @@ void select_chunks(
   std::vector<float> scores, weights;  // weights: logarithms to base 2
   for (int64_t run = 0; run < runs; ++run) {
     if (!kept.some[run]) continue;
-    const int64_t page = in.pages[run * SKETCH_RUN / SKETCH_PAGE], first = run * SKETCH_RUN % SKETCH_PAGE;
+    const int64_t page = in.pages[run * SKETCH_RUN / kPage], first = run * SKETCH_RUN % kPage;
     const uint8_t* signs = planes.signs + page * planes.signs_page + first * planes.signs_row;
     const uint8_t* rest = planes.rest + page * planes.rest_page + first * planes.rest_row;
     const Float16* scale = planes.scale + page * planes.scale_page + first;

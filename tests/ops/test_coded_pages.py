@@ -17,7 +17,7 @@ from shadowkv.ops.case import Case
 from shadowkv.ops.codec import CodecId
 
 SOURCES = Path(__file__).parent / "coded_pages"
-CODES = Path(__file__).parents[2] / "csrc/kernels/attend_coded/codes.cuh"
+CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("pages")
     (folder / "attend_coded").mkdir()
-    shutil.copy(CODES, folder / "attend_coded")
+    shutil.copy(CSRC / "kernels/attend_coded/codes.cuh", folder / "attend_coded")
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)
     command = [
@@ -37,6 +37,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "-Wno-unknown-pragmas",
         "-shared",
         "-fPIC",
+        f"-I{CSRC}",
         "pages.cpp",
         "-o",
         "pages.so",
