@@ -5,12 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "../page.h"
+#include "../sketch_rules.h"
 #include "float16.h"
 
 namespace shadowkv {
-
-constexpr int64_t SKETCH_RUN = 8;  // tokens that are looked at together
 
 // One kv head's planes of all pages. Strides count elements, the last dimension is contiguous.
 struct SketchPlanes {
