@@ -42,7 +42,8 @@ struct SketchArguments {
         heads > 0 && whole.size(1) % heads == 0, whole.size(1), " query heads are no multiple of ", heads, " kv heads");
     group = whole.size(1) / heads;
     TORCH_CHECK(
-        whole.size(2) == 8 && whole.size(3) == bytes && signs.size(2) == shadowkv::kPage && bytes <= 32,
+        whole.size(2) == 8 && whole.size(3) == bytes && signs.size(2) == shadowkv::kPage &&
+            bytes <= shadowkv::MOST_PLANE_BYTES,
         "whole has shape ", whole.sizes(), ", signs has shape ", signs.sizes());
     TORCH_CHECK(unit.sizes() == whole.sizes().slice(0, 2), "unit has shape ", unit.sizes(), ", whole ", whole.sizes());
     TORCH_CHECK(

@@ -10,6 +10,8 @@
 
 namespace shadowkv {
 
+constexpr int64_t MOST_PLANE_BYTES = 32;  // of a key, whose sums fit in 16 bits
+
 // One kv head's planes of all pages. Strides count elements, the last dimension is contiguous.
 struct SketchPlanes {
   const uint8_t* signs;  // [pages, 64, bytes]

@@ -22,6 +22,7 @@ from shadowkv.ops.select_blocks import cuda as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch
 from shadowkv.ops.select_top_chunks import cuda as select_top_chunks
+from shadowkv.ops.sign_scores import cpu as sign_scores_cpu
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries_cuda
 from shadowkv.ops.sketch_queries import reference as sketch_queries
@@ -53,6 +54,7 @@ SHARED = {
         "kLatentInt8": CodecId.LATENT_INT8,
         "kLatentInt4": CodecId.LATENT_INT4,
     },
+    "cpu/sketch.h": {"MOST_PLANE_BYTES": sign_scores_cpu.MOST_DIMS // 8},
     "kernels/attend/shape.cuh": {
         "kAttendWarps": attend_selected.WARPS,
         "kAttendQueries": attend_selected.MAX_GROUP,
@@ -103,6 +105,17 @@ def test_all_codecs_of_kernels_are_known_by_the_same_numbers() -> None:
 def test_launches_of_paged_attention_know_how_many_blocks_a_multiprocessor_holds() -> None:
     blocks = [tuple(kind.RESIDENT_BLOCKS[dim] for dim in (64, 96, 128, 256)) for kind in (paged_attention, cuda_fp8)]
     assert definitions("kernels/paged_rows.cuh", "kBlocks") == blocks
+
+
+def test_latents_of_the_largest_rank_for_hopper_have_a_kernel() -> None:
+    (ranks,) = re.findall(r"integer_sequence<int, ([^>]*)>", (CSRC / "bindings/attend_latents_sm90.cu").read_text())
+    assert max(numbers(ranks)) == cuda_sm90.MOST_RANK
+
+
+def test_random_numbers_are_the_same_hash() -> None:
+    kernels = "".join((CSRC / f"kernels/{name}.cuh").read_text() for name in ("weighted_sampling", "select_by_sketch"))
+    factors = set(re.findall(r"0x[\da-f]{8}\b", Path(sampling.__file__).read_text().lower())) - {hex(sampling.WORD)}
+    assert len(factors) == 4 and all(factor in kernels for factor in factors)
 
 
 def test_blocks_of_quantised_numbers_have_the_same_sizes_in_python() -> None:
