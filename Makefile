@@ -5,7 +5,7 @@ JOBS ?= 2
 
 PY := .venv/bin/python
 PIP_INSTALL := $(PY) -m pip install -c constraints.txt
-CSRC := $(wildcard csrc/*/*)
+CSRC := $(wildcard csrc/*.h csrc/*/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

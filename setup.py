@@ -37,7 +37,7 @@ def extensions() -> list[Extension]:
             str(source) for folder in ("csrc/bindings", "csrc/cpu") for source in sorted(Path(folder).glob("*.cpp"))
         ],
         depends=[
-            str(header) for folder in ("csrc/bindings", "csrc/cpu") for header in sorted(Path(folder).glob("*.h"))
+            str(header) for folder in ("csrc", "csrc/bindings", "csrc/cpu") for header in Path(folder).glob("*.h")
         ],
         include_dirs=include_paths(),
         library_dirs=library_paths(),

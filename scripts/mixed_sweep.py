@@ -26,12 +26,10 @@ from sweep_engine import (
     about,
     add_arguments,
     combinations,
-    config_of,
+    engine_of,
     greedy,
     in_fresh_process,
-    opened,
     random_prompt,
-    replay_blocks,
     replayed_density,
     step,
 )
@@ -89,8 +87,7 @@ def sweep(args: argparse.Namespace, cell: Cell, one: Case | GapCase) -> None:
         at_once, longest = one.decoding + 2, one.longest
     else:
         at_once, longest = min(one.requests, args.max_num_seqs or one.requests), args.max_model_len
-    engine = opened(config_of(args, cell, max_num_seqs=at_once, max_model_len=longest))
-    replay_blocks(engine, cell.get("replayed_density"))
+    engine = engine_of(args, cell, max_num_seqs=at_once, max_model_len=longest)
     figures = measure_gaps(engine, one) if isinstance(one, GapCase) else measure(engine, one)
     Rows(args.out, GAPS if args.gaps else MIXED).add(cell | one._asdict() | figures | about(engine))
 

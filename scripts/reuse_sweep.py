@@ -33,12 +33,11 @@ from sweep_engine import (
     about,
     add_arguments,
     combinations,
-    config_of,
+    engine_of,
     greedy,
     in_fresh_process,
     opened,
     random_prompt,
-    replay_blocks,
     replayed_density,
     step,
 )
@@ -126,11 +125,9 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
     if case in ("disk", "copies") and args.disk is not None:
         directory = args.disk / f"{case}-{cell['tokens']}"
         settings |= {"kv_disk_dir": str(directory), "kv_disk_gib": 4 * args.kv_offload_gib}
-    config = config_of(args, cell, **settings)
-    engine = opened(config)
+    engine = engine_of(args, cell, **settings)
     for line in engine.notes:
         print(line, flush=True)
-    replay_blocks(engine, cell.get("replayed_density"))
     ask(engine, [random_prompt(engine, min(512, cell["tokens"]), random.Random(1))], 4)
     measured: dict[str, Callable[[], dict[str, float | None]]] = {
         "shared": lambda: shared(engine, args),

@@ -1,4 +1,5 @@
-"""Writes docs/structure.md, one line per module, from the modules' own docstrings; ``--check`` only compares."""
+"""Writes docs/structure.md: where each method is, and one line per module, from the modules' own docstrings;
+``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import argparse
 import ast
 import sys
 from pathlib import Path
+
+import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "structure.md"
@@ -23,6 +26,13 @@ A policy is a `KVSpec`, keys × index × values × place; the cache knows no met
 from admission on. Exact pages, sealed pages and the host tier share one set of page tables over all layers
 (`kvcache/memory.py` says how a page is named).
 
+## Where a method is
+
+An op is a folder with a file for each backend: `reference.py`, in PyTorch, which takes every case, and those that the
+table names, which say what they take (`supports`) where that is not all. CUDA without a source in `csrc/` is PyTorch's
+own kernels. More tests of CUDA and Triton are in `tests/ops`.
+"""
+MODULES = """
 One line per module, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it):
 """
 
@@ -37,7 +47,7 @@ def summary(file: Path) -> str:
 
 def render() -> str:
     """The whole page."""
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, *methods.table(), MODULES]
     for folder in FOLDERS:
         files = sorted((ROOT / folder).rglob("*.py"), key=lambda file: (file.parent, file.name != "__init__.py", file))
         current = None

@@ -102,6 +102,13 @@ def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
     return engine
 
 
+def engine_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> Engine:
+    """The engine of a combination, which replays the blocks of sparse prefills where it is asked to."""
+    engine = opened(config_of(args, cell, **settings))
+    replay_blocks(engine, cell.get("replayed_density"))
+    return engine
+
+
 def about(engine: Engine) -> Cell:
     """Last columns of a row."""
     found = provenance()

@@ -30,18 +30,7 @@ void attend_fp8(
       scales(k_scale, "k_scale", heads), scales(v_scale, "v_scale", heads),
       numbers(k_state, "k_state", batch), numbers(v_state, "v_state", batch),
       k_scale.stride(0), v_scale.stride(0)};
-  const auto in = paged_inputs(q, k, v, k_pages, partial_lse.size(2), rows);
-  const PagedOutputs to = paged_outputs(q, out, lse, partial_out, partial_lse);
-  if (batch == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  const cudaStream_t stream = current_stream(q);
-  switch (dim) {
-    case 64: return launch_paged_attention<Fp8Rows, 64, 5, true>(in, to, stream);
-    case 96: return launch_paged_attention<Fp8Rows, 96, 5, true>(in, to, stream);
-    case 128: return launch_paged_attention<Fp8Rows, 128, 4, true>(in, to, stream);
-    case 256: return launch_paged_attention<Fp8Rows, 256, 2, true>(in, to, stream);
-    default: STD_TORCH_CHECK(false, "head dim ", dim, " is not 64, 96, 128 or 256");
-  }
+  launch_paged_attention(q, k, v, k_pages, rows, out, lse, partial_out, partial_lse);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {

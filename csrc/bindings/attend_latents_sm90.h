@@ -64,7 +64,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     if (in.batch == 0) return;
     const Runs runs(in, int(blocks));
     STD_TORCH_CHECK(blocks > 0 && blocks <= runs.total, blocks, " blocks for ", runs.total, " tiles");
-    const int consumers = in.group <= 4 ? 3 : 2;
+    const int consumers = in.group <= 4 ? kLatentConsumers<true> : kLatentConsumers<false>;
     const int least = runs.total / int(blocks); // tiles of a block; a unit may have one of its first and last block's
     STD_TORCH_CHECK(
         partial.size(2) >= std::min(runs.tiles, (runs.tiles - 2 + least) / least + 1) * consumers,

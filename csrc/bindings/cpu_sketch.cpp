@@ -42,7 +42,8 @@ struct SketchArguments {
         heads > 0 && whole.size(1) % heads == 0, whole.size(1), " query heads are no multiple of ", heads, " kv heads");
     group = whole.size(1) / heads;
     TORCH_CHECK(
-        whole.size(2) == 8 && whole.size(3) == bytes && signs.size(2) == shadowkv::SKETCH_PAGE && bytes <= 32,
+        whole.size(2) == 8 && whole.size(3) == bytes && signs.size(2) == shadowkv::kPage &&
+            bytes <= shadowkv::MOST_PLANE_BYTES,
         "whole has shape ", whole.sizes(), ", signs has shape ", signs.sizes());
     TORCH_CHECK(unit.sizes() == whole.sizes().slice(0, 2), "unit has shape ", unit.sizes(), ", whole ", whole.sizes());
     TORCH_CHECK(
@@ -87,7 +88,7 @@ Tensor sign_scores(
     const Tensor& whole, const Tensor& unit, const Tensor& signs, const Tensor& scale, const Tensor& pages,
     const Tensor& num_pages) {
   const SketchArguments in(whole, unit, signs, signs, scale, pages, num_pages);
-  const int64_t runs = shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN * in.columns;
+  const int64_t runs = shadowkv::kPageRuns * in.columns;
   Tensor scores = at::full({in.batch, in.heads, runs}, -std::numeric_limits<double>::infinity(), scale.options());
   auto* out = static_cast<shadowkv::Float16*>(scores.mutable_data_ptr());
   const int64_t blocks = (in.columns + PAGES_PER_TASK - 1) / PAGES_PER_TASK, tasks = in.batch * in.heads * blocks;
@@ -101,7 +102,7 @@ Tensor sign_scores(
       if (place != scored) scorer.emplace(in.scorer(row, head, true)), scored = place;
       shadowkv::score_runs(
           *scorer, in.planes(head), in.page_numbers(row) + first, count,
-          out + place * runs + first * (shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN));
+          out + place * runs + first * shadowkv::kPageRuns);
     }
   });
   return scores;
@@ -114,7 +115,7 @@ std::tuple<Tensor, Tensor> select_by_sketch(
     const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& factors,
     const Tensor& random, int64_t chunk, int64_t width) {
   const SketchArguments in(whole, unit, signs, rest, scale, pages, num_pages);
-  const int64_t runs = shadowkv::SKETCH_PAGE / shadowkv::SKETCH_RUN * in.columns;
+  const int64_t runs = shadowkv::kPageRuns * in.columns;
   check(coarse, "coarse", 3, at::kHalf);
   check(counts, "counts", 2, at::kLong);
   check(factors, "factors", 3, at::kFloat);

@@ -28,7 +28,8 @@ void find_missing_chunks(
   check_dense(rows, "rows", Dtype::Byte, {-1, heads, -1, host.size(3), host.size(4)});
   check_aligned(rows, "rows");
   const int64_t num_slots = rows.size(0), capacity = rows.size(2);
-  STD_TORCH_CHECK(k <= capacity && capacity <= 32767, capacity, " entries, not between ", k, " and 32767");
+  STD_TORCH_CHECK(
+      k <= capacity && capacity <= kMostEntries, capacity, " entries, not between ", k, " and ", kMostEntries);
   check_dense(owner, "owner", Dtype::Int, {num_slots, heads, capacity});
   check_dense(entry, "entry", Dtype::Short, {num_slots, heads, -1});
   check_dense(used, "used", Dtype::Int, {num_slots, heads, capacity});

@@ -14,18 +14,7 @@ void paged_attention(
   check(pages, "pages", Dtype::Long, {batch, -1});
   check_dense(counts, "counts", Dtype::Long, {batch, pages.size(1)}, 1);
   const BfloatRows rows = {static_cast<const int64_t*>(counts.data_ptr()), counts.stride(0)};
-  const auto in = paged_inputs(q, k, v, pages, partial_lse.size(2), rows);
-  const PagedOutputs to = paged_outputs(q, out, lse, partial_out, partial_lse);
-  if (batch == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  const cudaStream_t stream = current_stream(q);
-  switch (dim) {
-    case 64: return launch_paged_attention<BfloatRows, 64, 5, true>(in, to, stream);
-    case 96: return launch_paged_attention<BfloatRows, 96, 4, true>(in, to, stream);
-    case 128: return launch_paged_attention<BfloatRows, 128, 3, true>(in, to, stream);
-    case 256: return launch_paged_attention<BfloatRows, 256, 2, false>(in, to, stream);
-    default: STD_TORCH_CHECK(false, "head dim ", dim, " is not 64, 96, 128 or 256");
-  }
+  launch_paged_attention(q, k, v, pages, rows, out, lse, partial_out, partial_lse);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {

@@ -49,7 +49,7 @@ inline PagedOutputs paged_outputs(
 }
 
 template <typename Rows, int kDim, int kBlocks, bool kAhead>
-void launch_paged_attention(const PagedInputs<Rows>& in, const PagedOutputs& to, cudaStream_t stream) {
+void launch_paged_kernel(const PagedInputs<Rows>& in, const PagedOutputs& to, cudaStream_t stream) {
   const int query_blocks = (in.group + kPagedQueries - 1) / kPagedQueries;
   const dim3 grid(in.splits * query_blocks, in.heads, in.batch);
   paged_attention_kernel<Rows, kDim, kBlocks, kAhead><<<grid, kPagedWarps * 32, 0, stream>>>(in, to);
@@ -59,6 +59,25 @@ void launch_paged_attention(const PagedInputs<Rows>& in, const PagedOutputs& to,
   const cudaError_t error = launch_early(
       merge_splits_kernel<kDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention's merge: ", cudaGetErrorString(error));
+}
+
+// Attends with arguments as paged_inputs and paged_outputs take them.
+template <typename Rows>
+void launch_paged_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, const Rows& rows, const Tensor& out,
+    const Tensor& lse, const Tensor& partial_out, const Tensor& partial_lse) {
+  const auto in = paged_inputs(q, k, v, pages, partial_lse.size(2), rows);
+  const PagedOutputs to = paged_outputs(q, out, lse, partial_out, partial_lse);
+  if (in.batch == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  const cudaStream_t stream = current_stream(q);
+  switch (q.size(2)) {
+    case 64: return launch_paged_kernel<Rows, 64, Rows::kBlocks[0], true>(in, to, stream);
+    case 96: return launch_paged_kernel<Rows, 96, Rows::kBlocks[1], true>(in, to, stream);
+    case 128: return launch_paged_kernel<Rows, 128, Rows::kBlocks[2], true>(in, to, stream);
+    case 256: return launch_paged_kernel<Rows, 256, Rows::kBlocks[3], Rows::kWidestAhead>(in, to, stream);
+    default: STD_TORCH_CHECK(false, "head dim ", q.size(2), " is not 64, 96, 128 or 256");
+  }
 }
 
 } // namespace shadowkv

@@ -19,7 +19,8 @@ void select_by_sketch(
   const int64_t group = heads ? query_heads / heads : 0;
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "signs has rows of ", bytes, " bytes, not 8, 16 or 32");
   STD_TORCH_CHECK(
-      group > 0 && group <= 8 && group * heads == query_heads, query_heads, " query heads for ", heads, " kv heads");
+      group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
+      " kv heads");
   check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, bytes});
   check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});

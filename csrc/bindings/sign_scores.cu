@@ -13,18 +13,19 @@ void sign_scores(
   const int64_t heads = signs.size(1), bytes = signs.size(3), group = heads ? query_heads / heads : 0;
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "signs has rows of ", bytes, " bytes, not 8, 16 or 32");
   STD_TORCH_CHECK(
-      group > 0 && group <= 8 && group * heads == query_heads, query_heads, " query heads for ", heads, " kv heads");
+      group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
+      " kv heads");
   STD_TORCH_CHECK(
       run_pages > 0 && run_pages % 4 == 0 && run_pages <= kMostRunPages, "a run of ", run_pages,
       " pages is not a multiple of 4 of up to ", kMostRunPages);
-  check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kPlanes, bytes});
+  check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
   check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes});
   check_field(scale, "scale", Dtype::Half, {-1, heads, kPage});
   check_dense(pages, "pages", Dtype::Long, {batch, columns}, 1);
   check_dense(num_pages, "num_pages", Dtype::Long, {batch});
-  check_dense(scores, "scores", Dtype::Half, {batch, heads, 8 * columns});
+  check_dense(scores, "scores", Dtype::Half, {batch, heads, kPageRuns * columns});
   if (batch == 0 || columns == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(planes.get_device());

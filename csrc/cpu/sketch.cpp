@@ -10,10 +10,7 @@ namespace shadowkv {
 namespace {
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr uint16_t EXCLUDED = 0x8000;  // -0, the scale of a token that may not be selected
-constexpr float LARGEST = 65504.0f;    // of float16
-constexpr int MOST_BITS = 20;          // of a chance
-constexpr float CAUTION = 0.97f;       // what chances add up to, in all that may be sampled
+constexpr float LARGEST = 65504.0f;  // of float16
 constexpr int BINS = 2048;
 
 // The first 11 bits of a number, in the order of numbers.
@@ -50,7 +47,8 @@ Chosen largest(const std::vector<float>& values, int64_t count) {
 Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wanted, float factor, uint32_t random) {
   const int64_t n = static_cast<int64_t>(values.size());
   Chosen chosen{std::vector<uint8_t>(n), std::vector<int64_t>(n)};
-  while (chosen.bits < MOST_BITS && std::max<int64_t>(wanted, 1) < int64_t{1} << (30 - chosen.bits)) ++chosen.bits;
+  while (chosen.bits < kMostChanceBits && std::max<int64_t>(wanted, 1) < int64_t{1} << (30 - chosen.bits))
+    ++chosen.bits;
   const int64_t one = int64_t{1} << chosen.bits;
 
   int32_t counts[BINS] = {};
@@ -76,7 +74,7 @@ Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wante
     weight[i] = std::exp2(factor * (to_float(values[i]) - edge));
     total += weight[i];
   }
-  const float scale = total > 0 ? CAUTION * static_cast<float>((wanted - certain) << chosen.bits) / total : 0;
+  const float scale = total > 0 ? kCaution * static_cast<float>((wanted - certain) << chosen.bits) / total : 0;
   int64_t before = static_cast<int64_t>(static_cast<uint64_t>(random) >> (32 - chosen.bits));
   for (int64_t i = 0; i < n; ++i) {
     // A NaN, of a query that is not finite, counts as 0: max returns its first argument.
@@ -152,9 +150,9 @@ void score_runs(
   for (int64_t page = 0; page < count; ++page) {
     const uint8_t* signs = planes.signs + pages[page] * planes.signs_page;
     const Float16* scale = planes.scale + pages[page] * planes.scale_page;
-    for (int64_t run = 0; run < SKETCH_PAGE; run += SKETCH_RUN) {
+    for (int64_t run = 0; run < kPage; run += kRun) {
       float most = NOTHING;
-      for (int64_t token = run; token < run + SKETCH_RUN; ++token)
+      for (int64_t token = run; token < run + kRun; ++token)
         most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * to_float(scale[token]));
       *best++ = to_float16(std::clamp(most, -LARGEST, LARGEST));
     }
@@ -164,7 +162,7 @@ void score_runs(
 void select_chunks(
     const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& in, int64_t width,
     int64_t* selected, float* log_weight) {
-  const int64_t runs = in.num_pages * (SKETCH_PAGE / SKETCH_RUN), per_run = SKETCH_RUN / in.chunk;
+  const int64_t runs = in.num_pages * kPageRuns, per_run = kRun / in.chunk;
   const std::vector<Float16> coarse(in.coarse, in.coarse + runs);
   float edge = 0;
   Chosen kept;
@@ -184,7 +182,7 @@ void select_chunks(
   std::vector<float> scores, weights;  // weights: logarithms to base 2
   for (int64_t run = 0; run < runs; ++run) {
     if (!kept.some[run]) continue;
-    const int64_t page = in.pages[run * SKETCH_RUN / SKETCH_PAGE], first = run * SKETCH_RUN % SKETCH_PAGE;
+    const int64_t page = in.pages[run * kRun / kPage], first = run * kRun % kPage;
     const uint8_t* signs = planes.signs + page * planes.signs_page + first * planes.signs_row;
     const uint8_t* rest = planes.rest + page * planes.rest_page + first * planes.rest_row;
     const Float16* scale = planes.scale + page * planes.scale_page + first;
@@ -192,7 +190,7 @@ void select_chunks(
     for (int64_t chunk = 0; chunk < per_run; ++chunk) {
       float most = NOTHING;
       for (int64_t token = chunk * in.chunk; token < (chunk + 1) * in.chunk; ++token) {
-        if (scale[token].bits == EXCLUDED) continue;
+        if (scale[token].bits == kExcluded) continue;
         const float product = scorer.with_both(signs + token * planes.signs_row, rest + token * planes.rest_row);
         most = std::max(most, product * to_float(scale[token]));
       }

@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "../sketch_rules.h"
 #include "float16.h"
 
 namespace shadowkv {
 
-constexpr int64_t SKETCH_PAGE = 64;  // tokens of a page
-constexpr int64_t SKETCH_RUN = 8;    // tokens that are looked at together
+constexpr int64_t MOST_PLANE_BYTES = 32;  // of a key, whose sums fit in 16 bits
 
 // One kv head's planes of all pages. Strides count elements, the last dimension is contiguous.
 struct SketchPlanes {

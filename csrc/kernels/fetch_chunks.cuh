@@ -20,6 +20,7 @@ constexpr int kOrderedThreads = 128;  // where they are
 constexpr int kCopyLoads = 4;         // of 16 bytes that a thread has under way
 constexpr int kBuckets = 512;         // of addresses, in whose order short rows are copied
 constexpr int kSortBlocks = 16;
+constexpr int kMostEntries = 32767;   // of a slot and head, by their numbers' type
 constexpr uint32_t kOldest = 0xffff; // steps since an entry's last use; more count as that many
 
 struct alignas(16) Miss {

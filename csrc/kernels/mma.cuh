@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "page.h"
+
 namespace shadowkv {
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -16,9 +18,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 __device__ __forceinline__ __half2 half2_of(uint32_t x) { return *reinterpret_cast<const __half2*>(&x); }
-
-constexpr int kPage = 64;         // tokens in a page
-constexpr int64_t kGranule = 256; // bytes that a page is named in
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]. a0: (g, 2t..) a1: (g + 8, 2t..) a2: (g, 2t + 8..) a3: (g + 8, 2t + 8..);
 // b0: (2t.., g) b1: (2t + 8.., g); c0, c1: (g, 2t..) c2, c3: (g + 8, 2t..). Two bf16 a register, the lower index low.

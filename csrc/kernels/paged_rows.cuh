@@ -17,6 +17,10 @@ struct BfloatRows {
   using Unit = uint4;
   static constexpr bool kSkipping = false;      // tokens before the first
   static constexpr bool kOwnValuePages = false; // a page table of the values
+  // Blocks that a multiprocessor holds of heads of 64, 96, 128 and 256 dimensions, and whether tiles of the last travel
+  // ahead.
+  static constexpr int kBlocks[] = {5, 4, 3, 2};
+  static constexpr bool kWidestAhead = false;
 
   const int64_t* counts; // [batch, entries]
   int64_t counts_row;
@@ -66,6 +70,8 @@ struct Fp8Rows {
   using Unit = uint2;
   static constexpr bool kSkipping = true;
   static constexpr bool kOwnValuePages = true;
+  static constexpr int kBlocks[] = {5, 5, 4, 2};
+  static constexpr bool kWidestAhead = true;
 
   const int64_t* value_pages; // [batch, entries]
   int64_t value_pages_row;

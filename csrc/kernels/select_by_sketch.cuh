@@ -13,11 +13,10 @@
 #include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
 #include "kernels/weighted_sampling.cuh"
+#include "sketch_rules.h"
 
 namespace shadowkv {
 
-constexpr int kRun = 8;         // tokens of a run
-constexpr int kPageRuns = kPage / kRun;
 constexpr int kBatch = 4;       // runs that a warp scores at once
 constexpr int kStages = 2;      // batches that a warp copies ahead
 constexpr int kScoreWarps = 8;  // of a block that scores
@@ -25,11 +24,6 @@ constexpr int kScoreBlocks = 3; // of a multiprocessor
 constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
 constexpr int kShortSlice = 8;  // so many
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
-constexpr int kKeptShare = 16;  // one of so many runs is kept,
-constexpr int kKeptFactor = 4;  // and so many times the tokens of the budget at least,
-constexpr int kKeptLeast = 384; // and so many runs
-constexpr int kSampledShare = 4;  // of these one in so many is sampled, where anything is
-constexpr uint32_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
 
 // What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
 struct RowState {
@@ -43,10 +37,7 @@ struct RowState {
 struct Region {
   int keep, values, kept, weights;
   Region(int64_t pages, int64_t chunk, int64_t k) {
-    const int64_t runs = kPageRuns * pages, wanted = (k * chunk * kKeptFactor + kRun - 1) / kRun;
-    const int64_t share = (runs + kKeptShare - 1) / kKeptShare;
-    const int64_t most = wanted > share ? wanted : share, least = most > kKeptLeast ? most : kKeptLeast;
-    keep = int(least < runs ? least : runs);
+    keep = kept_runs(int(kPageRuns * pages), k * chunk);
     values = int((2 * keep * (kRun / chunk) + 15) / 16 * 16), kept = (8 * keep + 15) / 16 * 16;
     weights = (4 * keep + 15) / 16 * 16;
   }
@@ -90,8 +81,7 @@ struct SelectBySketch {
   // Runs that are kept of each of a sequence's rows, unless their scores are -inf.
   __device__ int kept_of(unsigned sequence) const {
     const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + sampled_of(sequence);
-    const int least = ((int64_t(wanted) << log_chunk) * kKeptFactor + kRun - 1) / kRun;
-    return wanted ? min(runs, max(max((runs + kKeptShare - 1) / kKeptShare, kKeptLeast), least)) : 0;
+    return wanted ? kept_runs(runs, int64_t(wanted) << log_chunk) : 0;
   }
   // Those of them that are sampled.
   __device__ int sampled_runs_of(unsigned sequence) const {

@@ -12,12 +12,12 @@
 
 #include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
+#include "sketch_rules.h"
 
 namespace shadowkv {
 
 constexpr int kMostWarps = 8;     // heads of a block
 constexpr int kMostRunPages = 32; // a lane holds the name of one page
-constexpr int kPlanes = 4;        // bits of a query's whole numbers
 
 // Queries as sketch_queries makes them.
 struct SignScores {
@@ -40,7 +40,7 @@ constexpr float kFactor = 0x1p-49f;
 
 // What makes a count its share in twice the sum over positive dimensions. The last plane is that of the sign.
 __device__ constexpr float plane_weight(int plane) {
-  return (plane == kPlanes - 1 ? -1 : 1) * float(2 << plane) * 0x1p100f; // 2**100 2**-149 = kFactor
+  return (plane == kQueryPlanes - 1 ? -1 : 1) * float(2 << plane) * 0x1p100f; // 2**100 2**-149 = kFactor
 }
 
 // Four pages of one head in a warp's shared memory: their signs, then their scales. Eight pieces of 16 bytes that
@@ -134,14 +134,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
     reinterpret_cast<uint4*>(scores)[valid + lane] = {0xfc00fc00, 0xfc00fc00, 0xfc00fc00, 0xfc00fc00}; // -inf
   if (steps == 0) return;
 
-  uint32_t b[kSets][kPlanes / 2][kFaces];
+  uint32_t b[kSets][kQueryPlanes / 2][kFaces];
   float minus_sum[kSets], unit[kSets];
   const int first_query = (row * p.heads + head) * p.group;
 #pragma unroll
   for (int s = 0; s < kSets; ++s) {
-    const uint32_t* column = p.planes + int64_t(first_query + min(4 * s + g / 2, p.group - 1)) * (kPlanes * kWords);
+    const int query = first_query + min(4 * s + g / 2, p.group - 1);
+    const uint32_t* column = p.planes + int64_t(query) * (kQueryPlanes * kWords);
 #pragma unroll
-    for (int m = 0; m < kPlanes / 2; ++m)
+    for (int m = 0; m < kQueryPlanes / 2; ++m)
 #pragma unroll
       for (int f = 0; f < kFaces; ++f) {
         const uint32_t* plane = column + (2 * m + g % 2) * kWords;
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
         for (int s = 0; s < kSets; ++s) {
           float score[2] = {minus_sum[s], minus_sum[s]};
 #pragma unroll
-          for (int m = 0; m < kPlanes / 2; ++m) {
+          for (int m = 0; m < kQueryPlanes / 2; ++m) {
             int32_t counts[4];
             if constexpr (kWords == 8)
               count_bits(counts, words, b[s][m]);

@@ -9,11 +9,9 @@
 #include <cstdint>
 
 #include "kernels/early_launch.cuh"
+#include "sketch_rules.h"
 
 namespace shadowkv {
-
-constexpr int kMostQueries = 8; // of a kv head
-constexpr int kQueryPlanes = 4; // bits of the rounder whole numbers
 
 struct SketchQueries {
   const void* q;             // [rows, heads, group, d]

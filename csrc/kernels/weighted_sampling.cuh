@@ -6,13 +6,12 @@
 
 #include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
+#include "sketch_rules.h"
 
 namespace shadowkv {
 
-constexpr int kMostChanceBits = 20;
-constexpr int kSearches = 4;       // places that a thread looks for at once
-constexpr int kBinsAtOnce = 4;     // that are added up one after the other: a thread's share in a block of 16 warps
-constexpr float kCaution = 0.97f; // of the chances that weights of bins allow: what they come to is known later
+constexpr int kSearches = 4;   // places that a thread looks for at once
+constexpr int kBinsAtOnce = 4; // that are added up one after the other: a thread's share in a block of 16 warps
 
 // Chris Wellons' lowbias32.
 __device__ __forceinline__ uint32_t mix_bits(uint32_t x) {

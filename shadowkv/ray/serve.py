@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,9 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
-from shadowkv.serve.log import set_up_log
 from shadowkv.serve.settings import ServerSettings
-from shadowkv.serve.start import add_arguments, bind, check_arguments, exit_on_signals, with_surroundings
+from shadowkv.serve.start import (
+    add_arguments,
+    bind,
+    check_arguments,
+    exit_on_signals,
+    run_until_stopped,
+    with_surroundings,
+)
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -50,14 +55,7 @@ DRAIN_SECONDS = 3600.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal; returns the exit code."""
-    args = _parse(argv)
-    set_up_log()
-    exit_on_signals()
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return run_until_stopped(_run, _parse(argv))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,14 +11,13 @@ from pathlib import Path
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch_files import BatchFiles
-from shadowkv.serve.log import set_up_log
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.start import (
     add_arguments,
     bind,
     check_arguments,
-    exit_on_signals,
     load_engines,
+    run_until_stopped,
     with_surroundings,
 )
 
@@ -30,14 +28,7 @@ CONCURRENCY = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
-    args = _parse(argv)
-    set_up_log()
-    exit_on_signals()
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return run_until_stopped(_run, _parse(argv))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

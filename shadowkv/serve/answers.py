@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+Kind = TypeVar("Kind", bound=str)
+Choice = TypeVar("Choice", bound=BaseModel)
 
 
 class Answer(BaseModel):
@@ -83,6 +86,18 @@ Selections = list[TokenSelections | None]
 """Of each token; null for the first, which prefill chose. Only where ``return_selections`` asks for them."""
 
 
+class Generated(Answer, Generic[Kind, Choice]):
+    """Texts to one prompt."""
+
+    id: str
+    object: Kind
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    kv_transfer_params: KVTransfer | None = None
+
+
 class CompletionLogprobs(Answer):
     """Log-probabilities of a text's tokens; the first of a prompt has none."""
 
@@ -102,16 +117,8 @@ class CompletionChoice(Answer):
     selections: Selections = []
 
 
-class Completion(Answer):
+class Completion(Generated[Literal["text_completion"], CompletionChoice]):
     """Answer of ``/v1/completions``."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    kv_transfer_params: KVTransfer | None = None
 
 
 class TokenLogprob(Answer):
@@ -170,16 +177,8 @@ class ChatChoice(Answer):
     selections: Selections = []
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
     """Answer of ``/v1/chat/completions``."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    kv_transfer_params: KVTransfer | None = None
 
 
 class ServedModel(Answer):

@@ -6,11 +6,13 @@ import argparse
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.serve.log import set_up_log
 from shadowkv.serve.open_files import allow_open_files
 from shadowkv.serve.settings import ServerSettings
 
@@ -39,6 +41,17 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     """Ends the process with a line where one of them cannot be; configs and settings check their own."""
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be between 0 and 65535")
+
+
+def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The exit code of a command that runs until it is done or a signal ends it, with the server's log."""
+    set_up_log()
+    exit_on_signals()
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def exit_on_signals() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_llama import write_config
 
 from shadowkv import LLM
 from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig
@@ -27,24 +27,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 300,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "eos_token_id": 1,
-        "tie_word_embeddings": True,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return write_config(tmp_path_factory.mktemp("tiny"), hidden_size=48, max_position_embeddings=2048)
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@ byte permutations and the dimensions it takes their bytes for, against the codec
 
 import ctypes
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from compiled_source import CSRC, compiled
 
 from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS
 from shadowkv.ops.attend_coded import cuda
@@ -17,32 +17,16 @@ from shadowkv.ops.case import Case
 from shadowkv.ops.codec import CodecId
 
 SOURCES = Path(__file__).parent / "coded_pages"
-CODES = Path(__file__).parents[2] / "csrc/kernels/attend_coded/codes.cuh"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("pages")
     (folder / "attend_coded").mkdir()
-    shutil.copy(CODES, folder / "attend_coded")
+    shutil.copy(CSRC / "kernels/attend_coded/codes.cuh", folder / "attend_coded")
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)
-    command = [
-        COMPILER,
-        "-std=c++20",
-        "-Wall",
-        "-Wno-unknown-pragmas",
-        "-shared",
-        "-fPIC",
-        "pages.cpp",
-        "-o",
-        "pages.so",
-    ]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "pages.so"))
+    return compiled(folder / "pages.cpp")
 
 
 @pytest.mark.parametrize("axis", ["keys", "values"])

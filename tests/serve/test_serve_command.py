@@ -20,7 +20,7 @@ def no_model(monkeypatch):
         raise MemoryError("not even one sequence fits")
 
     monkeypatch.setattr(command, "load_engines", load)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
 
 
 def error_line(capsys) -> str:

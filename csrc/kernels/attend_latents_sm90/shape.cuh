@@ -11,6 +11,10 @@ namespace shadowkv {
 constexpr int kLatentTile = 64; // tokens of a tile, 16 a warp
 constexpr int kLastTile = -2;   // as a position: there are no more tiles
 
+// Warpgroups of a block that attend, by whether a kv head has four query heads or fewer.
+template <bool kFew>
+constexpr int kLatentConsumers = kFew ? 3 : 2;
+
 // Page strides of latents, codes and scale count 32 bytes each, the others elements.
 struct LatentInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
@@ -95,7 +99,7 @@ struct LatentShape {
   static constexpr int kOddShift = kRank % 128 == 32 && kRank > 32 ? 2 : 0;
 
   // Registers: a multiprocessor's are 512 for four warpgroups, or 504 for three.
-  static constexpr int kConsumers = kFew ? 3 : 2;
+  static constexpr int kConsumers = kLatentConsumers<kFew>;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 88, kConsumerRegisters = kConsumers == 3 ? 152 : 208;
 

@@ -20,6 +20,8 @@ KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
 """Ops in ``torch.ops.shadowkv_cuda`` by the codec of values."""
 CONSUMERS = 3
 """Warpgroups of a thread block that do, at most; each leaves a partial result per unit."""
+MOST_RANK = 160
+"""Of latents whose basis has room in shared memory."""
 
 
 @cache
@@ -36,7 +38,7 @@ def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
         and values.codec.id in KERNELS
         and (values.scale_pages is None or values.scale_pages.data_ptr() == values.pages.data_ptr())
         and q.shape[2] in (64, 128)
-        and keys.latents.shape[3] <= 160
+        and keys.latents.shape[3] <= MOST_RANK
         and keys.latents.stride(0) % 32 == values.codes.stride(0) % 32 == values.scale.stride(0) % 16 == 0
     )
 

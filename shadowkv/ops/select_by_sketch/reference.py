@@ -8,6 +8,7 @@ chance that it had, what was sampled stands for all that was not.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,14 +42,20 @@ nothing may matter. On attention of RULER prompts 0.3 to 0.7 and 0.6 to 0.85 do 
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
     """Runs of each row that are looked at closely where ``budget`` chunks are selected, int64 [B]."""
-    runs = PAGE // RUN * num_pages
-    share = torch.maximum(-(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN))
-    return torch.minimum(runs, share.clamp(min=KEPT_LEAST)).where(budget > 0, 0)
+    return _kept_of(PAGE // RUN * num_pages, budget * chunk).where(budget > 0, 0)
 
 
+@lru_cache
 def most_kept(runs: int, budget: int, chunk: int) -> int:
-    """The same of a row of ``runs`` that selects up to ``budget`` chunks."""
-    return min(runs, max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budget * chunk * KEPT_OVER_BUDGET // RUN)))
+    """The same of a row of ``runs`` that selects up to ``budget`` chunks; asked in every step, of few such rows."""
+    return int(_kept_of(torch.tensor(runs), torch.tensor(budget * chunk)))
+
+
+def _kept_of(runs: Tensor, tokens: Tensor) -> Tensor:
+    """Runs, of so many, that are looked at closely where so many tokens are selected. CUDA kernels have the rule in
+    ``csrc/sketch_rules.h``."""
+    share = torch.maximum(-(-runs // KEPT_SHARE), -(-tokens * KEPT_OVER_BUDGET // RUN))
+    return torch.minimum(runs, share.clamp(min=KEPT_LEAST))
 
 
 def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> Tensor:

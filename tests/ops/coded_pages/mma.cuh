@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "page.h"
+
 #define __device__
 #define __forceinline__ inline
 
@@ -18,8 +20,6 @@ struct uint4 {
 using __half = uint16_t;
 
 namespace shadowkv {
-
-constexpr int kPage = 64;
 
 alignas(128) inline char shared_memory[1 << 13]; // addresses count from its begin
 

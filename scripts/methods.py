@@ -1,0 +1,189 @@
+"""Where each method is: its modules, ops, sources and tests, as a table of docs/structure.md (``structure.py``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA", "flashinfer": "FlashInfer"}
+"""What backends of ops run in besides their references, by the first word of their files' names."""
+
+
+class Method(NamedTuple):
+    """A method, or what several have in common.
+
+    Attributes:
+        name: of the method.
+        modules: in ``shadowkv``.
+        ops: folders in ``shadowkv/ops``.
+        sources: where reading its C++ and CUDA begins, in ``csrc``.
+        tests: in ``tests``, which lead to those on GPUs.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    ops: tuple[str, ...]
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def _parts(*names: str) -> tuple[str, ...]:
+    return tuple(f"kvcache/parts/{name}.py" for name in names)
+
+
+def _codecs(*names: str) -> tuple[str, ...]:
+    return tuple(f"kvcache/codecs/{name}.py" for name in names)
+
+
+METHODS = (
+    Method(
+        "exact pages (`full`)",
+        (*_parts("keys_dense", "values_dense", "index_none"), "kvcache/decode.py"),
+        ("append_tokens", "paged_attention", "merge_attention", "write_rows"),
+        ("cpu/paged_attention.h", "kernels/paged_attention.cuh"),
+        ("kvcache/test_exactness.py", "ops/test_attention_ops.py"),
+    ),
+    Method(
+        "dense prefill",
+        ("kvcache/prefill.py",),
+        ("causal_attention", "block_attention", "ragged_attention"),
+        (),
+        ("ops/test_ragged_attention.py", "kvcache/test_packed_prefill.py"),
+    ),
+    Method(
+        "sparse prefill",
+        ("kvcache/sparse_prefill.py",),
+        ("select_blocks", "attend_blocks"),
+        ("kernels/score_blocks_sm90.cuh", "kernels/attend_blocks_sm90.cuh"),
+        ("kvcache/test_sparse_prefill.py", "ops/test_prefill_blocks.py"),
+    ),
+    Method(
+        "low-rank keys (ShadowKV)",
+        (*_parts("keys_low_rank"), *_codecs("latents")),
+        ("low_rank_basis", "project_latents", "rebuild_rows"),
+        ("kernels/attend/keys.cuh",),
+        ("ops/test_storage_ops.py", "ops/test_subspace_iteration.py"),
+    ),
+    Method(
+        "attention to selected chunks",
+        ("kvcache/decode.py", "kvcache/selected_scores.py"),
+        ("attend_selected",),
+        ("cpu/attend_selected.h", "kernels/attend_selected.cuh", "kernels/attend_latents_sm90.cuh"),
+        ("ops/test_attend_selected.py", "kvcache/test_policies.py"),
+    ),
+    Method(
+        "landmarks and outliers (ShadowKV)",
+        _parts("index_chunk_mean"),
+        ("chunk_mean_scores", "find_outliers", "select_top_chunks"),
+        ("kernels/select_top_chunks.cuh",),
+        ("ops/test_selection_ops.py", "kvcache/test_fp8_landmarks.py"),
+    ),
+    Method(
+        "bounds of keys (Quest)",
+        _parts("index_min_max"),
+        ("min_max_scores", "select_top_chunks"),
+        ("kernels/select_top_chunks.cuh",),
+        ("ops/test_selection_ops.py",),
+    ),
+    Method(
+        "key sketch (`turbo`)",
+        _parts("index_sketch"),
+        ("sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch"),
+        ("sketch_rules.h", "cpu/sketch.h")
+        + ("kernels/sketch_queries.cuh", "kernels/sign_scores.cuh", "kernels/select_by_sketch.cuh"),
+        ("ops/test_sketch.py", "kvcache/test_sketch_maps.py"),
+    ),
+    Method(
+        "sampled budget (`turbo`)",
+        ("ops/sampling.py",),
+        ("select_by_sketch",),
+        ("cpu/sketch.h", "kernels/weighted_sampling.cuh"),
+        ("ops/test_sketch_sampling.py", "kvcache/test_sampled.py"),
+    ),
+    Method(
+        "indexes of other papers, the oracle",
+        _parts(
+            *("index_exact", "index_pca", "index_recent", "index_skewed", "index_trig", "index_votes", "token_scores")
+        ),
+        (),
+        (),
+        ("kvcache/test_policies.py", "kvcache/test_trig.py"),
+    ),
+    Method(
+        "rows of levels (TurboQuant, PolarQuant)",
+        (*_parts("coded"), *_codecs("rotated", "lloyd", "tables", "packing")),
+        ("quantise_rows", "attend_coded", "rebuild_rows"),
+        ("codecs.h", "cpu/row_codecs.inc.h", "kernels/attend/value_codecs.cuh", "kernels/attend_coded.cuh"),
+        ("kvcache/test_lloyd_rows.py", "ops/test_attend_coded.py", "ops/test_coded_pages.py"),
+    ),
+    Method(
+        "rows of 8-bit floats",
+        _codecs("fp8"),
+        ("quantise_rows", "attend_coded"),
+        ("kernels/paged_rows.cuh",),
+        ("kvcache/test_coded_policies.py", "ops/test_cuda_attend_fp8.py"),
+    ),
+    Method("`tq3_0`", _codecs("tq3_0"), (), (), ("kvcache/test_tq3_0.py",)),
+    Method("TQ35, TQ25 and QJL", _codecs("hybrid", "qjl"), (), (), ("kvcache/test_hybrid_rows.py",)),
+    Method("KVarN", _codecs("variance_normalised"), (), (), ("kvcache/test_variance_normalised.py",)),
+    Method(
+        "Shard",
+        (*_parts("keys_mixed", "bit_allocation"), *_codecs("vectors")),
+        ("project_latents", "attend_selected"),
+        (),
+        ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py"),
+    ),
+    Method(
+        "values on the host",
+        ("kvcache/fetching.py",),
+        ("fetch_chunks",),
+        ("kernels/fetch_chunks.cuh",),
+        ("ops/test_fetch_chunks.py", "kvcache/test_fetching.py"),
+    ),
+    Method(
+        "layers",
+        ("layers/norm.py", "layers/mlp.py", "layers/attention.py"),
+        ("rms_norm", "add_rms_norm", "silu_mul", "apply_rope"),
+        (),
+        ("ops/test_triton_ops.py", "ops/test_rope.py", "models/test_families.py"),
+    ),
+    Method(
+        "weights in 8 bits",
+        ("layers/fp8_linear.py",),
+        ("quantise_tokens", "scaled_matmul"),
+        (),
+        ("ops/test_fp8_ops.py", "models/test_fp8.py"),
+    ),
+    Method(
+        "weights in GGUF's blocks",
+        ("layers/block_linear.py", "layers/block_matrix.py"),
+        ("quantised_matmul", "dequantise_blocks"),
+        ("cpu/quantised_matmul.h",),
+        ("ops/test_quantised_blocks.py", "models/test_gguf_blocks.py"),
+    ),
+    Method("sampling of tokens", ("engine/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)),
+)
+
+
+def table() -> list[str]:
+    """Lines of Markdown."""
+    lines = [
+        "| method | `shadowkv/` | `shadowkv/ops/`, beside a reference | `csrc/` | `tests/` |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for method in METHODS:
+        columns = (_listed(method.modules), ", ".join(map(_with_backends, method.ops)))
+        lines.append(" | ".join(("| " + method.name, *columns, _listed(method.sources), _listed(method.tests))) + " |")
+    return lines
+
+
+def _listed(paths: tuple[str, ...]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)
+
+
+def _with_backends(op: str) -> str:
+    """An op and what its backends run in, of those that have files."""
+    words = {file.stem.partition("_")[0] for file in (ROOT / "shadowkv/ops" / op).glob("*.py")}
+    found = [language for word, language in LANGUAGES.items() if word in words]
+    return f"`{op}` ({', '.join(found)})" if found else f"`{op}`"

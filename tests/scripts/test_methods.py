@@ -1,0 +1,27 @@
+"""The table of methods leads to what is there, and leaves out no op, no part and no codec."""
+
+import pytest
+from methods import METHODS, ROOT, Method, table
+
+from shadowkv.ops.registry import NAMES
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_path_exists(method: Method) -> None:
+    folders = {"shadowkv": method.modules, "shadowkv/ops": method.ops, "csrc": method.sources, "tests": method.tests}
+    paths = [ROOT / folder / name for folder, names in folders.items() for name in names]
+    assert [path for path in paths if not path.exists()] == []
+    assert method.tests
+
+
+def test_all_ops_parts_and_codecs_are_named() -> None:
+    assert {op for method in METHODS for op in method.ops} == set(NAMES)
+    named = {module for method in METHODS for module in method.modules}
+    for folder in ("kvcache/parts", "kvcache/codecs"):
+        files = [file.name for file in (ROOT / "shadowkv" / folder).glob("*.py")]
+        assert {f"{folder}/{name}" for name in files} - named <= {f"{folder}/__init__.py", f"{folder}/base.py"}
+
+
+def test_backends_are_those_that_have_files() -> None:
+    (row,) = (line for line in table() if line.startswith("| key sketch"))
+    assert "`sketch_keys` (Triton), `sketch_queries` (CUDA), `sign_scores` (C++, CUDA)" in row
