@@ -79,6 +79,10 @@ class EngineStats:
 class Engine:
     """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
 
+    Attributes:
+        cache, runner, scheduler: what is computed with, and for whom.
+        prefills, decode_steps: what is at work.
+
     Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there, RankFailure
     where another rank cannot start.
     """
@@ -110,14 +114,13 @@ class Engine:
         self.sampling_defaults = checked(loaded.sampling if asked is None else asked)
         self.notes += in_words(self.sampling_defaults)
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
-        self._steps = DecodeSteps(self.runner, self.scheduler, run_ahead=self.runner.graphs is not None)
-        self._prefills = Prefills(self.runner, self.scheduler)
+        self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead=self.runner.graphs is not None)
+        self.prefills = Prefills(self.runner, self.scheduler)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
         self._text: dict[str, Detokenizer] = {}
         self._aborted: set[str] = set()
-        self._decode_seconds = 0.0
 
     def when_a_rank_fails(self, tell: Callable[[RankFailure], None]) -> None:
         """Has ``tell`` called, on a thread of its own, when a tensor-parallel rank has ended."""
@@ -172,7 +175,7 @@ class Engine:
         running = next((r for r in self.scheduler.running if r.request.request_id == request_id), None)
         if running is not None:
             self.scheduler.finish(running, keep=False)
-        elif (prefill := self._prefills.of(request_id)) is not None:
+        elif (prefill := self.prefills.of(request_id)) is not None:
             self._aborted.add(request_id)
             if all(r.request.request_id in self._aborted for r in prefill.rows):
                 self._drop_prefill(prefill)
@@ -180,12 +183,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._prefills.at_work)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.prefills.at_work)
 
     @property
     def num_running(self) -> int:
         """Requests that own a sequence."""
-        return len(self.scheduler.running) + self._prefills.num_requests
+        return len(self.scheduler.running) + self.prefills.num_requests
 
     def stats(self) -> EngineStats:
         """What is in flight and in memory now; may be called from any thread."""
@@ -199,8 +202,8 @@ class Engine:
         """One round of prefill and of decode steps; returns what it added to each request."""
         outputs: list[RequestOutput] = []
         with current(self.device):
-            self._prefills.start()
-            if self._prefills.at_work:
+            self.prefills.start()
+            if self.prefills.at_work:
                 outputs += self._advance_prefill()
             if self.scheduler.running:
                 outputs += self._decode()
@@ -229,15 +232,15 @@ class Engine:
             self._ranks.close()
 
     def _advance_prefill(self) -> list[RequestOutput]:
-        step, seconds = self._decode_seconds, IDLE_PREFILL_SECONDS
+        step, seconds = self.decode_steps.seconds, IDLE_PREFILL_SECONDS
         if self.scheduler.running:
             queued = self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
             gap = QUEUED_TOKEN_GAP if queued else TOKEN_GAP
             seconds = max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
         try:
-            ended = self._prefills.advance(seconds)
+            ended = self.prefills.advance(seconds)
         except BaseException as error:
-            dropped = self._drop_prefill(self._prefills.at_work[-1])
+            dropped = self._drop_prefill(self.prefills.at_work[-1])
             if not isinstance(error, Exception):
                 raise
             message = _explain(error)
@@ -260,7 +263,7 @@ class Engine:
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Gives back what a prefill owns; returns its requests that were not aborted."""
-        self._prefills.drop(prefill)
+        self.prefills.drop(prefill)
         wanted = [one.request for one in prefill.rows if one.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
         return wanted
@@ -270,11 +273,10 @@ class Engine:
 
     def _decode(self) -> list[RequestOutput]:
         try:
-            rows, chosen, selected = self._steps.next()
+            rows, chosen, selected = self.decode_steps.next()
         except torch.OutOfMemoryError as error:  # those that wait may do with less
             message = _explain(error)
             return [self._fail(running, message) for running in list(self.scheduler.running)]
-        self._decode_seconds = self._steps.seconds
         return self._take_tokens(rows, chosen, selected=selected)
 
     # -- tokens ----------------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ class Engine:
     def _finish(
         self, running: Running, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None, reason: str
     ) -> RequestOutput:
-        self._steps.forget(running)
+        self.decode_steps.forget(running)
         self.scheduler.finish(running, keep=True)
         del self._text[running.request.request_id]
         return self._output(running.request, text, tokens, logprobs, reason)

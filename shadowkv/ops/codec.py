@@ -178,9 +178,11 @@ class UniformRows(LevelRows):
 
     @property
     def scale_rule(self) -> str:
+        """The scale with the least squared error."""
         return "least_squares"
 
     def lane_levels(self, dim: int, device: torch.device) -> Tensor:
+        """Levels that are 1 apart and symmetric about 0, float32 [2 ** bits]."""
         count = 2**self.bits
         return torch.arange(count, dtype=torch.float32, device=device) - (count - 1) / 2
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """Hashes of uint64 numbers, one to one (the finaliser of SplitMix64)."""
+    """Hashes of numbers, one to one, uint64 [...] -> uint64 [...] (the finaliser of SplitMix64)."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

@@ -15,7 +15,7 @@ def random_rotation(dim: int, name: str) -> Tensor:
 
 
 def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
-    """Likewise, of rounds of random signs and the Hadamard matrix. ``dim`` is a power of two.
+    """Likewise float32 [dim, dim], of rounds of random signs and the Hadamard matrix. ``dim`` is a power of two.
 
     Rows can be multiplied by it in ``rounds`` log2(dim) additions an entry; after one round those of few entries are
     still far from Gaussian (TurboQuant's ``aither-kvcache`` takes three).

@@ -98,7 +98,7 @@ def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np
 
 
 def mix(x: Tensor) -> Tensor:
-    """A hash of the low 32 bits of each number (Chris Wellons' lowbias32), int64 in [0, 2**32)."""
+    """Hashes of the low 32 bits of numbers, int64 [...] -> int64 [...] in [0, 2**32) (Chris Wellons' lowbias32)."""
     x = x & WORD
     x = (x ^ x >> 16) * 0x7FEB352D & WORD
     x = (x ^ x >> 15) * 0x846CA68B & WORD

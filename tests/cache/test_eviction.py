@@ -24,18 +24,18 @@ class Clock:
         return self.seconds
 
 
-def tree_of(*parents: int | None) -> list[Node]:
-    """Nodes of a page each, by the number of the one that each continues."""
+def tree_of(*parents: int | None) -> PrefixTree:
+    """Nodes of a page each, in order, by the number of the one that each continues."""
     tree, nodes = PrefixTree(), list[Node]()
     for number, parent in enumerate(parents):
         above = None if parent is None else nodes[parent]
         nodes.append(tree.plant(above, above.end if above else 0, [str(number)], False, "origin"))
-    return nodes
+    return tree
 
 
 def test_the_score_is_the_formula() -> None:
     # A system prompt with two documents behind it, one of them with a chat of one turn; and a prompt alone.
-    nodes = tree_of(None, 0, 0, 1, None)
+    nodes = list(tree_of(None, 0, 0, 1, None))
     for node, hits, used in zip(nodes, (14, 12, 1, 100, 2), (1000.0, 1000.0, 400.0, 900.0, 0.0), strict=True):
         node.hits, node.used = hits, used
     to_document, to_other, to_chat = 1 + 0.1 * 12, 1 + 0.1 * 1, 10  # which is the most that an edge weighs
@@ -51,7 +51,7 @@ def test_the_score_is_the_formula() -> None:
 
 
 def test_a_use_is_one_of_all_that_a_node_continues() -> None:
-    clock, nodes = Clock(), tree_of(None, 0, 1, 0)
+    clock, nodes = Clock(), list(tree_of(None, 0, 1, 0))
     eviction = Eviction("graph", clock)
     for clock.seconds, node, hits in ((1.0, nodes[2], 1), (2.0, nodes[3], 0), (3.0, nodes[1], 1)):
         eviction.touch(node, hits)
@@ -61,7 +61,7 @@ def test_a_use_is_one_of_all_that_a_node_continues() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_goes_before_what_continues_it(policy: str) -> None:
-    clock, nodes = Clock(), tree_of(None, 0, 1, 2, 2, None)
+    clock, nodes = Clock(), list(tree_of(None, 0, 1, 2, 2, None))
     eviction = Eviction(policy, clock)  # by a clock that stands still
     for node in nodes:
         eviction.touch(node)
@@ -73,7 +73,7 @@ def test_nothing_goes_before_what_continues_it(policy: str) -> None:
 
 
 def test_lru_is_the_order_of_uses_whatever_the_tree_says() -> None:
-    nodes = tree_of(None, None, None, 1, 1)
+    nodes = list(tree_of(None, None, None, 1, 1))
     for policy, wanted in (("lru", [2, 0, 4, 3, 1]), ("graph", [2, 0, 4, 3, 1])):
         clock = Clock()
         eviction = Eviction(policy, clock)
@@ -86,12 +86,11 @@ def test_lru_is_the_order_of_uses_whatever_the_tree_says() -> None:
     assert [nodes.index(node) for node in Eviction("graph", clock).order(nodes)] == [0, 2, 4, 3, 1]
 
 
-def kept(policy: str, nodes: list[Node]) -> KeptCopies:
+def kept(policy: str, tree: PrefixTree) -> KeptCopies:
     """A copy of a slab of each node fills the host."""
-    host = HostTier(len(nodes), torch.device("cpu"), slab_bytes=1)
-    copies = KeptCopies(PrefixTree(), host, TierCounts(), Eviction(policy))
-    copies._tree._by_first = {node.names[0]: [node] for node in nodes}
-    for node in nodes:
+    host = HostTier(len(tree), torch.device("cpu"), slab_bytes=1)
+    copies = KeptCopies(tree, host, TierCounts(), Eviction(policy))
+    for node in tree:
         copies.add(node, Copy(None, None, host.take(1), ready=True))  # type: ignore[arg-type]
         copies.eviction.touch(node)
     return copies
@@ -99,8 +98,8 @@ def kept(policy: str, nodes: list[Node]) -> KeptCopies:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_used_or_spared_stays(policy: str) -> None:
-    nodes = tree_of(*[None] * 6)
-    copies = kept(policy, nodes)
+    tree = tree_of(*[None] * 6)
+    nodes, copies = list(tree), kept(policy, tree)
     nodes[0].copy.users = 1
     assert copies.room(5, {nodes[2]}) is None
     assert copies.nodes == set(nodes)
@@ -115,8 +114,8 @@ def test_room_among_10000_nodes_is_made_soon(policy: str) -> None:
     for _ in range(2000):
         document = len(parents)
         parents += [0, *range(document, document + 4)]
-    nodes = tree_of(*parents[:10000])
-    copies = kept(policy, nodes)
+    tree = tree_of(*parents[:10000])
+    nodes, copies = list(tree), kept(policy, tree)
     for node in nodes[7::13]:
         copies.eviction.touch(node, hits=1)
     taken = []

@@ -35,8 +35,8 @@ def header(page: int) -> SnapshotHeader:
     return SnapshotHeader(FORM, start, start + PAGE, (), PAGE, False, fields, 1, nbytes)
 
 
-def kept(slabs: int) -> KeptCopies:
-    return KeptCopies(PrefixTree(), HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts(), Eviction())
+def kept(tree: PrefixTree, slabs: int) -> KeptCopies:
+    return KeptCopies(tree, HostTier(slabs * 64, torch.device("cpu"), 64), TierCounts(), Eviction())
 
 
 def test_a_chain_of_any_length_is_found_from_its_end() -> None:
@@ -65,26 +65,28 @@ def test_a_chain_of_any_length_is_found_from_its_end() -> None:
         ids.set_result(np.arange(entry.head.start, entry.head.length, dtype=np.uint32))
         return ids
 
-    copies = kept(0)
-    findings = Findings(copies._tree, copies, FORM)
+    tree = PrefixTree()
+    copies = kept(tree, 0)
+    findings = Findings(tree, copies, FORM)
     findings.disk = SimpleNamespace(key=KEY, token_ids=token_ids)
     for entry in reversed(entries):
         findings.report("found", entry)
     findings.take()
     assert len(copies.nodes) == pages
-    assert max(end for _, end in copies._tree.along(names)) == pages
+    assert max(end for _, end in tree.along(names)) == pages
     findings.report("lost", entries[-1])
     findings.take()
-    assert len(copies.nodes) == pages - 1 == len(copies._tree)
+    assert len(copies.nodes) == pages - 1 == len(tree)
 
 
 def test_a_file_of_other_pages_is_not_a_nodes_copy() -> None:
     """A node that has lost its copy may be cut or grow before it is copied again, and keeps its uid."""
-    copies = kept(0)
-    findings = Findings(copies._tree, copies, FORM)
+    tree = PrefixTree()
+    copies = kept(tree, 0)
+    findings = Findings(tree, copies, FORM)
     findings.disk = SimpleNamespace(key=KEY)
     names = PageNames(KEY.origin()).extend_to(list(range(2 * PAGE)))
-    node = copies._tree.plant(None, 0, names[:1], False, names.origin)
+    node = tree.plant(None, 0, names[:1], False, names.origin)
     copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), users=1))
     for kind, name, wanted in (("found", 1, None), ("stored", 0, 0), ("lost", 1, 0), ("evicted", 0, None)):
         head = Head.new(
@@ -106,9 +108,10 @@ def test_a_file_of_other_pages_is_not_a_nodes_copy() -> None:
 
 
 def test_nothing_makes_room_in_host_memory_in_vain() -> None:
-    copies = kept(4)
+    tree = PrefixTree()
+    copies = kept(tree, 4)
     names = PageNames(KEY.origin()).extend_to(list(range(4 * PAGE)))
-    nodes = [copies._tree.plant(None, 0, [name], False, names.origin) for name in names]
+    nodes = [tree.plant(None, 0, [name], False, names.origin) for name in names]
     for node in nodes:
         copies.add(node, Copy(header(0), np.zeros(PAGE, np.uint32), copies.room(64), ready=True))
         copies.eviction.touch(node)

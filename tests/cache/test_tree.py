@@ -117,9 +117,8 @@ class Tree(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_of_what_is_gone(self) -> None:
         assert len(self.tree) <= sum(len(pages) for pages in self.held.values())
-        for same in self.tree._by_first.values():
-            for node in same:
-                assert node.end == max([*node.holders.values(), *(child.first for child in node.children)])
+        for node in self.tree:
+            assert node.end == max([*node.holders.values(), *(child.first for child in node.children)])
         if not any(self.held.values()):
             assert not len(self.tree)
 

@@ -39,7 +39,7 @@ def make_wide(tmp_path: Path) -> Any:
             max_model_len=2048, gpu_memory_utilization=0.9, host_memory_gib=1.0, fetch_buffer=2.0,
         )  # fmt: skip
         engine = Engine(config)
-        engine._steps.run_ahead = True
+        engine.decode_steps.run_ahead = True
         return engine
 
     return make
@@ -60,7 +60,7 @@ def test_an_abort_while_values_are_fetched_leaves_the_others_as_they_were(make_w
         for _ in range(12):
             for output in engine.step():
                 outputs.setdefault(output.request_id, []).append(output)
-        assert engine._steps._ahead is not None  # launched, and nobody has waited for it
+        assert engine.decode_steps._ahead is not None  # launched, and nobody has waited for it
         if abort:
             host = engine.cache.use()["host"].used_bytes
             engine.abort("1")

@@ -44,6 +44,8 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 def assert_empty(engine: Engine) -> None:
+    """Nothing is left of any request."""
+    assert not engine.has_work and not engine._text and not engine._aborted
     while engine.scheduler.prefix_cache.evict():
         pass
     assert engine.cache.free == engine.cache.total
@@ -162,7 +164,7 @@ def test_an_aborted_request_leaves_nothing_behind(make: Any, when: str, monkeypa
     engine.add_request("victim", prompt(2, 1500), SamplingParams(max_tokens=60, ignore_eos=True))
     seen = engine.step()
     if when == "prefilling":
-        assert [r.request.request_id for r in engine._prefills.at_work[0].rows] == ["victim"]
+        assert [r.request.request_id for r in engine.prefills.at_work[0].rows] == ["victim"]
     while when == "decoding" and not any(output.request_id == "victim" for output in seen):
         seen = engine.step()
     engine.abort("victim")
@@ -178,8 +180,8 @@ def test_an_abort_among_prompts_prefilled_together(make: Any, monkeypatch: pytes
     small_blocks(monkeypatch, 50)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine._prefills.start()
-    next(engine._prefills.at_work[0].steps)
+    engine.prefills.start()
+    next(engine.prefills.at_work[0].steps)
     engine.abort("b")
     outputs = drain(engine)
     assert set(outputs) == {"a", "c"}
@@ -336,8 +338,8 @@ def test_an_aborted_id_in_prefill_cannot_be_taken_again_at_once(make: Any) -> No
     engine = make(kv="full")
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), GREEDY)
-    engine._prefills.start()
-    next(engine._prefills.at_work[0].steps)
+    engine.prefills.start()
+    next(engine.prefills.at_work[0].steps)
     engine.abort("b")
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("b", prompt(3, 40), GREEDY)

@@ -39,7 +39,7 @@ def test_a_prefill_that_fails_ends_its_requests_alone(make: Any, aborted: bool) 
     engine.add_request("a", prompt(1, 100), GREEDY)
     engine.add_request("b", prompt(2, 900), GREEDY)
     fail_next_prefill(engine, aborted, MemoryError("no room for /secret/path"))
-    engine._prefills.start()
+    engine.prefills.start()
     if aborted:
         engine.abort("b")
     outputs = drain(engine)
@@ -70,9 +70,7 @@ def test_what_ends_everything_is_raised_and_still_leaves_nothing_behind(make: An
 def test_a_tokenizer_that_fails_ends_its_request_alone(make: Any, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     engine = make(kv="full")
     wanted = {name: prompt(seed, 20) for name, seed in (("a", 1), ("b", 2))}
-    for name, one in wanted.items():
-        engine.add_request(name, one, GREEDY)
-    stream, count = engine._text["a"]._stream, 0
+    stream, count = engine.tokenizer.stream(True), 0
 
     def push(token: int) -> str:
         nonlocal count
@@ -81,7 +79,11 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(make: Any, monkeypatch: p
             raise KeyError(token)
         return ""
 
-    monkeypatch.setattr(stream, "push", push)
+    stream.push = push
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tokenizer, "stream", lambda skip_special_tokens: stream)
+        engine.add_request("a", wanted["a"], GREEDY)
+    engine.add_request("b", wanted["b"], GREEDY)
     outputs = drain(engine)
     assert outputs["a"][-1].finish_reason == "error" and "KeyError" in outputs["a"][-1].error
     assert len(outputs["a"]) == after + 1
@@ -118,8 +120,8 @@ def test_an_abort_among_prompts_prefilled_together_is_not_scored(make: Any, monk
     )
     for name, seed in (("a", 1), ("b", 2)):
         engine.add_request(name, prompt(seed, 40), SamplingParams(max_tokens=2, prompt_logprobs=0, logprobs=0))
-    engine._prefills.start()
-    next(engine._prefills.at_work[0].steps)
+    engine.prefills.start()
+    next(engine.prefills.at_work[0].steps)
     engine.abort("a")
     outputs = drain(engine)
     assert scored == [prompt(2, 40)] and set(outputs) == {"b"}
@@ -193,7 +195,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Gra
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "_Captured", graph)
     engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner._step, engine.config.max_num_seqs)
-    engine._steps.run_ahead = True
+    engine.decode_steps.run_ahead = True
     return engine
 
 

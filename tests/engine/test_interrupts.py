@@ -60,7 +60,6 @@ def test_at_lines_of_everything(tiny: Path, drawn: int) -> None:
                 llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             except KeyboardInterrupt:
                 interrupted += 1
-        assert not llm.engine.has_work and not llm.engine._text and not llm.engine._aborted
         assert_empty(llm.engine)
         if not interrupt.sent:
             break

@@ -99,14 +99,14 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
                 passed[0] += 3600
             return runner._step(plan, None, torch.tensor([tokens, sources], device=runner.cache.device))
 
-    runner.graphs, engine._steps.run_ahead = Slow(), True
+    runner.graphs, engine.decode_steps.run_ahead = Slow(), True
     params, seconds = SamplingParams(max_tokens=12, ignore_eos=True), []
     engine.add_request("a", [5] * 20, params)
     for number in range(8):
         if number == 3:
             engine.add_request("b", [6] * 30, params)
         engine.step()
-        seconds.append(engine._decode_seconds)
+        seconds.append(engine.decode_steps.seconds)
     assert runner.captures == 1
     assert min(seconds[1:]) > 0 and max(seconds) < 1800  # a GPU may begin with the prefill alone
 
@@ -150,7 +150,7 @@ def test_a_batch_that_a_prompt_joins_has_its_graph_by_then(make: Any, monkeypatc
     engine.add_request("a", [5] * 20, params)
     engine.step()
     engine.add_request("b", [6] * 900, params)
-    monkeypatch.setattr(engine._prefills, "advance", lambda _: Prefills.advance(engine._prefills, 0.08))
+    monkeypatch.setattr(engine.prefills, "advance", lambda _: Prefills.advance(engine.prefills, 0.08))
     while engine.has_work:
         engine.step()
     joined, slow = next((key, slow) for key, slow in steps if key[0] == 2)

@@ -50,15 +50,15 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
         make(kv=kv, kv_budget=0.5 if kv != "full" else None),
         make(kv=kv, kv_budget=0.5 if kv != "full" else None),
     )
-    ahead._steps.run_ahead = True
+    ahead.decode_steps.run_ahead = True
     launched: list[bool] = []
-    launch = ahead._steps._launch
+    launch = ahead.decode_steps._launch
 
     def spy(before: Any) -> Any:
         launched.append(before is not None)
         return launch(before)
 
-    ahead._steps._launch = spy
+    ahead.decode_steps._launch = spy
     assert answers(ahead, params) == answers(wanted, params)
     assert any(launched)
     for engine in (ahead, wanted):
@@ -69,7 +69,7 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
 
 def test_a_finished_sequence_keeps_only_what_was_said(make: Any) -> None:
     engine = make(kv="full")
-    engine._steps.run_ahead = True
+    engine.decode_steps.run_ahead = True
     draw = random.Random(1)
     prompt = [draw.randrange(3, 256) for _ in range(100)]
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=6, stop_token_ids=list(range(3, 30)), ignore_eos=True)

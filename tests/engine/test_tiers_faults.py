@@ -25,6 +25,7 @@ from faulty_disks import HELD_SECONDS, BrokenDisk, FullDisk, HeldDisk, ReadOnlyD
 
 from shadowkv import LLM
 from shadowkv.cache.chains import RETRY_SECONDS
+from shadowkv.cache.filesystem import FileSystem
 from shadowkv.engine.async_engine import AsyncEngine, EngineDead
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -98,8 +99,10 @@ def test_a_disk_that_cannot_be_read_is_done_without(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = fresh(make, QUESTION, kv="full")
+    disk = FileSystem()
+    on(monkeypatch, disk)
     engine = opened_on_files(make, tmp_path)
-    engine.scheduler.prefix_cache.lower.disk._files = BrokenDisk()
+    monkeypatch.setattr(disk, "read", BrokenDisk().read)
     assert ask_and_forget(engine, QUESTION, wanted) == 0
     assert sum("cannot be read" in line for line in lines(caplog)) == 1
     assert_nothing_left(engine)
@@ -110,11 +113,12 @@ def test_a_disk_that_could_not_be_read_is_asked_again_later(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = fresh(make, QUESTION, kv="full")
+    disk = FileSystem()
+    on(monkeypatch, disk)
     engine = opened_on_files(make, tmp_path)
-    disk = engine.scheduler.prefix_cache.lower.disk
-    files, disk._files = disk._files, BrokenDisk()
-    assert ask_and_forget(engine, QUESTION, wanted) == 0
-    disk._files = files
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "read", BrokenDisk().read)
+        assert ask_and_forget(engine, QUESTION, wanted) == 0
     evict_host(engine)
     assert ask_and_forget(engine, QUESTION, wanted) == 0, "not at once"
     evict_host(engine)

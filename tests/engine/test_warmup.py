@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import GREEDY, drain, prompt, tokens
+from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_faults import fail_next_prefill
 
 from shadowkv.engine import async_engine, warmup
@@ -40,9 +40,8 @@ def small_blocks_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_unused(engine: Engine) -> None:
-    assert not engine.has_work and not engine._text and not engine._aborted
     assert not len(engine.scheduler.prefix_cache)
-    assert engine.cache.free == engine.cache.total
+    assert_empty(engine)
     assert engine.stats().fetches == FetchCounts()
 
 
@@ -91,17 +90,17 @@ def test_small_engines(make: Any, caplog: pytest.LogCaptureFixture, options: dic
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_prefill_that_fails_leaves_nothing_behind(make: Any, caplog: pytest.LogCaptureFixture, number: int) -> None:
     engine = make(kv="shadowkv")
-    start = engine._prefills.start
+    start = engine.prefills.start
     calls = []
 
     def starts() -> None:
-        if engine.scheduler.waiting and not engine._prefills.at_work:  # on a slow machine one takes several steps
+        if engine.scheduler.waiting and not engine.prefills.at_work:  # on a slow machine one takes several steps
             calls.append(1)
             if len(calls) == number + 1:
                 fail_next_prefill(engine, 1, MemoryError("none left"))
         start()
 
-    engine._prefills.start = starts
+    engine.prefills.start = starts
     use_everything_once(engine)
     assert len(calls) == number + 1
     assert any("warm-up ended early" in record.getMessage() for record in caplog.records)

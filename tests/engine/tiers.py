@@ -36,7 +36,7 @@ def assert_consistent(engine: Engine) -> None:
     """Slabs belong to one copy each, copies to nodes of the tree, and uses are counted."""
     cache = engine.scheduler.prefix_cache
     lower, tree = cache.lower, cache._tree
-    nodes = [node for same in tree._by_first.values() for node in same]
+    nodes = list(tree)
     assert all(node.copy is not None for node in lower.copies.nodes)
     assert {node for node in nodes if node.copy is not None} == lower.copies.nodes
     slabs = [slab for node in lower.copies.nodes for slab in node.copy.slabs or ()]
@@ -47,7 +47,7 @@ def assert_consistent(engine: Engine) -> None:
     for node in nodes:
         assert node.holders or node.children or node.copy is not None
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
-        assert all(end <= node.end and node in tree._ways[sequence] for sequence, end in node.holders.items())
+        assert all(end <= node.end and node in tree.way_of(sequence) for sequence, end in node.holders.items())
         if (copy := node.copy) is not None:
             uses = bool(copy.fetching) + bool(copy.writing) + at_work.count(node) + arriving.count(node)
             assert copy.users == uses + cache._lookups.uses[node]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shadowkv.ops import extension
 from shadowkv.ops.extension import load_cpu
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cpu
 from shadowkv.ops.sampling import MOST_BITS, Sampling
 from shadowkv.ops.select_by_sketch import cpu as cpu_selection
@@ -23,8 +24,6 @@ from shadowkv.ops.sign_scores.reference import pack_sketch
 from shadowkv.ops.sketch_queries.reference import plane_bytes, sketch_queries
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
-
-PAGE = 64
 
 
 def case(lengths: list[int], heads: int = 2, group: int = 3, dim: int = 64) -> tuple[Tensor, ...]:

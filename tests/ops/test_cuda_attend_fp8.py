@@ -11,11 +11,11 @@ from shadowkv.kvcache.codecs.fp8 import Fp8Rows
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.attend_coded import cuda_fp8, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
+from shadowkv.ops.page import PAGE
 
 if not cuda_fp8.available():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
-PAGE = 64
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 8, 96), (1, 8, 256), (2, 16, 128)]
 """kv heads, query heads of each (more than 8 take two blocks), head dim."""
 

@@ -14,11 +14,11 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda, reference
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.codec import LatentCodec, RowCodec
+from shadowkv.ops.page import PAGE
 
 if not cuda.available():
     pytest.skip("needs a CUDA device and the attend_selected library", allow_module_level=True)
 
-PAGE = 64
 DEVICE = torch.device("cuda")
 SHAPES = [(2, 1, 64), (3, 3, 96), (2, 4, 128), (3, 6, 64), (2, 7, 64), (1, 8, 256)]
 LATENTS = {"int8": Int8Latents(), "int4": Int4Latents(), "bf16": DenseLatents()}

@@ -9,12 +9,12 @@ from plain_formulas import assert_close_like_lowp
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda, reference
 
 if not cuda.available():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
-PAGE = 64
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 6, 64), (1, 8, 256), (2, 16, 128)]
 """kv heads, query heads of each (more than 8 take two blocks), head dim."""
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.fetch_chunks import reference
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
-
-PAGE = 64
+from shadowkv.ops.page import PAGE
 
 
 @dataclass

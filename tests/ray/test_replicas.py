@@ -27,7 +27,8 @@ pytest.importorskip("ray.serve")
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 KEY = {"Authorization": "Bearer secret"}
-SECONDS = 100
+SECONDS = 300
+"""Most that anything takes, on any machine."""
 
 
 @dataclass
@@ -39,8 +40,11 @@ class Server:
         return httpx.post(self.url + path, json=body, headers=KEY, timeout=SECONDS)
 
     def samples(self, name: str, **labels: str) -> dict[str, float]:
-        """Values of a metric by replica."""
-        page = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text
+        """Values of a metric by replica, once all of them tell theirs soon enough."""
+        end = time.monotonic() + SECONDS
+        while (answer := httpx.get(f"{self.url}/metrics", timeout=SECONDS)).status_code == 503:
+            assert time.monotonic() < end, answer.text
+        page = answer.raise_for_status().text
         found = [one for family in text_string_to_metric_families(page) for one in family.samples if one.name == name]
         return {one.labels.get("replica", ""): one.value for one in found if labels.items() <= one.labels.items()}
 
@@ -71,7 +75,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     flags += ["--port=0", "--replicas=2", "--served-model-name=small", "--api-key=secret", "--max-body-mib=1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shadowkv.ray", "serve", *flags, "--shutdown-timeout=60"],
+        [sys.executable, "-m", "shadowkv.ray", "serve", *flags, f"--shutdown-timeout={SECONDS}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -212,5 +216,5 @@ def test_what_runs_at_a_signal_to_stop_is_answered(server):
     replicas = server.replicas()
     server.process.send_signal(signal.SIGTERM)
     assert json.loads([*stream][-2])["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(60) == 143
+    assert server.process.wait(SECONDS) == 143
     assert not any(replica.is_running() for replica in replicas)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,8 @@ class Client:
 
     def forget_above_the_disk(self) -> None:
         """Evicts all that is kept on the device and in host memory."""
-        done = threading.Event()
 
-        def forget() -> None:
+        def forget(answer: Future[Any]) -> None:
             cache = self.engine.engine.scheduler.prefix_cache
             while cache.busy:
                 cache.advance(idle=True)
@@ -72,10 +72,9 @@ class Client:
                 pass
             for node in [node for node in cache.lower.copies.nodes if node.copy.slabs is not None]:
                 cache.lower.copies.leave_host(node)
-            done.set()
+            answer.set_result(None)
 
-        self.engine._commands.put(forget)
-        assert done.wait(300)
+        asyncio.run(self.engine.ask(forget, 300))
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.json_schema import check_schema
 from shadowkv.serve.api import build_app
 
+SECONDS = 300
+"""Most that anything takes, on any machine."""
 BODY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
@@ -41,11 +43,11 @@ def url(engine: AsyncEngine) -> Iterator[str]:
 
 
 def ask(url: str, **more: object) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={**BODY, **more}, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json={**BODY, **more}, timeout=SECONDS)
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -105,37 +107,44 @@ def test_a_schema_that_nothing_follows(url):
 
 def test_a_small_schema_does_not_wait_for_large_ones(engine, monkeypatch):
     large = json.dumps({"enum": [f"value {number}" for number in range(2_000)]})
-    go, compiled = threading.Event(), []
+    begun, go, compiled = threading.Event(), threading.Event(), []
 
     def compile_grammar(schema, one_line):
-        assert schema != large or go.wait(60)
+        if schema == large:
+            begun.set()
+            assert go.wait(2 * SECONDS)
         compiled.append(schema)
 
     async def run():
         waiting = [asyncio.create_task(engine.compile_grammar(large)) for _ in range(5)]
-        await asyncio.sleep(0.05)  # the large ones are at work or wait for that
-        await asyncio.wait_for(engine.compile_grammar("{}"), 30)
-        assert compiled == ["{}"]
-        go.set()
-        await asyncio.gather(*waiting)
+        try:
+            assert await asyncio.to_thread(begun.wait, SECONDS)  # the others wait for that one
+            await asyncio.wait_for(engine.compile_grammar("{}"), SECONDS)
+            assert compiled == ["{}"]
+        finally:
+            go.set()
+            await asyncio.gather(*waiting)
 
     monkeypatch.setattr(engine.engine.requests, "compile_grammar", compile_grammar)
     asyncio.run(run())
 
 
 def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
+
+    def check(schema):
+        begun.set()
+        return go.wait(2 * SECONDS) and check_schema(schema)
 
     async def run():
         waiting = [asyncio.create_task(engine.compile_grammar("{}")) for _ in range(64)]
-        await asyncio.sleep(0.05)
-        try:
-            assert await asyncio.wait_for(asyncio.to_thread(lambda: "read"), 10) == "read"
+        try:  # on the threads that read bodies
+            assert await asyncio.wait_for(asyncio.to_thread(begun.wait, SECONDS), SECONDS)
         finally:
             go.set()
             await asyncio.gather(*waiting)
 
-    monkeypatch.setattr(async_engine, "check_schema", lambda schema: go.wait(60) and check_schema(schema))
+    monkeypatch.setattr(async_engine, "check_schema", check)
     monkeypatch.setattr(engine.engine.requests, "compile_grammar", lambda schema, one_line: None)
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """Rotates ``x`` [..., heads, d] by ``positions`` [...]; ``inverse`` undoes it.
+    """Rotates ``x`` [..., heads, d] by ``positions`` int64 [...]; ``inverse`` undoes it.
 
     Where the tables carry a magnitude m (YaRN, LongRoPE), it multiplies by m and the inverse divides.
     Computed in float32, returned in the dtype of ``x``.

@@ -87,6 +87,7 @@ def thread_blocks(units: int, pages: int, device: torch.device) -> int:
 
 
 def codes_of(source: DenseRows | CodedRows) -> Tensor:
+    """What is stored of each token: rows [N, H, C, c, d], or codes uint8 [N, H, C, c, w]."""
     return source.rows if isinstance(source, DenseRows) else source.codes
 
 

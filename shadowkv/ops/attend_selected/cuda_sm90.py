@@ -31,7 +31,7 @@ def available() -> bool:
 
 
 def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
-    """Whether this kernel is made for these arguments, which ``cuda.attend_selected`` takes."""
+    """Whether this kernel is made for these arguments, as ``cuda.attend_selected`` gets them."""
     return (
         available()
         and keys.codec.id == CodecId.LATENT_INT8

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], each up to its own."""
+    """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each up to its own."""
     n, m = q.shape[0], k.shape[0]
     mask = None
     if n != m:

@@ -33,7 +33,8 @@ def chunk_mean_scores(
 
 
 def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, H, G, P * C] with -inf where a chunk may not be selected, and their log-sum-exps [B, H, G, 1]."""
+    """``logits`` float32 [B, H, G, P * C] with -inf where a chunk may not be selected, and their log-sum-exps
+    [B, H, G, 1]; other arguments as ``chunk_mean_scores`` gets them."""
     bits = excluded[pages].transpose(1, 2).flatten(2)
     bits = bits | (torch.arange(bits.shape[-1], device=bits.device) >= num_chunks[:, None, None])
     logits = logits.masked_fill(bits.unsqueeze(2), float("-inf"))

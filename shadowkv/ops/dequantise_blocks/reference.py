@@ -42,7 +42,12 @@ def dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
 
 
 def columns_of(blocks: Tensor, form: str) -> int:
-    """Numbers in a row of blocks; raises ValueError where its bytes are not whole ones."""
+    """Numbers in a row of blocks, K of ``dequantise_blocks``; raises ValueError where bytes are no whole blocks.
+
+    Args:
+        blocks: uint8 [N, B].
+        form: one of ``FORMATS``.
+    """
     known = FORMATS[form]
     if blocks.shape[1] % known.bytes:
         raise ValueError(f"blocks of {form} have {known.bytes} bytes, and rows have {blocks.shape[1]}")

@@ -23,12 +23,18 @@ def quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
 
     Returns:
         [T, N] in the dtype of ``x``, that of W in a product too.
+
+    Raises ValueError where rows are no whole blocks, or do not have K numbers.
     """
     return multiply_tiles(x, blocks, form, dequantise_blocks)
 
 
 def multiply_tiles(x: Tensor, blocks: Tensor, form: str, dequantise: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """The same with any ``dequantise``; raises ValueError where the rows do not have K numbers."""
+    """As ``quantised_matmul``, with any backend's ``dequantise_blocks``.
+
+    Raises:
+        ValueError: rows are no whole blocks, or do not have K numbers.
+    """
     columns = columns_of(blocks, form)
     if columns != x.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}, rows of blocks have {columns} numbers")

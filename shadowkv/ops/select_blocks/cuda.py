@@ -47,7 +47,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """As Triton's; padding rows and the first blocks, about which there is no choice, are not written.
+    """As ``triton.score_blocks``; padding rows and the first blocks, about which there is no choice, are not written.
 
     ``sampled``, rows of q, are read on the device and are not checked.
     """

@@ -55,8 +55,14 @@ def score_buffer(q: Tensor, k: Tensor) -> Tensor:
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Writes log2 of the sums of exponentials of ``sampled`` queries over all blocks that a tile may choose, and some
-    others."""
+    """Writes log2 of the sums of exponentials of sampled queries over all blocks that a tile may choose, and some
+    others.
+
+    Args:
+        q, k: [n, H_q, d] and [m, H, d], as ``select_blocks`` gets them; the last dimension is dense.
+        sampled: int32 [H_q, tiles, ``SAMPLED``], rows of ``q``, of ``sample_queries``.
+        scores: float32 [blocks, H, parts, rows], of ``score_buffer``; written.
+    """
     n, query_heads, dim = q.shape
     blocks, heads, parts, rows = scores.shape
     group = query_heads // heads
@@ -69,7 +75,8 @@ def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
 
 
 def choose_blocks(scores: Tensor, q: Tensor, k: Tensor, share: float, most: float, whole: int) -> tuple[Tensor, Tensor]:
-    """What ``select_blocks`` returns, by scores."""
+    """What ``select_blocks`` returns, by the scores [blocks, H, parts, rows] that ``score_blocks`` has written; all
+    other arguments as ``select_blocks`` gets them."""
     n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
     group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)

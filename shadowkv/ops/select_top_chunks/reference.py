@@ -36,7 +36,7 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
 
 
 def in_order(chosen: Tensor, keep: Tensor) -> Tensor:
-    """Those of the chunks [..., k] to keep, ascending, then -1s."""
+    """Those of the chunks int64 [..., k] to ``keep``, bool [..., k]: ascending, then -1s."""
     last = torch.iinfo(torch.int64).max
     found = chosen.masked_fill(~keep, last).sort(dim=-1).values
     return found.masked_fill(found == last, -1)

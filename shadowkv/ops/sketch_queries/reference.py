@@ -44,13 +44,13 @@ class SketchQueries:
         return whole.flatten(-2).float(), unit
 
     def rounded_of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """The same of the numbers in ``planes``."""
+        """As ``of_heads``, of the numbers in ``planes``."""
         whole, unit = self.of_heads(heads)
         return in_sixteenths(whole), 16 * unit
 
 
 def in_sixteenths(whole: Tensor) -> Tensor:
-    """Whole numbers from -127 to 127, float32, in sixteenths: rounded, halves up, from -8 to 7."""
+    """Whole numbers from -127 to 127, float32 [...], in sixteenths, float32 [...]: rounded, halves up, from -8 to 7."""
     return ((whole + 8) / 16).floor().clamp(max=7)
 
 
