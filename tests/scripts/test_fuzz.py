@@ -8,7 +8,8 @@ import json
 import fuzz
 import httpx
 import pytest
-from fuzz import Cases, Fuzz
+from fuzz import Fuzz
+from fuzz_cases import CALL, CALL_ITEM, TOOL, TYPICAL, Cases
 from judge import Judge
 
 JUDGE = Judge("tiny", limit=128, vocab=256)
@@ -56,7 +57,7 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/v1/completions", {"prompt": [[1], "a"], "stream": True, "stream_options": {"include_usage": True}, "n": None}),
     ("/v1/completions", {"prompt": [1], "echo": True, "max_tokens": 0, "temperature": 2, "length_penalty": 1}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}),
-    ("/v1/chat/completions", {"messages": fuzz.TYPICAL["messages"][2], "tools": [fuzz.TOOL], "tool_choice": "none"}),
+    ("/v1/chat/completions", {"messages": TYPICAL["messages"][2], "tools": [TOOL], "tool_choice": "none"}),
     ("/tokenize", {"prompt": ""}),
     ("/detokenize", {"tokens": []}),
     ("/cache/save", {"name": "a.B-1_", "prompt": "x" * 100, "cache_salt": "s", "messages": None}),
@@ -64,7 +65,7 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/cache/restore", {"name": "..", "model": "tiny"}),
     ("/v1/completions", {"prompt": "a", "a_hint_to_others": [1]}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"}}),
-    ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", **fuzz.CALL_ITEM}]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", **CALL_ITEM}]}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "system": "x"}),
 ])  # fmt: skip
 def test_sense(path, body):
@@ -87,9 +88,9 @@ def test_nonsense(change):
 
 @pytest.mark.parametrize("change", [
     {"tools": [1]}, {"tools": [{"type": "function", "function": {"name": ""}}]}, {"tool_choice": "required"},
-    {"tools": [fuzz.TOOL], "tool_choice": "any"}, {"tools": [fuzz.TOOL], "response_format": {"type": "json_object"}},
-    {"tools": [fuzz.TOOL], "tool_choice": "required", "ignore_eos": True}, {"parallel_tool_calls": 1},
-    {"messages": [{"role": "assistant", "tool_calls": [{**fuzz.CALL, "function": {"name": "f", "arguments": "["}}]}]},
+    {"tools": [TOOL], "tool_choice": "any"}, {"tools": [TOOL], "response_format": {"type": "json_object"}},
+    {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, {"parallel_tool_calls": 1},
+    {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}]},
 ])  # fmt: skip
 def test_nonsense_of_tools(change):
     body = {"messages": [{"role": "user", "content": "Hi"}], **change}
