@@ -93,8 +93,8 @@ JUNK: tuple[Any, ...] = (
 )
 EXTRA_NAMES = (
     *NEUTRAL,
-    *WITHOUT_EFFECT,
-    *WITH_EFFECT,
+    *sorted(WITHOUT_EFFECT),
+    *sorted(WITH_EFFECT),
     "no_such_parameter",
     "",
     "\0",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import fuzz
 import httpx
@@ -12,6 +15,7 @@ from fuzz import Fuzz
 from fuzz_cases import CALL, CALL_ITEM, TOOL, TYPICAL, Cases
 from judge import Judge
 
+SCRIPTS = str(Path(fuzz.__file__).parent)
 JUDGE = Judge("tiny", limit=128, vocab=256)
 OPENAPI = {
     "paths": {"/v1/completions": {"post": {"requestBody": {"content": {"application/json": {"schema": {
@@ -36,6 +40,14 @@ def test_a_case_depends_on_the_seed_and_its_number_alone():
     one, other = Cases(OPENAPI, 1), Cases(OPENAPI, 1)
     assert [one.make(number) for number in (5, 6, 7)] == [other.make(number) for number in (7, 6, 5)][::-1]
     assert [one.make(number) for number in range(9)] != [Cases(OPENAPI, 2).make(number) for number in range(9)]
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_a_case_is_the_same_in_every_process(hash_seed):
+    code = f"from fuzz_cases import Cases; print([Cases({OPENAPI}, 1).make(number) for number in range(500)])"
+    environment = {"PYTHONPATH": SCRIPTS, "PYTHONHASHSEED": hash_seed}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str([Cases(OPENAPI, 1).make(number) for number in range(500)])
 
 
 @pytest.mark.parametrize("status, content", [(200, {"choices": [CHOICE], "usage": USAGE}), (500, {"error": ERROR})])
