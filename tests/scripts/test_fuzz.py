@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import fuzz
 import httpx
 import pytest
-from fuzz import Cases, Fuzz
+from fuzz import Fuzz
+from fuzz_cases import CALL, CALL_ITEM, TOOL, TYPICAL, Cases
 from judge import Judge
 
+SCRIPTS = str(Path(fuzz.__file__).parent)
 JUDGE = Judge("tiny", limit=128, vocab=256)
 OPENAPI = {
     "paths": {"/v1/completions": {"post": {"requestBody": {"content": {"application/json": {"schema": {
@@ -37,6 +42,14 @@ def test_a_case_depends_on_the_seed_and_its_number_alone():
     assert [one.make(number) for number in range(9)] != [Cases(OPENAPI, 2).make(number) for number in range(9)]
 
 
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_a_case_is_the_same_in_every_process(hash_seed):
+    code = f"from fuzz_cases import Cases; print([Cases({OPENAPI}, 1).make(number) for number in range(500)])"
+    environment = {"PYTHONPATH": SCRIPTS, "PYTHONHASHSEED": hash_seed}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str([Cases(OPENAPI, 1).make(number) for number in range(500)])
+
+
 @pytest.mark.parametrize("status, content", [(200, {"choices": [CHOICE], "usage": USAGE}), (500, {"error": ERROR})])
 def test_a_server_that_always_says_the_same_is_found_out(status, content):
     transport = httpx.MockTransport(lambda request: httpx.Response(status, json=content))
@@ -56,7 +69,7 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/v1/completions", {"prompt": [[1], "a"], "stream": True, "stream_options": {"include_usage": True}, "n": None}),
     ("/v1/completions", {"prompt": [1], "echo": True, "max_tokens": 0, "temperature": 2, "length_penalty": 1}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}),
-    ("/v1/chat/completions", {"messages": fuzz.TYPICAL["messages"][2], "tools": [fuzz.TOOL], "tool_choice": "none"}),
+    ("/v1/chat/completions", {"messages": TYPICAL["messages"][2], "tools": [TOOL], "tool_choice": "none"}),
     ("/tokenize", {"prompt": ""}),
     ("/detokenize", {"tokens": []}),
     ("/cache/save", {"name": "a.B-1_", "prompt": "x" * 100, "cache_salt": "s", "messages": None}),
@@ -64,7 +77,7 @@ def test_a_server_that_always_says_the_same_is_found_out(status, content):
     ("/cache/restore", {"name": "..", "model": "tiny"}),
     ("/v1/completions", {"prompt": "a", "a_hint_to_others": [1]}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"}}),
-    ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", **fuzz.CALL_ITEM}]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", **CALL_ITEM}]}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "system": "x"}),
 ])  # fmt: skip
 def test_sense(path, body):
@@ -87,9 +100,9 @@ def test_nonsense(change):
 
 @pytest.mark.parametrize("change", [
     {"tools": [1]}, {"tools": [{"type": "function", "function": {"name": ""}}]}, {"tool_choice": "required"},
-    {"tools": [fuzz.TOOL], "tool_choice": "any"}, {"tools": [fuzz.TOOL], "response_format": {"type": "json_object"}},
-    {"tools": [fuzz.TOOL], "tool_choice": "required", "ignore_eos": True}, {"parallel_tool_calls": 1},
-    {"messages": [{"role": "assistant", "tool_calls": [{**fuzz.CALL, "function": {"name": "f", "arguments": "["}}]}]},
+    {"tools": [TOOL], "tool_choice": "any"}, {"tools": [TOOL], "response_format": {"type": "json_object"}},
+    {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, {"parallel_tool_calls": 1},
+    {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}]},
 ])  # fmt: skip
 def test_nonsense_of_tools(change):
     body = {"messages": [{"role": "user", "content": "Hi"}], **change}
