@@ -80,9 +80,11 @@ def test_many_restores_at_once_leave_nothing_behind(kv: str) -> None:
     llm.generate([document + filler(llm, 100, seed=9) for document in documents], params)
     forget_device(llm)
     found = []
-    for cached in (3968, 4032, 4032):
+    for _ in range(3):
         answers = llm.generate([document + filler(llm, 90, seed=8) for document in documents], params)
-        assert [answer.cached_tokens for answer in answers] == [cached] * 3
-        found.append([answer.token_ids for answer in answers])
+        assert all(answer.cached_tokens >= 3968 for answer in answers)
+        found.append([(answer.cached_tokens, answer.token_ids) for answer in answers])
         forget_device(llm)
     assert found[1] == found[2]
+    for first, second in zip(*found[:2], strict=True):
+        assert first == second or first[0] < second[0]

@@ -26,18 +26,18 @@ KINDS = {name: SPECS[name] for name in ("turbo", "shadowkv", "coded")}
 CAPACITY = 1500
 
 
-def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_alike(got: torch.Tensor, wanted: torch.Tensor, near_ties: float = 0.0) -> None:
     """The same numbers; on a GPU sums of several layers at a time have another order than those of one.
 
-    Where that turns a near tie between tokens around, a head's output at that step differs by what they differ in.
+    Where that turns a near tie between tokens around, a head's output at that step differs by what they differ in:
+    at most a share of ``near_ties`` of all numbers, and by little.
     """
     if DEVICE == "cpu":
         assert torch.equal(got, wanted)
         return
-    assert got.isfinite().all() and wanted.isfinite().all()
     turned = ~torch.isclose(got, wanted, atol=1e-4, rtol=1e-3)
-    assert turned.float().mean() < 1e-3
-    torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+    assert turned.float().mean() <= near_ties
+    torch.testing.assert_close(got[turned], wanted[turned], atol=5e-3, rtol=0)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_skipped_layers_equal_plain_attention_and_the_others_the_policy_without(
     for stream, other in zip(streams, others, strict=True):
         got, exact = stream.output(), plain_attention(stream)
         torch.testing.assert_close(got[:, [0, 3]], exact[:, [0, 3]], atol=5e-5, rtol=1e-4)
-        assert_alike(got[:, 1:3], other.output()[:, 1:3])
+        assert_alike(got[:, 1:3], other.output()[:, 1:3], near_ties=2e-4 if kv == "turbo" else 0.0)
         cache.release(stream.sequence)
     assert cache.free == cache.total
 
