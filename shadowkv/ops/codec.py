@@ -45,7 +45,7 @@ class CodecId(IntEnum):
 UNIFORM = (CodecId.ROTATED_4BIT, CodecId.ROTATED_3BIT, CodecId.ROTATED_2BIT)
 """Those of ``UniformRows``."""
 LANES = (*UNIFORM, CodecId.LLOYD_8BIT, CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
-"""Those whose codes lie in lanes (``RowCodec.lane_levels``)."""
+"""Those whose codes lie in lanes (``shadowkv.kvcache.codecs.packing``)."""
 LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
 
 
@@ -129,13 +129,13 @@ class RowCodec(ABC):
     ) -> Tensor:
         """Rows float32 [..., dim] of what ``encode`` returns; without a rotation they stay rotated."""
 
-    def lane_levels(self, dim: int, device: torch.device) -> Tensor | None:
-        """What codes stand for in rotated rows of ``dim`` dimensions, in units of the scale, float32 [2 ** bits]; None
-        where they do not lie in lanes (``shadowkv.kvcache.codecs.packing``)."""
+    def code_levels(self, dim: int, device: torch.device) -> Tensor | None:
+        """What a code of one dimension stands for in rotated rows of ``dim`` dimensions, in units of the scale, float32
+        [2 ** bits]; None where that is not the same for all rows. It is kept, so that captured graphs can read it."""
         return None
 
     def lane_bytes(self, dim: int) -> tuple[tuple[int, ...], float] | None:
-        """``lane_levels`` as signed bytes b, [2 ** bits], and a step, of which a code stands for 2 b + 1; None where
+        """``code_levels`` as signed bytes b, [2 ** bits], and a step, of which a code stands for 2 b + 1; None where
         levels are no such multiples."""
         return None
 
@@ -181,7 +181,7 @@ class UniformRows(LevelRows):
         """The scale with the least squared error."""
         return "least_squares"
 
-    def lane_levels(self, dim: int, device: torch.device) -> Tensor:
+    def code_levels(self, dim: int, device: torch.device) -> Tensor:
         """Levels that are 1 apart and symmetric about 0, float32 [2 ** bits]."""
         count = 2**self.bits
         return torch.arange(count, dtype=torch.float32, device=device) - (count - 1) / 2

@@ -139,7 +139,7 @@ def test_levels_are_bytes_and_lose_next_to_nothing_by_it(bits: int) -> None:
     found = codec.lane_bytes(128)
     assert found is not None and exact.lane_bytes(128) is None
     table, step = torch.tensor(found[0], dtype=torch.int8), found[1]
-    torch.testing.assert_close((2.0 * table + 1) * step, codec.lane_levels(128, table.device))
+    torch.testing.assert_close((2.0 * table + 1) * step, codec.code_levels(128, table.device))
     rows = gaussian_rows(10000, 128)
     (rounded, _), (wanted, _) = losses(codec, rows), losses(exact, rows)
     assert rounded < 1.005 * wanted

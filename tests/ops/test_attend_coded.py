@@ -63,7 +63,8 @@ class Stored:
         self.rows = torch.randn(batch, heads, 64 * PAGES, dim, device=DEVICE)
         pages = torch.randperm(2 * batch * PAGES, device=DEVICE)[: batch * PAGES].view(batch, PAGES)
         shape = (2 * batch * PAGES, heads, 64)
-        unread = torch.arange(64 * PAGES, device=DEVICE) >= self.end[:, None]
+        tile = ROW_CODECS[name].tile if name != "rows" else 1
+        unread = torch.arange(64 * PAGES, device=DEVICE) // tile * tile >= self.end[:, None]
         slots, mean, first = torch.randperm(2 * batch, device=DEVICE)[:batch], None, None
         stored = self.rows
         if rope is not None:
@@ -79,9 +80,9 @@ class Stored:
             self.source: DenseRows | CodedRows = DenseRows(self._paged(poisoned, pages, shape, chunk), pages)
             return
         codec = ROW_CODECS[name]
-        rotation = random_rotation(dim, "keys").to(DEVICE) if codec.rotated else None
+        rotation = codec.rotation_matrix(dim, "keys").to(DEVICE) if codec.rotated else None
         state = codec.fit(stored.transpose(1, 2).flatten(0, 1))
-        codes, scale = codec.encode(stored, rotation, tuple(x[:, None] for x in state))
+        codes, scale = codec.encode(stored, rotation, tuple(x[None, :, None] for x in state))
         scale = scale.masked_fill(unread[:, None, :, None], torch.nan)
         own = pages.flatten()[torch.randperm(pages.numel(), device=DEVICE)].view_as(pages) if chunk == 8 else pages
         coded = self._paged(codes, pages, shape, chunk), self._paged(scale, own, shape, chunk).flatten(2, 3)
@@ -135,6 +136,13 @@ CASES = [
     ("lloyd-3bit", "lloyd-3bit", 128, 5, 1, None),
     ("fp8", "lloyd-4bit", 96, 3, 8, None),
     ("fp8", "fp8", 64, 3, 8, TURNS),
+    ("tq3_0", "tq3_0", 64, 3, 8, None),
+    ("tq3_0", "tq3_0", 96, 3, 1, RopeConfig(96)),
+    ("polar-int4", "polar-int4", 64, 3, 1, TURNS),
+    ("polar-int4", "polar-int4", 96, 3, 8, None),
+    ("kvarn-4bit", "kvarn-2bit", 64, 3, 8, None),
+    ("kvarn-4bit", "kvarn-2bit", 128, 3, 1, None),
+    ("rows", "vq-4x256", 64, 3, 8, None),
 ]
 OF_CUDA = [
     ("lloyd-4bit", "lloyd-4bit", 128, 4, 8, None),

@@ -31,6 +31,17 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
             return replace(x, **{name: there(value) for name, value in vars(x).items()})
         return tuple(map(there, x)) if isinstance(x, tuple) else x
 
+    def learned(case: Case, values: CodedRows) -> CodedRows:
+        """Codes of vectors with entries that each row has of its own; those of nobody are NaN."""
+        slots = torch.randperm(2 * case.batch)[: case.batch]
+        state = []
+        for shape in ((case.heads, case.dim), (1, 256, 4)):
+            of_slots = torch.full((2 * case.batch, *shape), torch.nan)
+            of_slots[slots] = torch.rand(case.batch, *shape) + 0.1
+            state.append(of_slots)
+        nothing = values.scale[..., :0]
+        return replace(values, scale=nothing, state=tuple(state), slots=slots)
+
     @pytest.mark.parametrize(
         ("form", "codec"),
         [
@@ -40,6 +51,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
             ({"keys": "low-rank-int4", "values": "rows", "dim": 48, "rope": {"rotary_dim": 24}}, None),
             ({"keys": "low-rank-mixed", "values": "4", "sampled": True, "chunk": 1, "rank": 44}, None),
             ({"keys": "low-rank-mixed", "values": "3", "chunk": 4, "group": 8}, "lloyd-3bit"),
+            ({"keys": "low-rank-mixed", "values": "2", "rank": 44}, "vq-4x256"),
         ],
     )
     def test_it_is_the_reference(
@@ -52,6 +64,8 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         if codec is not None:  # whose codes lie alike
             assert isinstance(case.values, CodedRows)
             case.values = replace(case.values, codec=ROW_CODECS[codec])
+        if codec == "vq-4x256":
+            case.values = learned(case, case.values)
         wanted = case.exact()
         found = triton.attend_selected(*map(there, case.arguments))
         for one, other in zip(found, wanted, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,10 @@ class Fp8Rows(RowCodec):
     def scales(self, dim: int) -> int:
         return 0
 
+    def code_levels(self, dim: int, device: torch.device) -> Tensor:
+        """In units of a head's scale."""
+        return _floats(device)
+
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
         return {"fp8_scale": (1,)}
 
@@ -38,3 +44,9 @@ class Fp8Rows(RowCodec):
         self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
     ) -> Tensor:
         return codes.view(FP8).float() * state[0]
+
+
+@cache
+def _floats(device: torch.device) -> Tensor:
+    """What all bytes stand for, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(FP8).float()

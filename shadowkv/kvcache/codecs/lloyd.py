@@ -121,9 +121,7 @@ class LloydRows(LevelRows):
         y = levels[self.packing.unpack(codes, dim).int()] / dim**0.5 * scale.float()
         return y if rotation is None else y @ rotation.T
 
-    def lane_levels(self, dim: int, device: torch.device) -> Tensor | None:
-        if not isinstance(self.packing, Lanes):
-            return None
+    def code_levels(self, dim: int, device: torch.device) -> Tensor:
         return constant(self.levels, device) / dim**0.5
 
     def lane_bytes(self, dim: int) -> tuple[tuple[int, ...], float] | None:

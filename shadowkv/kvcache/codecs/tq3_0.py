@@ -45,6 +45,10 @@ class TQ3Rows(RowCodec):
     def scales(self, dim: int) -> int:
         return 0
 
+    def code_levels(self, dim: int, device: torch.device) -> Tensor:
+        """In units of a block's scale."""
+        return constant(LEVELS, device)
+
     def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
         self.check(rows.shape[-1])
         blocks = rows.float().unflatten(-1, (-1, BLOCK))

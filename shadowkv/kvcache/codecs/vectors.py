@@ -20,8 +20,9 @@ FITTED = 131072
 """Groups that a codebook is fitted on, at the most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
 tokens. k-means on so many takes some seconds of a CPU core."""
 
-AT_ONCE = 2**19
-"""Products of groups and entries at a time: 2 MiB, which stay in the cache of a CPU core."""
+AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
+"""Products of groups and entries at a time, by device: 2 MiB, which stay in the cache of a CPU core; 256 MiB, which are
+worth a launch."""
 
 UNIT = 2.0**30
 """Of sums in whole numbers, which are the same in any order: the k-means of a prompt repeats on a GPU, too."""
@@ -108,7 +109,7 @@ def k_means(points: Tensor) -> Tensor:
 def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
     """Entries uint8 [b, n] of codebooks [b, 256, 4] that are nearest to points [b, n, 4], the first of them."""
     half = codebooks.square().sum(-1).unsqueeze(-2) / 2
-    pieces = points.split(max(1, AT_ONCE // (ENTRIES * len(codebooks))), dim=1)
+    pieces = points.split(max(1, AT_ONCE[points.device.type] // (ENTRIES * len(codebooks))), dim=1)
     found = [torch.baddbmm(half, piece, codebooks.mT, beta=-1).argmax(-1).to(torch.uint8) for piece in pieces]
     return torch.cat(found, dim=1)
 

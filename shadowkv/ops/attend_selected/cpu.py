@@ -72,5 +72,5 @@ def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])
     scale_pages = source.pages if source.scale_pages is None else source.scale_pages
-    levels = source.codec.lane_levels(source.dim, source.codes.device)
+    levels = source.codec.code_levels(source.dim, source.codes.device)
     return source.codec.id, source.codes, source.pages, scale, scale_pages, source.rotation, levels

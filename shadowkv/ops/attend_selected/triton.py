@@ -1,5 +1,5 @@
 """Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
-a prompt is given, values as levels of a table or 8-bit floats, rotations of neighbours or of some dimensions.
+a prompt is given, values in other formats, rotations of neighbours or of some dimensions.
 
 A program takes as many tokens as a page has of one kv head at a time, all of its query heads together, and makes keys
 of their latents: the dimensions that rotate as a pair in two products.
@@ -14,26 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.attend_coded.triton import (
-    LEAST,
-    StoredForm,
-    add_tokens,
-    codes_of,
-    decoded_rows,
-    store_part,
-    thread_blocks,
-)
+from shadowkv.ops.attend_coded.triton import add_tokens, store_part, thread_blocks
+from shadowkv.ops.attend_coded.triton_rows import LEAST, TOKENS, TOKENWISE, StoredForm, codes_of, decoded_rows
 from shadowkv.ops.attend_selected.sources import BufferedRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.codec import LANES, LATENTS, CodecId
+from shadowkv.ops.codec import LATENTS, CodecId
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
 
-TOKENS = tl.constexpr(PAGE)
-"""Of a page, for kernels."""
-
 KEYS = (*LATENTS, CodecId.LATENT_MIXED)
-VALUES = (CodecId.DENSE, *LANES, CodecId.FP8)
+VALUES = (CodecId.DENSE, *TOKENWISE)
 
 
 def supports(case: Case) -> list[str]:
@@ -48,7 +38,7 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, of latents, and of dense rows, 8-bit floats and codes in lanes that are in no buffer.
+    """As the reference, of latents, and of dense rows and codecs in ``VALUES`` that are in no buffer.
 
     Products of 16-bit queries are of keys and values in float16. Pages of latents, and of values of a head, lie
     together.
@@ -85,7 +75,8 @@ def attend_selected(
         GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
         RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), TURNING=rope.dim // 2,
         INTERLEAVED=rope.interleaved,
-        VALUE_BITS=form.bits, VALUE_SELECTORS=form.selectors, VALUE_COLUMNS=form.columns, VALUE_SCALED=form.scaled,
+        VALUE_FORMAT=form.format, VALUE_BITS=form.bits, VALUE_COLUMNS=form.columns, VALUE_SCALED=form.scaled,
+        VALUE_ENTRIES=form.row_entries,
         num_warps=4,
     )  # fmt: skip
     return form.merged(out, lse, q.dtype)
@@ -100,7 +91,8 @@ def _attend_latents(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_SELECTORS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
+    VALUE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """A part of what one kv head of a row has selected."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -162,7 +154,8 @@ def _attend_latents(
         scores = tl.where(lives[None, :], scores, float("-inf"))
         name = tl.load(value_pages + row * pages + position // TOKENS)
         rows = value_codes + (name * value_page)[:, None]
-        values = decoded_rows(rows, value_table, head, place, VALUE_BITS, VALUE_SELECTORS, DIM, VALUE_COLUMNS)
+        table = value_table + row * VALUE_ENTRIES
+        values = decoded_rows(rows, value_scale, table, head, place, VALUE_FORMAT, VALUE_BITS, DIM, VALUE_COLUMNS)
         scale = tl.full([TOKENS], 1.0, tl.float32)
         if VALUE_SCALED:
             name = tl.load(value_scale_pages + row * pages + position // TOKENS)

@@ -62,7 +62,7 @@ def levels_of(codec: LevelRows, dim: int, device: torch.device) -> tuple[Tensor,
     and the code int32 [n] of each. Kept as the above."""
     key = codec.id, dim, device
     if key not in _levels:
-        by_code = codec.lane_levels(dim, device)
+        by_code = codec.code_levels(dim, device)
         assert by_code is not None, f"codes of {codec.name!r} do not lie in lanes"
         levels, codes = by_code.sort()
         _levels[key] = levels, (levels[1:] + levels[:-1]) / 2, codes.int()

@@ -1,0 +1,244 @@
+"""How rows are stored, as Triton's kernels of attention read them: what a format needs of the queries' and the output's
+side, and the decoding of a page.
+
+Rows stay multiplied by their codec's rotation and in the order of their bytes, which queries, rotated once, are brought
+into, and the output is brought out of.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
+from shadowkv.ops.codec import LANES, CodecId
+from shadowkv.ops.page import PAGE
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a page, for kernels."""
+
+LEAST = 16
+"""Rows that a matrix product takes at the least."""
+
+PAGEWISE = (CodecId.KVARN_4BIT, CodecId.KVARN_2BIT)
+"""Codecs of which nothing less than a page is decoded."""
+
+TOKENWISE = (*LANES, CodecId.POLAR_INT4, CodecId.TQ3_0, CodecId.FP8, CodecId.VQ_4X256)
+"""Codecs of which tokens of several pages may be decoded together."""
+
+FORMATS = {
+    CodecId.FP8: "codes",
+    CodecId.LLOYD_3BIT: "planes",
+    CodecId.ROTATED_3BIT: "planes",
+    CodecId.TQ3_0: "blocks",
+    CodecId.VQ_4X256: "vectors",
+    CodecId.KVARN_4BIT: "steps of channels",
+    CodecId.KVARN_2BIT: "steps of tokens",
+}
+"""Names of ``decoded_rows``; other codecs' is ``codes``."""
+
+
+def codes_of(source: DenseRows | CodedRows) -> Tensor:
+    """What is stored of each token: rows [N, H, C, c, d], or codes uint8 [N, H, C, c, w]."""
+    return source.rows if isinstance(source, DenseRows) else source.codes
+
+
+class StoredForm:
+    """How rows are stored, as a kernel needs to know it.
+
+    Attributes:
+        format: for ``decoded_rows``.
+        bits: of a code.
+        columns: of a decoded row, a power of two.
+        table: what codes stand for, in units of the scale or the step, float of the products' dtype; anything where
+            they stand for nothing alone.
+        row_entries: of the table that each row of the batch has of its own, 0 where they share one.
+        scales: of a token, stored together.
+        scaled: whether the first of them multiplies the decoded row.
+        scale, scale_pages: anything where there is none.
+        stepped: whether each head has a step.
+        step: float32 [B, H, 1], anything where there is none.
+
+    Raises:
+        ValueError: another codec.
+    """
+
+    def __init__(self, source: DenseRows | CodedRows, dim: int, exact: torch.dtype) -> None:
+        self.rotation: Tensor | None = None
+        self.largest: Tensor | None = None
+        self.dim, self.exact, self.format, self.bits = dim, exact, "dense", 8
+        self.scales, self.scaled, self.stepped, self.row_entries = 1, False, False, 0
+        self.columns = max(LEAST, triton.next_power_of_2(dim))
+        self.scale = self.table = self.step = codes_of(source)
+        self.scale_pages = source.pages
+        self.order = torch.arange(self.columns, device=self.table.device)
+        if isinstance(source, DenseRows):
+            return
+        codec, device = source.codec, self.table.device
+        if codec.id not in TOKENWISE + PAGEWISE:
+            raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
+        self.format, self.rotation, self.scale = FORMATS.get(CodecId(codec.id), "codes"), source.rotation, source.scale
+        self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
+        self.scales = max(1, codec.scales(dim))
+        levels = codec.code_levels(dim, device)
+        if levels is not None:
+            self.table, self.bits = levels.to(exact), len(levels).bit_length() - 1
+        self.scaled = codec.id in (*LANES, CodecId.POLAR_INT4, CodecId.KVARN_4BIT)
+        if codec.id in LANES:
+            self.order = _lane_order(dim, self.bits, device)
+            self.columns = len(self.order)
+            if codec.id == CodecId.LLOYD_3BIT and dim % 128 == 0:
+                self.format = "selectors"
+        elif codec.id == CodecId.POLAR_INT4:
+            self.order = _halves_order(dim, device)
+        elif codec.id == CodecId.FP8:
+            (step,) = source.state
+            self.stepped, self.step = True, step[source.slots].contiguous()
+        elif codec.id == CodecId.VQ_4X256:
+            largest, codebook = source.state
+            self.largest, self.table = largest[source.slots], codebook[source.slots].to(exact).contiguous()
+            self.row_entries = self.table[0].numel()
+        elif codec.id in PAGEWISE:
+            self.bits = codec.row_bytes(dim) * 8 // dim
+
+    def ordered(self, q: Tensor) -> Tensor:
+        """Queries [..., d] as they are multiplied with rows, [..., columns]."""
+        turned = q if self.rotation is None else q @ self.rotation
+        padded = torch.nn.functional.pad(turned, (0, self.columns))
+        return padded[..., self.order].to(self.exact)
+
+    def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Attention [B, H G, d] and its log-sum-exps [B, H G] of those of parts, [B, H, parts, G, columns] and
+        [B, H, parts, G]."""
+        total = lse.logsumexp(2)
+        weights = (lse - total.masked_fill(total == -torch.inf, 0).unsqueeze(2)).exp()
+        joined = self._restored((out * weights.unsqueeze(-1)).sum(2))
+        return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
+
+    def _restored(self, out: Tensor) -> Tensor:
+        """What is summed of rows [B, H, G, columns] as it was before they were stored, [B, H, G, d]."""
+        back = out.new_zeros(*out.shape[:-1], max(self.dim, self.columns) + 1)
+        back[..., self.order] = out
+        rows = back[..., : self.dim]
+        if self.stepped:
+            rows = rows * self.step.unsqueeze(2)
+        if self.largest is not None:
+            rows = rows * self.largest.unsqueeze(2)
+        return rows if self.rotation is None else rows @ self.rotation.T
+
+
+@cache
+def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
+    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for columns that are none. It is kept: in
+    captured steps it would be computed anew in every layer."""
+    places = 8 // (1 if bits == 3 else bits)
+    run = dim // 8 // places  # bytes of a lane
+    byte = torch.arange(triton.next_power_of_2(8 * run), device=device)[:, None]
+    at = 8 * (byte % run * places + torch.arange(places, device=device)) + byte // run
+    return at.masked_fill(byte >= 8 * run, dim).flatten()
+
+
+@cache
+def _halves_order(dim: int, device: torch.device) -> Tensor:
+    """Likewise where a byte has a dimension of the first half and one of the second."""
+    byte = torch.arange(max(LEAST, triton.next_power_of_2(dim)) // 2, device=device)[:, None]
+    return (byte + torch.tensor([0, dim // 2], device=device)).masked_fill(byte >= dim // 2, dim).flatten()
+
+
+@triton.jit
+def decoded_rows(
+    page, scales, table, head, token, FORMAT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Rows [64, COLUMNS] of one head, but for the scales of tokens that multiply them: dense ones, or what codes stand
+    for, in the order of their bytes.
+
+    Args:
+        page: of all heads, of each token ([64, 1]) or of them all.
+        scales: of the head and all tokens of the page, float16 [64, s], where a format's steps are among them.
+        table: of the batch's row.
+        token: int32 [64], places in the page.
+    """
+    if FORMAT == "dense":
+        column = tl.arange(0, COLUMNS)[None, :]
+        row = page + head * (TOKENS * DIM) + token[:, None] * DIM
+        return tl.load(row + column, mask=column < DIM, other=0.0)
+    elif FORMAT == "vectors":
+        byte, entry = tl.arange(0, COLUMNS // 4)[None, :], tl.arange(0, 4)[None, None, :]
+        row = page + head * (TOKENS * DIM // 4) + token[:, None] * (DIM // 4)
+        vector = tl.load(row + byte, mask=byte < DIM // 4, other=0).to(tl.int32)[:, :, None]
+        return tl.reshape(tl.load(table + vector * 4 + entry), (TOKENS, COLUMNS))
+    elif FORMAT == "blocks":
+        return _decoded_blocks(page, table, head, token, DIM, COLUMNS)
+    elif FORMAT == "planes" or FORMAT == "selectors":
+        row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
+        byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
+        run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of the upper bits, where it has half as many
+        there = byte < DIM // 8
+        lower = _two_bits(row + byte // run * (2 * run) + 2 * (byte % run), there, place)
+        upper = row + DIM // 4 + byte
+        if FORMAT == "selectors":  # of two bytes both have bits of the first eight codes, and both of the last eight
+            even = tl.load(upper - byte % 2, mask=there, other=0).to(tl.int32)[:, :, None]
+            odd = tl.load(upper - byte % 2 + 1, mask=there, other=0).to(tl.int32)[:, :, None]
+            bit = place % 4 // 2 * 4 + (byte % 2 * 2)[:, :, None] + place % 2
+            codes = lower | (((tl.where(place < 4, even, odd) >> bit) & 1) << 2)
+        else:
+            plane = tl.load(upper, mask=there, other=0).to(tl.int32)[:, :, None]
+            codes = lower | (((plane >> place) & 1) << 2)
+        return tl.load(table + tl.reshape(codes, (TOKENS, COLUMNS)))
+    else:
+        PLACES: tl.constexpr = 8 // BITS
+        byte, place = tl.arange(0, COLUMNS // PLACES)[None, :], tl.arange(0, PLACES)[None, None, :]
+        row = page + head * (TOKENS * DIM // PLACES) + token[:, None] * (DIM // PLACES)
+        packed = tl.load(row + byte, mask=byte < DIM // PLACES, other=0).to(tl.int32)[:, :, None]
+        codes = tl.reshape((packed >> (place * BITS)) & ((1 << BITS) - 1), (TOKENS, COLUMNS))
+        if FORMAT == "codes":
+            return tl.load(table + codes)
+        return _stepped(codes.to(tl.float32), scales, token, FORMAT, DIM, COLUMNS)
+
+
+@triton.jit
+def _two_bits(at, there, place):
+    """Codes [64, n, 8] of two bytes each, the first in a byte's lowest bits."""
+    first = tl.load(at, mask=there, other=0).to(tl.int32)[:, :, None]
+    second = tl.load(at + 1, mask=there, other=0).to(tl.int32)[:, :, None]
+    return (tl.where(place < 4, first, second) >> (place % 4 * 2)) & 3
+
+
+@triton.jit
+def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of ``tq3_0``: blocks of 32 dimensions in 14 bytes, 8 of lower bits, 4 of upper ones and a scale in float16."""
+    BYTES: tl.constexpr = DIM // 32 * 14
+    byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
+    block = page + head * (TOKENS * BYTES) + token[:, None] * BYTES + byte // 4 * 14
+    there = byte < DIM // 8
+    lower = _two_bits(block + 2 * (byte % 4), there, place)
+    upper = tl.load(block + 8 + byte % 4, mask=there, other=0).to(tl.int32)[:, :, None]
+    low = tl.load(block + 12, mask=there, other=0).to(tl.int32)
+    high = tl.load(block + 13, mask=there, other=0).to(tl.int32)
+    scale = (low | (high << 8)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    levels = tl.load(table + (lower | (((upper >> place) & 1) << 2))).to(tl.float32)
+    return tl.reshape(levels * scale[:, :, None], (TOKENS, COLUMNS))
+
+
+@triton.jit
+def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of pages of even variances (``codecs.variance_normalised``): steps and least entries of channels,
+    the scales of tokens being left to the caller; or steps and least entries of tokens, and scales of channels. What
+    is of channels lies behind what is of tokens, a share behind each."""
+    OF_TOKEN: tl.constexpr = 1 if FORMAT == "steps of channels" else 2
+    SHARE: tl.constexpr = (3 - OF_TOKEN) * DIM // TOKENS
+    SCALES: tl.constexpr = OF_TOKEN + SHARE
+    channel = tl.arange(0, COLUMNS)
+    first = tl.load(scales + channel // SHARE * SCALES + OF_TOKEN + channel % SHARE).to(tl.float32)[None, :]
+    if FORMAT == "steps of channels":
+        behind = channel + DIM
+        least = tl.load(scales + behind // SHARE * SCALES + OF_TOKEN + behind % SHARE).to(tl.float32)
+        return codes * first + least[None, :]
+    else:
+        step = tl.load(scales + token * SCALES).to(tl.float32)[:, None]
+        least = tl.load(scales + token * SCALES + 1).to(tl.float32)[:, None]
+        return (codes * step + least) * first
