@@ -77,6 +77,7 @@ def attend_coded(
         VALUE_FORMAT=value_form.format, VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
         VALUE_SCALES=value_form.scales, VALUE_SCALED=value_form.scaled, VALUE_ENTRIES=value_form.row_entries,
         HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), num_warps=4,
+        num_stages=3 if exact == torch.float16 else 1,  # float32 would not fit shared memory
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
 

@@ -164,12 +164,11 @@ def decoded_rows(
     """
     if FORMAT == "dense":
         column = tl.arange(0, COLUMNS)[None, :]
-        row = page + head * (TOKENS * DIM) + token[:, None] * DIM
-        return tl.load(row + column, mask=column < DIM, other=0.0)
+        return _loaded(page + head * (TOKENS * DIM) + token[:, None] * DIM, column, DIM, COLUMNS)
     elif FORMAT == "vectors":
         byte, entry = tl.arange(0, COLUMNS // 4)[None, :], tl.arange(0, 4)[None, None, :]
         row = page + head * (TOKENS * DIM // 4) + token[:, None] * (DIM // 4)
-        vector = tl.load(row + byte, mask=byte < DIM // 4, other=0).to(tl.int32)[:, :, None]
+        vector = _loaded(row, byte, DIM // 4, COLUMNS // 4).to(tl.int32)[:, :, None]
         return tl.reshape(tl.load(table + vector * 4 + entry), (TOKENS, COLUMNS))
     elif FORMAT == "blocks":
         return _decoded_blocks(page, table, head, token, DIM, COLUMNS)
@@ -177,51 +176,53 @@ def decoded_rows(
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
         byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
         run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of the upper bits, where it has half as many
-        there = byte < DIM // 8
-        lower = _two_bits(row + byte // run * (2 * run) + 2 * (byte % run), there, place)
-        upper = row + DIM // 4 + byte
+        at = byte // run * (2 * run) + 2 * (byte % run)
+        first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
+        second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)
+        lower = ((first | (second << 8))[:, :, None] >> (2 * place)) & 3
+        upper = row + DIM // 4
         if FORMAT == "selectors":  # of two bytes both have bits of the first eight codes, and both of the last eight
-            even = tl.load(upper - byte % 2, mask=there, other=0).to(tl.int32)[:, :, None]
-            odd = tl.load(upper - byte % 2 + 1, mask=there, other=0).to(tl.int32)[:, :, None]
-            bit = place % 4 // 2 * 4 + (byte % 2 * 2)[:, :, None] + place % 2
-            codes = lower | (((tl.where(place < 4, even, odd) >> bit) & 1) << 2)
+            even = _loaded(upper, byte - byte % 2, DIM // 8, COLUMNS // 8).to(tl.int32)
+            odd = _loaded(upper, byte - byte % 2 + 1, DIM // 8, COLUMNS // 8).to(tl.int32)
+            planes = ((even | (odd << 8)) >> (byte % 2 * 2))[:, :, None]
+            codes = lower | (((planes >> (place // 4 * 8 + place % 4 // 2 * 4 + place % 2)) & 1) << 2)
         else:
-            plane = tl.load(upper, mask=there, other=0).to(tl.int32)[:, :, None]
+            plane = _loaded(upper, byte, DIM // 8, COLUMNS // 8).to(tl.int32)[:, :, None]
             codes = lower | (((plane >> place) & 1) << 2)
         return tl.load(table + tl.reshape(codes, (TOKENS, COLUMNS)))
     else:
         PLACES: tl.constexpr = 8 // BITS
-        byte, place = tl.arange(0, COLUMNS // PLACES)[None, :], tl.arange(0, PLACES)[None, None, :]
+        column = tl.arange(0, COLUMNS)[None, :]
         row = page + head * (TOKENS * DIM // PLACES) + token[:, None] * (DIM // PLACES)
-        packed = tl.load(row + byte, mask=byte < DIM // PLACES, other=0).to(tl.int32)[:, :, None]
-        codes = tl.reshape((packed >> (place * BITS)) & ((1 << BITS) - 1), (TOKENS, COLUMNS))
+        packed = _loaded(row, column // PLACES, DIM // PLACES, COLUMNS // PLACES).to(tl.int32)
+        codes = (packed >> (column % PLACES * BITS)) & ((1 << BITS) - 1)
         if FORMAT == "codes":
             return tl.load(table + codes)
-        return _stepped(codes.to(tl.float32), scales, token, FORMAT, DIM, COLUMNS)
+        else:
+            return _stepped(codes.to(tl.float32), scales, token, FORMAT, DIM, COLUMNS)
 
 
 @triton.jit
-def _two_bits(at, there, place):
-    """Codes [64, n, 8] of two bytes each, the first in a byte's lowest bits."""
-    first = tl.load(at, mask=there, other=0).to(tl.int32)[:, :, None]
-    second = tl.load(at + 1, mask=there, other=0).to(tl.int32)[:, :, None]
-    return (tl.where(place < 4, first, second) >> (place % 4 * 2)) & 3
+def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
+    """What is at ``at`` of rows, 0 behind those that are used; without a mask where all are."""
+    if USED == ALL:
+        return tl.load(row + at)
+    else:
+        return tl.load(row + at, mask=at < USED, other=0)
 
 
 @triton.jit
 def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of ``tq3_0``: blocks of 32 dimensions in 14 bytes, 8 of lower bits, 4 of upper ones and a scale in float16."""
-    BYTES: tl.constexpr = DIM // 32 * 14
-    byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
-    block = page + head * (TOKENS * BYTES) + token[:, None] * BYTES + byte // 4 * 14
-    there = byte < DIM // 8
-    lower = _two_bits(block + 2 * (byte % 4), there, place)
-    upper = tl.load(block + 8 + byte % 4, mask=there, other=0).to(tl.int32)[:, :, None]
-    low = tl.load(block + 12, mask=there, other=0).to(tl.int32)
-    high = tl.load(block + 13, mask=there, other=0).to(tl.int32)
-    scale = (low | (high << 8)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    levels = tl.load(table + (lower | (((upper >> place) & 1) << 2))).to(tl.float32)
-    return tl.reshape(levels * scale[:, :, None], (TOKENS, COLUMNS))
+    """Of ``tq3_0``: blocks of 32 dimensions in 7 words of 16 bits, 4 of lower bits, 2 of upper ones and a float."""
+    WORDS: tl.constexpr = DIM // 32 * 7
+    word, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
+    row = page.to(tl.pointer_type(tl.uint16)) + head * (TOKENS * WORDS) + token[:, None] * WORDS
+    block, inside = word // 4 * 7, word % 4
+    lower = _loaded(row, block + inside, WORDS, COLUMNS // 32 * 7).to(tl.int32)[:, :, None]
+    upper = _loaded(row, block + 4 + inside // 2, WORDS, COLUMNS // 32 * 7).to(tl.int32) >> (inside % 2 * 8)
+    scale = _loaded(row, block + 6, WORDS, COLUMNS // 32 * 7).to(tl.float16, bitcast=True).to(tl.float32)
+    codes = ((lower >> (2 * place)) & 3) | (((upper[:, :, None] >> place) & 1) << 2)
+    return tl.reshape(tl.load(table + codes).to(tl.float32) * scale[:, :, None], (TOKENS, COLUMNS))
 
 
 @triton.jit
