@@ -192,10 +192,10 @@ def decoded_rows(
         return tl.load(table + tl.reshape(codes, (TOKENS, COLUMNS)))
     else:
         PLACES: tl.constexpr = 8 // BITS
-        column = tl.arange(0, COLUMNS)[None, :]
+        byte, place = tl.arange(0, COLUMNS // PLACES)[None, :], tl.arange(0, PLACES)[None, None, :]
         row = page + head * (TOKENS * DIM // PLACES) + token[:, None] * (DIM // PLACES)
-        packed = _loaded(row, column // PLACES, DIM // PLACES, COLUMNS // PLACES).to(tl.int32)
-        codes = (packed >> (column % PLACES * BITS)) & ((1 << BITS) - 1)
+        packed = _loaded(row, byte, DIM // PLACES, COLUMNS // PLACES).to(tl.int32)[:, :, None]
+        codes = tl.reshape((packed >> (place * BITS)) & ((1 << BITS) - 1), (TOKENS, COLUMNS))
         if FORMAT == "codes":
             return tl.load(table + codes)
         else:
