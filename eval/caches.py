@@ -15,7 +15,6 @@ from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PREFILLS, KVSpec
 from shadowkv.models.decoder import Decoder
@@ -31,16 +30,13 @@ def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1)
 
 def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
     """The same of a class of its own."""
-    parameter, need = next(loaded.model.parameters()), _blocks(_layout(loaded, spec, capacity))
+    layout = _layout(loaded, spec, capacity)
     return kind(
-        spec,
-        loaded.config.shape,
+        layout,
         loaded.config.rope,
         slots=slots,
-        max_model_len=capacity,
-        memory=Blocks({tier: slots * count for tier, count in need.items()}),
-        dtype=loaded.model.dtype,
-        device=parameter.device,
+        memory=Blocks({tier: slots * count for tier, count in _blocks(layout).items()}),
+        device=next(loaded.model.parameters()).device,
     )
 
 
@@ -113,9 +109,7 @@ def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
 
 
 def _layout(loaded: LoadedModel, spec: KVSpec, capacity: int) -> Layout:
-    shape, dtype = loaded.config.shape, loaded.model.dtype
-    spec = resolve(spec, shape)
-    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
+    return Layout(spec, loaded.config.shape, loaded.model.dtype, capacity)
 
 
 def _blocks(layout: Layout) -> Blocks:

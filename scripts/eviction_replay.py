@@ -32,6 +32,7 @@ from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduler import Scheduler
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
@@ -97,12 +98,11 @@ def _tokens(draw: random.Random, pages: int) -> list[int]:
 def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
     """Hit rates by tier, in prompt tokens; ``host_share`` of the documents' tokens fit into host memory."""
     longest = PAGE * (SYSTEM + LONGEST + trace.turns * TURN[1])
+    shape = ModelShape(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2)
     cache = KVCache(
-        preset("full"),
-        ModelShape(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2),
+        Layout(preset("full"), shape, torch.float32, longest),
         RopeConfig(head_dim=2, theta=10000.0),
         slots=SLOTS + 1,
-        max_model_len=longest,
         memory=Blocks(device=(SLOTS + 1) * longest // PAGE + 1, host=0),
     )
     clock = SimpleNamespace(seconds=0.0)

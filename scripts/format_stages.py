@@ -31,7 +31,7 @@ from shadowkv.eval.provenance import provenance
 from shadowkv.eval.ruler import TASKS
 from shadowkv.eval.statistics import mean_and_error
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.config import ModelConfig
@@ -53,15 +53,14 @@ def measure_bytes(args: argparse.Namespace, rows: Rows) -> None:
         cell: Cell = {"model": args.speed_model, "kv": kv, "context": context}
         if rows.has(cell):
             continue
-        spec = resolve(preset(kv), config.shape)
-        parts = build_parts(spec, config.shape, torch.bfloat16)
-        size = sequence_bytes(Layout(spec, config.shape, torch.bfloat16, parts, context), context)
+        layout = Layout(preset(kv), config.shape, torch.bfloat16, context)
+        size = sequence_bytes(layout, context)
         figures = {
             "device_bytes_per_token": round(size.device / context),
             "host_bytes_per_token": round(size.host / context),
             "bytes_per_token": round((size.device + size.host) / context),
         }
-        rows.add(cell | figures | _about(spec, "none"))
+        rows.add(cell | figures | _about(layout.spec, "none"))
 
 
 def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:

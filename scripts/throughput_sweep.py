@@ -38,7 +38,6 @@ from shadowkv.engine.sizing import GIB, largest_batch
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.models.loader import LoadedModel
 
@@ -168,9 +167,8 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
     """Sequences that both tiers hold, as engine and planner count."""
     shape, dtype = loaded.config.shape, loaded.model.dtype
-    spec = resolve(preset(kv), shape)
     capacity = context + new_tokens(args)
-    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity)
+    layout = Layout(preset(kv), shape, dtype, capacity)
     free, total = torch.cuda.mem_get_info()
     host = config_of(args, kv, 1, context).host_memory_gib
     assert host is not None

@@ -15,7 +15,6 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfBlocks
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
@@ -44,20 +43,16 @@ def open_cache(
     fetch_buffer: float = FETCH_BUFFER,
 ) -> KVCache:
     """A cache with scattered room for ``sequences`` with prompts of ``tokens`` that may grow to ``capacity`` each."""
-    spec, slots = resolve(spec, shape), max(sequences, FEWEST_SEQUENCES)
-    layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), capacity, fetch_buffer)
+    slots = max(sequences, FEWEST_SEQUENCES)
+    layout = Layout(spec, shape, dtype, capacity, fetch_buffer)
     need = layout.demand(tokens, capacity)
     cache = KVCache(
-        spec,
-        shape,
+        layout,
         rope,
         slots=slots,
-        max_model_len=capacity,
         memory=Blocks({tier: slots * need[tier] for tier in ("device", "host")}),
-        dtype=dtype,
         device=device,
         backends=backends,
-        fetch_buffer=fetch_buffer,
     )
     scatter(cache)
     return cache

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.kvcache.traffic import attention_seconds
 from shadowkv.models.config import ModelConfig
@@ -67,7 +66,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         cache_bytes: device bytes for their pages; None is enough for all.
     """
     costs, longest = COSTS[device], forced.max_model_len
-    dense = Layout(KVSpec(), forced.shape, forced.dtype, build_parts(KVSpec(), forced.shape, forced.dtype), longest)
+    dense = Layout(KVSpec(), forced.shape, forced.dtype, longest)
     # An embedding table that is not the head too gives only rows.
     outline = Decoder(model, forced.dtype, "meta")
     weights = (outline.num_bytes - (0 if outline.head is None else outline.embedding.nbytes)) / costs.bandwidth
@@ -77,7 +76,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         rows, need, unit = batch, layout.demand(tokens, tokens), layout.bytes_per_block()
         if cache_bytes is not None:
             rows = max(1, min(rows, cache_bytes // (need["device"] * unit["device"])))  # the others wait
-        reads = attention_seconds(layout, layout.parts, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
+        reads = attention_seconds(layout, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
         if layout is dense:
             return weights / rows + reads
         once = (costs.fit if layout.growth.learns else 0.0) + costs.seal * tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 
@@ -17,7 +16,6 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
@@ -46,36 +44,23 @@ def load_engine_parts(
     spec, device = config.spec(), device or device_of(config.device)
     loaded = loaded or load_from_config(config, group, device)
     dtype, model = loaded.model.dtype, loaded.shard.config
-    shape = model.shape
     spec = loaded.shard.policy(spec)
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-    parts = build_parts(spec, shape, dtype)
-    layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
-    if spec.prefill is None:
-        spec = replace(spec, prefill=group.agree(_prefill(layout, loaded, device)))
-        layout = Layout(spec, shape, dtype, parts, max_model_len, fetch_buffer)
-    if spec.seals and spec.dense_below is None:
+    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
+    if layout.spec.prefill is None:
+        layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device)))
+    if layout.spec.seals and layout.spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
         below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)
-        spec = replace(spec, dense_below=group.agree(below))
-        layout = Layout(spec, shape, dtype, build_parts(spec, shape, dtype), max_model_len, fetch_buffer)
+        layout = layout.with_fields(dense_below=group.agree(below))
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
-    cache = make(
-        spec,
-        shape,
-        loaded.config.rope,
-        slots=slots,
-        max_model_len=max_model_len,
-        memory=memory,
-        dtype=dtype,
-        device=device,
-        fetch_buffer=fetch_buffer,
-    )
+    layout = layout.resized(max_model_len)
+    cache = make(layout, loaded.config.rope, slots=slots, memory=memory, device=device)
     return loaded, cache, _describe(config, loaded, cache)
 
 
@@ -89,9 +74,7 @@ def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
     """Sparse on a GPU that has kernels for it."""
     if device.type != "cuda":
         return "dense"
-    spec = replace(layout.spec, prefill="sparse")
-    sparse = Layout(spec, layout.shape, layout.dtype, layout.parts, layout.max_model_len)
-    backends = Ops(device, case_of(sparse, loaded.config.rope, device)).backends
+    backends = Ops(device, case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)).backends
     return "dense" if "reference" in (backends[name] for name in OF_BLOCKS) else "sparse"
 
 

@@ -20,7 +20,6 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.growth import MOST_SEGMENTS
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
-from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
@@ -158,23 +157,18 @@ class Batch:
 
     def _open(self, rows: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """A cache with room for ``rows`` sequences of any number of turns."""
-        shape, longest = self.config.shape, self.max_model_len
         # A CPU reads both tiers alike: copies would only take time.
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-        layout = Layout(self.spec, shape, dtype, build_parts(self.spec, shape, dtype), longest, fetch_buffer)
-        need = layout.most_demand(longest)
+        layout = Layout(self.spec, self.config.shape, dtype, self.max_model_len, fetch_buffer)
+        need = layout.most_demand(self.max_model_len)
         outliers = MOST_SEGMENTS * -(-self.spec.outlier_pages // layout.exact_per_block)
         return KVCache(
-            self.spec,
-            shape,
+            layout,
             self.config.rope,
             # The first one's spare states are those of all segments that it may have; the others need as many.
             slots=rows + (rows - 1) * (MOST_SEGMENTS - 1) if layout.growth.learns else rows,
-            max_model_len=longest,
             memory=Blocks(device=rows * (need["device"] + outliers), host=rows * need["host"]),
-            dtype=dtype,
             device=device,
-            fetch_buffer=fetch_buffer,
         )
 
 

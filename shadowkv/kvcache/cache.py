@@ -22,7 +22,6 @@ from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.outline import Link
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
@@ -33,10 +32,9 @@ from shadowkv.kvcache.rounding import padded, rounded
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.selected_scores import selected_scores
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
 from shadowkv.kvcache.sparse_prefill import BlockHook
-from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
+from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 from shadowkv.kvcache.transfer import Transfer
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -55,42 +53,31 @@ class KVCache:
     """Keys and values of every sequence that an engine holds.
 
     Args:
-        spec: the policy; resolved here for ``shape``.
-        shape: the model's attention sizes.
+        layout: of the policy on the model, for sequences of up to its ``max_model_len``.
         rope: the model's rotation; queries and keys arrive before it.
         slots: sequences that can be held at once, running or finished.
-        max_model_len: longest sequence, in tokens.
         memory: blocks of the tiers of pages.
-        dtype: of exact keys and values and of what the parts store at full precision.
         device: where attention is computed.
         backends: of ops, by name, where they are not to be chosen by what all of these say.
-        fetch_buffer: chunks that a buffer on the device keeps of values on the host, in those that a step selects of
-            the longest context: 0 for no buffer, or at least 1.
     """
 
     def __init__(
         self,
-        spec: KVSpec,
-        shape: ModelShape,
+        layout: Layout,
         rope: RopeConfig,
         *,
         slots: int,
-        max_model_len: int,
         memory: Blocks,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         backends: Mapping[str, str] | None = None,
-        fetch_buffer: float = FETCH_BUFFER,
     ) -> None:
-        self.device = torch.device(device)
-        self.spec = resolve(spec, shape)
-        self.shape, self.dtype, self.slots, self.max_model_len = shape, dtype, slots, max_model_len
-        self.parts = build_parts(self.spec, shape, dtype)
-        self.layout = Layout(self.spec, shape, dtype, self.parts, max_model_len, fetch_buffer)
-        self.ops = Ops(self.device, case_of(self.layout, rope, self.device), backends)
-        rotary = RotaryTables(rope, max_model_len, self.device)
-        self.store = Store(self.layout, self.ops, rotary, slots, memory, self.device)
-        self.pool = SequencePool(self.store, slots, max_model_len)
+        self.layout, self.slots, self.device = layout, slots, torch.device(device)
+        self.spec, self.shape, self.dtype, self.parts = layout.spec, layout.shape, layout.dtype, layout.parts
+        self.max_model_len = layout.max_model_len
+        self.ops = Ops(self.device, case_of(layout, rope, self.device), backends)
+        rotary = RotaryTables(rope, self.max_model_len, self.device)
+        self.store = Store(layout, self.ops, rotary, slots, memory, self.device)
+        self.pool = SequencePool(self.store, slots, self.max_model_len)
         self.sealing = Sealing(self.store, self.parts, self.pool.tables)
         self.prefill = Prefill(self.store, self.parts, self.pool, self.sealing)
         self.decode = Decode(self.store, self.parts, self.pool, self.sealing, self.prefill)

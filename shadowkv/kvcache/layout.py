@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from shadowkv.kvcache.growth import MOST_SEGMENTS, Growth, Standing
 from shadowkv.kvcache.memory import GRANULE, Blocks, Field, page_bytes
-from shadowkv.kvcache.parts import Parts
+from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
@@ -79,14 +80,18 @@ def pack(exact: int, sealed: int) -> tuple[int, int, int]:
 
 
 class Layout:
-    """Page and state sizes of ``spec`` (resolved) for ``shape`` at the cache's ``dtype``, per layer.
+    """A policy on a model: its parts, and page and state sizes per layer. All that is counted, planned and stored.
 
     Args:
+        spec: the policy; resolved here for ``shape``, which raises ValueError where it cannot be used.
+        shape: the model's attention sizes.
+        dtype: of exact keys and values and of what the parts store at full precision.
         max_model_len: longest sequence, in tokens.
         fetch_buffer: chunks of a segment's buffer of fetched values, in those that a step selects of the longest
             context: at least 1, or 0 for no buffer.
 
     Attributes:
+        parts: of the policy.
         exact_fields, sealed_fields: of pages of the device tier.
         excluded_fields: of the sealed ones, ``EXCLUDED`` where the policy has it.
         host_fields: of pages of the host tier.
@@ -103,10 +108,11 @@ class Layout:
         spec: KVSpec,
         shape: ModelShape,
         dtype: torch.dtype,
-        parts: Parts,
         max_model_len: int,
         fetch_buffer: float = FETCH_BUFFER,
     ) -> None:
+        spec = resolve(spec, shape)
+        parts = build_parts(spec, shape, dtype)
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
         layers, skipped = shape.num_layers, spec.skip_layers
@@ -142,7 +148,11 @@ class Layout:
 
     def resized(self, max_model_len: int) -> Layout:
         """The same for other longest sequences."""
-        return Layout(self.spec, self.shape, self.dtype, self.parts, max_model_len, self.fetch_buffer)
+        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer)
+
+    def with_fields(self, **fields: Any) -> Layout:
+        """The same of another policy: of these fields of a KVSpec, all others as they are."""
+        return Layout(replace(self.spec, **fields), self.shape, self.dtype, self.max_model_len, self.fetch_buffer)
 
     def skips(self, layer: int) -> bool:
         """Whether a layer is one that the policy leaves exact."""

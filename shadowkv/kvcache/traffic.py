@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.spec import PAGE
 
 
@@ -41,13 +40,13 @@ class StepReads:
         return max(self.device / device_bandwidth, self.host_values / host_bandwidth)
 
 
-def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> StepReads:
+def step_reads(layout: Layout, context: int, hit_rate: float) -> StepReads:
     """Reads of a step of a sequence with ``context`` tokens, the newest included.
 
     ``hit_rate`` is the share of selected chunks whose values a step finds in a device buffer; it matters only where
     values live on the host.
     """
-    spec, exact_token = layout.spec, layout.exact_bytes / PAGE
+    spec, parts, exact_token = layout.spec, layout.parts, layout.exact_bytes / PAGE
     if not spec.seals or context <= spec.dense_limit:
         return StepReads(exact=context * exact_token)
     pages = spec.sealed_pages(context)
@@ -69,11 +68,11 @@ def step_reads(layout: Layout, parts: Parts, context: int, hit_rate: float) -> S
 
 
 def attention_seconds(
-    layout: Layout, parts: Parts, context: int, hit_rate: float, device_bandwidth: float, host_bandwidth: float
+    layout: Layout, context: int, hit_rate: float, device_bandwidth: float, host_bandwidth: float
 ) -> float:
     """The shortest time of the reads of a sequence's step in all layers, which follow one another; as ``step_reads``
     and ``StepReads.seconds``."""
-    reads = step_reads(layout, parts, context, hit_rate)
+    reads = step_reads(layout, context, hit_rate)
     skipped = StepReads(exact=context * layout.exact_bytes / PAGE)
     counts = (len(layout.compressed), reads), (2 * layout.spec.skip_layers, skipped)
     return sum(count * one.seconds(device_bandwidth, host_bandwidth) for count, one in counts)

@@ -8,7 +8,6 @@ import torch
 
 from shadowkv.engine.sizing import GIB, GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
@@ -115,14 +114,12 @@ class Planner:
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""
         machine, shape = self.machine, self.config.shape
-        spec = self.shard.policy(spec)
-        parts = build_parts(spec, shape, self.dtype)
-        layout = Layout(spec, shape, self.dtype, parts, self.context, self.fetch_buffer)
+        layout = Layout(self.shard.policy(spec), shape, self.dtype, self.context, self.fetch_buffer)
         need = sequence_bytes(layout, self.context)
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
         offload = machine.kv_offload_gib > 0
         batch = largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
-        what = layout, parts, self.context, self.hit_rate
+        what = layout, self.context, self.hit_rate
         reads, device_bandwidth = step_reads(*what), machine.device_bandwidth_tbs * 1e12
         attention = attention_seconds(*what, device_bandwidth, machine.host_bandwidth_gbs * 1e9)
         weights = self.weight_bytes_read / device_bandwidth
@@ -134,8 +131,8 @@ class Planner:
         full_kv = 2 * self.context * shape.kv_dim * self.dtype.itemsize * shape.num_layers
         return Plan(
             name,
-            spec,
-            spec.attended_tokens(self.context),
+            layout.spec,
+            layout.spec.attended_tokens(self.context),
             need,
             self._full_bytes() / need.device,
             batch,
@@ -146,7 +143,5 @@ class Planner:
         )
 
     def _full_bytes(self) -> int:
-        spec, shape = KVSpec(), self.config.shape
-        return sequence_bytes(
-            Layout(spec, shape, self.dtype, build_parts(spec, shape, self.dtype), self.context), self.context
-        ).device
+        full = Layout(KVSpec(), self.config.shape, self.dtype, self.context)
+        return sequence_bytes(full, self.context).device

@@ -10,7 +10,6 @@ from shadowkv.engine.crossover import COSTS, dense_below
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import load_config
 
@@ -19,9 +18,7 @@ CARD = 110 * 2**30
 
 
 def below(kv: str, batch: int, longest: int = 131072, cache_bytes: int | None = CARD) -> int:
-    spec = resolve(preset(kv), LLAMA.shape)
-    layout = Layout(spec, LLAMA.shape, torch.bfloat16, build_parts(spec, LLAMA.shape, torch.bfloat16), longest)
-    return dense_below(LLAMA, layout, "cuda", batch, cache_bytes)
+    return dense_below(LLAMA, Layout(preset(kv), LLAMA.shape, torch.bfloat16, longest), "cuda", batch, cache_bytes)
 
 
 @pytest.mark.parametrize("kv", ["turbo", "turbo-host", "shadowkv", "quest"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
@@ -27,11 +28,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def make_cache(
     spec: KVSpec, slots: int = 8, blocks: int = 400, max_model_len: int = MAX_LEN, fetch_buffer: float = 2.0
 ) -> KVCache:
-    memory = Blocks(device=blocks, host=blocks)
-    return KVCache(
-        spec, SHAPE, ROPE, slots=slots, max_model_len=max_model_len, memory=memory, device=DEVICE,
-        fetch_buffer=fetch_buffer,
-    )  # fmt: skip
+    layout = Layout(spec, SHAPE, torch.float32, max_model_len, fetch_buffer)
+    return KVCache(layout, ROPE, slots=slots, memory=Blocks(device=blocks, host=blocks), device=DEVICE)
 
 
 def scatter(cache: KVCache, seed: int) -> None:

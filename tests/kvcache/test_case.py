@@ -11,7 +11,6 @@ from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
 
 from shadowkv.kvcache.case import OF_LAYERS, case_of
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -55,9 +54,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
 
 def test_the_numbers_of_a_case() -> None:
     shape, rope = ModelShape(2, 32, 8, 128), RopeConfig(128, rotary_dim=64, interleaved=True)
-    spec = resolve(preset("turbo-host"), shape)
-    parts = build_parts(spec, shape, torch.bfloat16)
-    case = case_of(Layout(spec, shape, torch.bfloat16, parts, 65536 + 32), rope, torch.device("cpu"))
+    case = case_of(Layout(preset("turbo-host"), shape, torch.bfloat16, 65536 + 32), rope, torch.device("cpu"))
     assert (case.dtype, case.head_dim, case.group) == (torch.bfloat16, 128, 4)
     assert (case.rope_dim, case.interleaved) == (64, True)
     assert (case.chunk, case.rank, case.key_codec, case.value_codec) == (8, 160, 17, 2)

@@ -7,6 +7,7 @@ from driver import DEVICE, Stream, decode, prefill, scatter
 from shadowkv.engine.cuda_graphs import CudaGraphs
 from shadowkv.kvcache.batch import DecodePlan
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
@@ -28,8 +29,8 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
     # Half of the tokens are selected, so that a near tie that falls the other way changes little.
     spec = preset(kv, budget=None if preset(kv).index == "none" else 0.5)
     cache = KVCache(
-        spec, SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
-        dtype=torch.bfloat16, device=DEVICE, backends=backends,
+        Layout(spec, SHAPE, torch.bfloat16, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
+        device=DEVICE, backends=backends,
     )  # fmt: skip
     scatter(cache, seed=3)
     streams = [Stream(seed, cache.allocate(n, n + STEPS)) for seed, n in enumerate(LENGTHS)]
@@ -72,8 +73,8 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     for fetch_buffer in (0, 1):
         spec = preset(kv, budget=512)
         cache = KVCache(
-            spec, SHAPE, RopeConfig(64), slots=9, max_model_len=4096, memory=Blocks(device=800, host=800),
-            dtype=torch.bfloat16, device=DEVICE, fetch_buffer=fetch_buffer,
+            Layout(spec, SHAPE, torch.bfloat16, 4096, fetch_buffer), RopeConfig(64), slots=9,
+            memory=Blocks(device=800, host=800), device=DEVICE,
         )  # fmt: skip
         streams = [Stream(seed, cache.allocate(n, n + steps)) for seed, n in enumerate(lengths)]
         for stream, length in zip(streams, lengths):

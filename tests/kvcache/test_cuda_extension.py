@@ -5,6 +5,7 @@ import torch
 from driver import DEVICE, Stream, decode, prefill, scatter
 
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
@@ -47,8 +48,8 @@ def test_new_tokens_attend_to_everything_cached(kv: str, at_once: int, monkeypat
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
     monkeypatch.setattr("shadowkv.kvcache.cached.PAGES_AT_ONCE", at_once)
     cache = KVCache(
-        preset(kv), SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
-        dtype=DTYPE, device=DEVICE,
+        Layout(preset(kv), SHAPE, DTYPE, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
+        device=DEVICE,
     )  # fmt: skip
     scatter(cache, seed=3)
     for seed, (length, steps, new) in enumerate([(3000, 70, 90), (900, 1, 1), (200, 20, 300), (1500, 0, 700)]):
@@ -88,8 +89,8 @@ def test_new_tokens_beside_a_new_sequence(kv: str, monkeypatch: pytest.MonkeyPat
     outs = []
     for backends in (None, REFERENCES):
         cache = KVCache(
-            preset(kv), SHAPE, RopeConfig(64), slots=8, max_model_len=4096, memory=Blocks(device=400, host=400),
-            dtype=DTYPE, device=DEVICE, backends=backends,
+            Layout(preset(kv), SHAPE, DTYPE, 4096), RopeConfig(64), slots=8, memory=Blocks(device=400, host=400),
+            device=DEVICE, backends=backends,
         )  # fmt: skip
         old, new = (Stream(seed, cache.allocate(3000, 3500)) for seed in range(2))
         for stream in (old, new):

@@ -8,6 +8,7 @@ import torch
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.runner import Runner
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequence import CachedSequence
@@ -34,7 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(kv: str) -> tuple[KVCache, Runner, CachedSequence]:
     cache = KVCache(
-        preset(kv), SHAPE, ROPE, slots=4, max_model_len=4096, memory=Blocks(device=300, host=300), dtype=torch.bfloat16,
+        Layout(preset(kv), SHAPE, torch.bfloat16, 4096), ROPE, slots=4, memory=Blocks(device=300, host=300),
         device="cuda",
     )  # fmt: skip
     config = ModelConfig(

@@ -10,15 +10,13 @@ from test_spec import LLAMA, SMALL, specs, tokens
 
 from shadowkv.kvcache.layout import LEAST_WASTE, Blocks, Layout, PageCount, pack
 from shadowkv.kvcache.memory import GRANULE
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 
 
 def layout_of(spec: KVSpec, shape: ModelShape = SMALL, dtype: torch.dtype = torch.bfloat16) -> Layout:
-    spec = resolve(spec, shape)
-    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), 131072)
+    return Layout(spec, shape, dtype, 131072)
 
 
 @specs
@@ -133,8 +131,7 @@ def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
 
 
 def entries_of(spec: KVSpec, max_model_len: int, fetch_buffer: float) -> int:
-    spec = resolve(spec, SMALL)
-    layout = Layout(spec, SMALL, torch.bfloat16, build_parts(spec, SMALL, torch.bfloat16), max_model_len, fetch_buffer)
+    layout = Layout(spec, SMALL, torch.bfloat16, max_model_len, fetch_buffer)
     return layout.buffer_fields[0].shape[1] if layout.buffer_fields else 0
 
 

@@ -15,7 +15,7 @@ from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.snapshot import SnapshotHeader
@@ -179,8 +179,7 @@ def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_
     shape = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
 
     def per_token(kv: str, tokens: int = 2**17) -> float:
-        spec = resolve(preset(kv), shape)
-        layout = Layout(spec, shape, torch.bfloat16, build_parts(spec, shape, torch.bfloat16), tokens)
+        layout = Layout(preset(kv), shape, torch.bfloat16, tokens)
         need, unit = layout.demand(tokens, tokens), layout.bytes_per_block()
         return sum(need[kind] * unit[kind] for kind in unit) / tokens
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfBlocks
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.presets import preset
@@ -221,13 +222,12 @@ FORM = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923acec"
 def test_caches_say_what_they_store_alike() -> None:
     one = make_cache(SPECS["turbo"])
     other = KVCache(
-        SPECS["turbo"], SHAPE, RopeConfig(head_dim=16, theta=500.0), slots=2, max_model_len=500,
+        Layout(SPECS["turbo"], SHAPE, torch.float32, 500), RopeConfig(head_dim=16, theta=500.0), slots=2,
         memory=Blocks(device=9, host=9), device=DEVICE,
     )  # fmt: skip
-    again = KVCache(
-        replace(SPECS["turbo"], budget=0.5, sampled=0.25, local=100), SHAPE, ROPE, slots=2, max_model_len=500,
-        memory=Blocks(device=9, host=9), device=DEVICE,
-    )  # fmt: skip
+    spec = replace(SPECS["turbo"], budget=0.5, sampled=0.25, local=100)
+    layout = Layout(spec, SHAPE, torch.float32, 500)
+    again = KVCache(layout, ROPE, slots=2, memory=Blocks(device=9, host=9), device=DEVICE)
     assert again.stores_alike(one, 3000)
     assert not other.stores_alike(one, 3000)
 

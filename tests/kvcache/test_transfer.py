@@ -9,6 +9,7 @@ from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, plain_attent
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
+from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfBlocks
 from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.presets import preset
@@ -102,9 +103,8 @@ def test_more_or_fewer_of_the_newest_tokens_may_stay_exact_there(here: int, ther
 
 def other_model() -> KVCache:
     shape = ModelShape(num_layers=3, num_query_heads=6, num_kv_heads=2, head_dim=16)
-    return KVCache(
-        preset("quest", budget=64), shape, ROPE, slots=2, max_model_len=2000, memory=Blocks(device=50), device=DEVICE
-    )
+    layout = Layout(preset("quest", budget=64), shape, torch.float32, 2000)
+    return KVCache(layout, ROPE, slots=2, memory=Blocks(device=50), device=DEVICE)
 
 
 @pytest.mark.parametrize(

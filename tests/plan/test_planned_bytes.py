@@ -18,7 +18,6 @@ from shadowkv.engine.sizing import (
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfBlocks
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -37,12 +36,11 @@ SPECS = {
 
 
 def make_layout(spec: KVSpec, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> Layout:
-    spec = resolve(spec, shape)
-    return Layout(spec, shape, dtype, build_parts(spec, shape, dtype), 4096)
+    return Layout(spec, shape, dtype, 4096)
 
 
 def make_cache(spec: KVSpec, slots: int, memory: Blocks) -> KVCache:
-    return KVCache(spec, SHAPE, ROPE, slots=slots, max_model_len=4096, memory=memory)
+    return KVCache(make_layout(spec), ROPE, slots=slots, memory=memory)
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 300, 744, 745, 1000, 4095, 4096])
@@ -165,9 +163,8 @@ def test_prefill_reserve_is_the_prompts_a_block_in_the_mlp_and_what_storing_take
 
 
 def test_reads_of_the_paper_on_its_model() -> None:
-    spec = resolve(preset("shadowkv"), LLAMA)
-    layout = make_layout(spec, LLAMA, torch.bfloat16)
-    reads = step_reads(layout, build_parts(spec, LLAMA, torch.bfloat16), 131072, 0.6)
+    layout = make_layout(preset("shadowkv"), LLAMA, torch.bfloat16)
+    reads = step_reads(layout, 131072, 0.6)
     vector = 1024 * 2
     sealed, selected = 131072 - 64, 2048  # 64 tokens of tail: the local window of 32, up to a whole page
     assert reads.exact == (49 * 8 + 64) * 2 * vector
@@ -176,42 +173,37 @@ def test_reads_of_the_paper_on_its_model() -> None:
     assert reads.keys == 8 * selected * 160 * 2  # heads select apart
     assert reads.values == pytest.approx(0.6 * selected * vector)
     assert reads.host_values == pytest.approx(0.4 * selected * vector)
-    assert spec.attended_tokens(131072) == 49 * 8 + 64 + selected
+    assert layout.spec.attended_tokens(131072) == 49 * 8 + 64 + selected
 
 
 def test_without_a_buffer_every_step_reads_all_it_selects_from_the_host() -> None:
-    spec = resolve(preset("turbo-host"), LLAMA)
-    parts = build_parts(spec, LLAMA, torch.bfloat16)
     for fetch_buffer, share in ((2.0, 0.4), (0.0, 1.0)):
-        layout = Layout(spec, LLAMA, torch.bfloat16, parts, 131072, fetch_buffer)
-        reads = step_reads(layout, parts, 131072, 0.6)
+        reads = step_reads(Layout(preset("turbo-host"), LLAMA, torch.bfloat16, 131072, fetch_buffer), 131072, 0.6)
         codes, scale = 8 * 48, 8 * 2  # scales are on the device
         assert reads.host_values == pytest.approx(share * 2048 * codes)
         assert reads.values == pytest.approx(2048 * ((1 - share) * codes + scale))
 
 
 def test_of_a_sketchs_maps_a_step_reads_that_of_the_queries() -> None:
-    spec = resolve(preset("turbo"), LLAMA)
-    layout = make_layout(spec, LLAMA, torch.bfloat16)
+    layout = make_layout(preset("turbo"), LLAMA, torch.bfloat16)
     fields = {field.name: field.nbytes for field in layout.state_fields}
     unread = fields["sketch_mean"] + fields["sketch_key_map"]
     assert fields["sketch_query_map"] == fields["sketch_key_map"] == 8 * 128 * 128 * 2
-    reads = step_reads(layout, build_parts(spec, LLAMA, torch.bfloat16), 131072, 0.0)
+    reads = step_reads(layout, 131072, 0.0)
     assert reads.state == sum(fields.values()) - unread
 
 
 @pytest.mark.parametrize("name", ["full", "shadowkv", "quest"])
 def test_dense_sequences_read_all_of_themselves(name: str) -> None:
-    spec = resolve(SPECS[name], SHAPE)
-    context = min(300, spec.dense_limit)
-    reads = step_reads(make_layout(spec), build_parts(spec, SHAPE, torch.float32), context, 0.6)
+    layout = make_layout(SPECS[name])
+    context = min(300, layout.spec.dense_limit)
+    reads = step_reads(layout, context, 0.6)
     assert reads == StepReads(exact=context * 2 * SHAPE.kv_dim * 4)
 
 
 def test_selection_never_reads_more_than_there_is() -> None:
-    spec = resolve(KVSpec(keys="low-rank", index="chunk-mean", budget=1.0), SHAPE)
-    layout, parts = make_layout(spec), build_parts(spec, SHAPE, torch.float32)
-    reads = step_reads(layout, parts, 1000, 0.0)
+    layout = make_layout(KVSpec(keys="low-rank", index="chunk-mean", budget=1.0))
+    spec, reads = layout.spec, step_reads(layout, 1000, 0.0)
     sealed = 64 * spec.sealed_pages(1000)
     assert reads.keys == sealed * spec.rank * 4
     assert reads.values == (sealed - spec.static_tokens) * SHAPE.kv_dim * 4

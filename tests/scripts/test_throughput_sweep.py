@@ -15,7 +15,6 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
 from shadowkv.engine.sizing import GIB, size_cache
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.presets import preset
 from shadowkv.plan.planner import Machine, Planner
 
@@ -64,9 +63,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
         def sequences(batch: int) -> int:
             """Those that an engine for ``batch`` of them has blocks for."""
             sweep = throughput_sweep.config_of(args, kv, batch, context)
-            spec = resolve(preset(kv), loaded.config.shape)
-            parts = build_parts(spec, loaded.config.shape, torch.bfloat16)
-            layout = Layout(spec, loaded.config.shape, torch.bfloat16, parts, capacity)
+            layout = Layout(preset(kv), loaded.config.shape, torch.bfloat16, capacity)
             have, _ = size_cache(sweep, layout, batch, torch.device("cuda"), loaded.config)
             need = layout.demand(context, capacity)
             return min(have[tier] // need[tier] for tier in ("device", "host") if need[tier])
