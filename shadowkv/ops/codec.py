@@ -131,7 +131,7 @@ class RowCodec(ABC):
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor | None:
         """What a code of one dimension stands for in rotated rows of ``dim`` dimensions, in units of the scale, float32
-        [2 ** bits]; None where that is not the same for all rows. It is kept, so that captured graphs can read it."""
+        [2 ** bits]; None where that is not the same for all rows."""
         return None
 
     def lane_bytes(self, dim: int) -> tuple[tuple[int, ...], float] | None:
@@ -160,6 +160,10 @@ class LevelRows(RowCodec):
     def scale_rule(self) -> str:
         """What the scale of a row of norm 1 is, u, whose levels are l: ``norm``, 1; ``renormalised``, 1 / ||l||;
         ``least_squares``, u l / l l; or ``unbiased``, 1 / u l."""
+
+    @abstractmethod
+    def code_levels(self, dim: int, device: torch.device) -> Tensor:
+        """As of any codec, float32 [2 ** bits]; there always are such levels."""
 
     @abstractmethod
     def upper_places(self, dim: int) -> tuple[int, ...]:

@@ -83,3 +83,10 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         for form in ({"keys": "rows"}, {"keys": "low-rank", "buffered": True}):
             with pytest.raises(ValueError, match="takes latents, and values in no buffer, not"):
                 triton.attend_selected(*Case(**form).arguments)
+
+    def test_codes_of_whole_pages_are_refused() -> None:
+        case = Case(keys="low-rank", values="2")
+        assert isinstance(case.values, CodedRows)
+        case.values = replace(case.values, codec=ROW_CODECS["kvarn-2bit"])
+        with pytest.raises(ValueError, match=r"does not know codec 'kvarn-2bit' \(15\)"):
+            triton.attend_selected(*case.arguments)

@@ -20,9 +20,9 @@ FITTED = 131072
 """Groups that a codebook is fitted on, at the most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
 tokens. k-means on so many takes some seconds of a CPU core."""
 
-AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
-"""Products of groups and entries at a time, by device: 2 MiB, which stay in the cache of a CPU core; 256 MiB, which are
-worth a launch."""
+AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
+"""Products of groups and entries at a time, by device: 2 MiB, which stay in the cache of a CPU core; 64 MiB, which are
+worth a launch and which sizes at start leave room for."""
 
 UNIT = 2.0**30
 """Of sums in whole numbers, which are the same in any order: the k-means of a prompt repeats on a GPU, too."""

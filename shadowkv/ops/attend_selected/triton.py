@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_coded.triton import add_tokens, store_part, thread_blocks
 from shadowkv.ops.attend_coded.triton_rows import LEAST, TOKENS, TOKENWISE, StoredForm, codes_of, decoded_rows
-from shadowkv.ops.attend_selected.sources import BufferedRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, CodecId
 from shadowkv.ops.page import PAGE
@@ -50,6 +50,8 @@ def attend_selected(
     if not isinstance(keys, LatentKeys) or isinstance(values, BufferedRows):
         given = f"{type(keys).__name__} and {type(values).__name__}"
         raise ValueError(f"attend_selected in Triton takes latents, and values in no buffer, not {given}")
+    if isinstance(values, CodedRows) and values.codec.id not in VALUES:
+        raise ValueError(f"attend_selected in Triton does not know codec {values.codec.name!r} ({values.codec.id})")
     heads, chunks = selected.shape[1:]
     if not selected.numel():
         return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)

@@ -63,7 +63,6 @@ def levels_of(codec: LevelRows, dim: int, device: torch.device) -> tuple[Tensor,
     key = codec.id, dim, device
     if key not in _levels:
         by_code = codec.code_levels(dim, device)
-        assert by_code is not None, f"codes of {codec.name!r} do not lie in lanes"
         levels, codes = by_code.sort()
         _levels[key] = levels, (levels[1:] + levels[:-1]) / 2, codes.int()
     return _levels[key]

@@ -80,7 +80,6 @@ def _rebuild_coded_rows(
     scale_pages, bits = pages, 8
     if codec.id in LANES and isinstance(codec, LevelRows) and source.rotation is not None:
         by_code, bits = codec.code_levels(dim, out.device), codec.bits
-        assert by_code is not None, f"codes of {codec.name!r} do not lie in lanes"
         levels, rotation = by_code.to(exact), source.rotation.to(exact)
         places = whole_numbers(codec.upper_places(dim), out.device)
         if source.scale_pages is not None:
