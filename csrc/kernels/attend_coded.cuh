@@ -163,6 +163,133 @@ __device__ __forceinline__ void coded_values(
     }
 }
 
+// Queries' bytes as the words that coded_scores reads, in the keys' order of dimensions.
+template <int kWarps, int kBits>
+__device__ __forceinline__ void arrange_queries(const CodedPage<kBits>& keys, CodedQueriesShared& asked) {
+  for (int i = threadIdx.x; i < 2 * 32 * 4; i += kWarps * 32) {
+    const int unit = i / 128, row = i % 128 / 16, quad = i % 4;
+    uint32_t x = 0;
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte)
+      x |= uint32_t(uint8_t(asked.byte[row][keys.key_dim(unit, quad, byte, i / 4 % 4)])) << 8 * byte;
+    asked.quads[i] = x;
+  }
+}
+
+// Which of a page's tokens are attended to, by the places of lane g's: 2 g + 16 i, + 1.
+struct CodedSpan {
+  uint32_t start, span;
+  __device__ __forceinline__ bool has(int i) const { return start + (i / 2 * 16 + i % 2) < span; }
+};
+
+// Writes a lane's eight weights x in fixed point, the largest of the warp's as 65535, where lane t reads those of g = t
+// and g = t + 4. Returns what they add up to.
+__device__ __forceinline__ uint32_t
+quantise_weights(const float (&x)[8], float largest, int g, int t, CodedWeights& weights) {
+  // Integers up to 65535 are the last bits of floats from 2^23 on.
+  const float inverse = largest > 1e-30f ? __fdividef(65535.0f, largest) : 0.0f;
+  uint32_t whole[8], all = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    whole[i] = __float_as_uint(fmaf(x[i], inverse, 8388608.0f));
+    all += whole[i] - __float_as_uint(8388608.0f);
+  }
+  uint32_t pair[4]; // lower and then upper bytes of two tokens
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pair[i] = permute(whole[2 * i], whole[2 * i + 1], 0x5140);
+  const uint2 upper = {permute(pair[0], pair[1], 0x7632), permute(pair[2], pair[3], 0x7632)};
+  const uint2 lower = {permute(pair[0], pair[1], 0x5410), permute(pair[2], pair[3], 0x5410)};
+  *reinterpret_cast<uint2*>(&weights.row[2 * t][g % 4 * 16 + g / 4 * 8]) = upper;
+  *reinterpret_cast<uint2*>(&weights.row[2 * t + 1][g % 4 * 16 + g / 4 * 8]) = lower;
+  return all;
+}
+
+// What a lane has of query t so far.
+struct CodedSums {
+  float peak = -INFINITY, sum = 0.0f, ones = 0.0f; // sums over the lane's own tokens
+  float acc[4][4] = {};                            // quads of lane g x places in them
+
+  // Takes the peak of a page's scores in, and returns what sums so far shrink by.
+  __device__ __forceinline__ float raise_peak(float top) {
+    // Every page has a token, so the new peak is finite, or NaN, which has to show.
+    const float new_peak = max_or_nan(peak, max_over_rows(top)), fade = exp2_fast(peak - new_peak);
+    peak = new_peak;
+    return fade;
+  }
+
+  // Makes a page's scores x weights, in multiples of the values' scales; returns the largest.
+  __device__ __forceinline__ float weigh(float (&x)[8], const float (&scale)[8], const CodedSpan& span, float fade) {
+    float largest = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[i] = exp2_fast(x[i] - peak);
+      total += x[i];
+      x[i] = span.has(i) ? x[i] * scale[i] : 0.0f;
+      largest = max_or_nan(largest, x[i]);
+    }
+    sum = sum * fade + total;
+    return max_over_rows(largest);
+  }
+
+  // `results` may be in place of what the warp no longer reads.
+  template <int kBits>
+  __device__ __forceinline__ void
+  leave(CodedResults& results, const CodedPage<kBits>& values, float step, int g, int t) {
+    sum = sum_over_rows(sum), ones = sum_over_rows(ones);
+    if (g == 0) results.peak[t] = peak, results.sum[t] = sum;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) results.out[t][values.value_dim(n, r, g)] = (2.0f * acc[n][r] + ones) * step;
+  }
+};
+
+// Joins the warps' results of a block's queries: as the outputs, or as a split's share in them.
+template <int kWarps, class Shared>
+__device__ __forceinline__ void join_coded_warps(
+    const Shared& shared, const SplitOutputs<float>& to, int64_t first_row, int queries, int split, int splits) {
+  const int dim = threadIdx.x % kCodedDim;
+  for (int query = threadIdx.x / kCodedDim; query < queries; query += kWarps * 32 / kCodedDim) {
+    float top = -INFINITY, total = 0.0f, y = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) top = max_or_nan(top, shared.warp[w].results.peak[query]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      // Without tokens a sum is 0, otherwise at least 1, or NaN, which has to show.
+      const CodedResults& found = shared.warp[w].results;
+      const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
+      total += weight * found.sum[query], y += weight * found.out[query][dim];
+    }
+    y = total == 0.0f ? 0.0f : y / total;
+    const float log_sum = top + log2f(total);
+    const int64_t row = first_row + query, partial = row * splits + split;
+    if (splits == 1) {
+      to.out[row * kCodedDim + dim] = y;
+      if (dim == 0) to.lse[row] = log_sum * 0.69314718055994531f;
+    } else {
+      to.partial_out[partial * kCodedDim + dim] = y;
+      if (dim == 0) to.partial_lse[partial] = log_sum;
+    }
+  }
+}
+
+// Scores of a page in units of log 2, on top of what the mean key has given to x; -inf of tokens that are not attended
+// to. Returns the largest of the lane's.
+template <bool kCentred>
+__device__ __forceinline__ float
+finish_scores(float (&x)[8], const float (&products)[8], const float (&scale)[8], float unit, const CodedSpan& span) {
+  float top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float score = products[i] * (unit * scale[i]);
+    if constexpr (kCentred) x[i] += score;
+    else x[i] = score;
+    x[i] = span.has(i) ? x[i] : -INFINITY;
+    top = max_or_nan(top, x[i]);
+  }
+  return top;
+}
+
 // Grid: splits * query blocks, heads, batch. A block's query blocks are neighbours, so that what the first one reads
 // the others find in the second-level cache. A CodedShared of dynamic shared memory.
 template <int kKeyBits, int kValueBits, bool kCentred>
@@ -181,9 +308,10 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   auto& shared = *reinterpret_cast<CodedShared<kKeyBits, kValueBits, kCentred>*>(coded_memory);
   CodedQueriesShared& asked = shared.asked;
   auto& mean = shared.mean;
-  CodedPage<kKeyBits>& keys = shared.warp[warp].work.keys;
-  CodedPage<kValueBits>& values = shared.warp[warp].work.values;
-  CodedWeights& weights = shared.warp[warp].work.weights;
+  // By themselves: made from one reference to all, their addresses took registers that spilled.
+  auto& keys = shared.warp[warp].work.keys;
+  auto& values = shared.warp[warp].work.values;
+  auto& weights = shared.warp[warp].work.weights;
 
   // Warps of all splits take pages in turn: all are equally long, however little of its row a sequence uses.
   const int low = int(in.begin[sequence]), high = int(in.end[sequence]);
@@ -195,42 +323,25 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
       t % 2 == 0 ? side.pages + sequence * side.pages_row : side.scale_pages + sequence * side.scale_pages_row;
   uint32_t names = page < last ? uint32_t(table[page]) : 0;
   // A copy group each, empty ones behind the last page.
-  const auto copy_keys = [&](bool wanted) {
+  const auto copy = [&](auto& to, const CodedPages& from, int place, bool wanted) {
     if (wanted) {
-      keys.copy(
-          in.keys.rows(__shfl_sync(~0u, names, 0), head, keys.kRow),
-          in.keys.scales_of(__shfl_sync(~0u, names, 1), head), lane);
+      const uint8_t* const rows = from.rows(__shfl_sync(~0u, names, place), head, to.kRow);
+      to.copy(rows, from.scales_of(__shfl_sync(~0u, names, place + 1), head), lane);
     }
     close_copy_group();
   };
-  const auto copy_values = [&](bool wanted) {
-    if (wanted) {
-      values.copy(
-          in.values.rows(__shfl_sync(~0u, names, 2), head, values.kRow),
-          in.values.scales_of(__shfl_sync(~0u, names, 3), head), lane);
-    }
-    close_copy_group();
-  };
-  copy_keys(page < last), copy_values(page < last);
+  copy(keys, in.keys, 0, page < last), copy(values, in.values, 2, page < last);
   names = page + turn < last ? uint32_t(table[page + turn]) : 0;
 
   const float log2e_scale = 1.4426950408889634f * rsqrtf(float(kCodedDim));
   quantise_queries(in.q + first_row * kCodedDim, queries, in.keys.step * log2e_scale, asked);
   if constexpr (kCentred) mean.fill(mean_in, sequence, head, first_row, queries);
   __syncthreads();
-  for (int i = threadIdx.x; i < 2 * 32 * 4; i += kWarps * 32) {
-    const int unit = i / 128, row = i % 128 / 16, quad = i % 4;
-    uint32_t x = 0;
-#pragma unroll
-    for (int byte = 0; byte < 4; ++byte)
-      x |= uint32_t(uint8_t(asked.byte[row][keys.key_dim(unit, quad, byte, i / 4 % 4)])) << 8 * byte;
-    asked.quads[i] = x;
-  }
+  arrange_queries<kWarps>(keys, asked);
   __syncthreads();
 
-  float peak = -INFINITY, sum = 0.0f, ones = 0.0f; // of query t; sums over the lane's own tokens
-  float acc[4][4] = {};                            // quads of lane g x places in them, of query t
-  float later[8];                                  // the mean key's terms, which are found for two pages at a time
+  CodedSums sums;
+  float later[8]; // the mean key's terms, which are found for two pages at a time
   bool known = false;
   for (; page < last; page += turn) {
     float x[8], scale[8];
@@ -249,92 +360,25 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
     eight_floats(keys.scales_of(g), scale);
     const bool more = page + turn < last;
     __syncwarp(); // all have read them
-    copy_keys(more);
+    copy(keys, in.keys, 0, more);
 
-    const uint32_t start = uint32_t(page * kPage + 2 * g - low), span = uint32_t(high - low);
-    const float score_unit = asked.unit[t];
-    float top = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float score = products[i] * (score_unit * scale[i]);
-      if constexpr (kCentred) x[i] += score;
-      else x[i] = score;
-      x[i] = start + (i / 2 * 16 + i % 2) < span ? x[i] : -INFINITY;
-      top = max_or_nan(top, x[i]);
-    }
-    // Every page has a token, so the new peak is finite, or NaN, which has to show.
-    const float new_peak = max_or_nan(peak, max_over_rows(top)), fade = exp2_fast(peak - new_peak);
-    peak = new_peak;
+    const CodedSpan span = {uint32_t(page * kPage + 2 * g - low), uint32_t(high - low)};
+    const float fade = sums.raise_peak(finish_scores<kCentred>(x, products, scale, asked.unit[t], span));
     wait_copy_groups<1>(), __syncwarp(); // the values are here
     eight_floats(values.scales_of(g), scale);
-    float largest = 0.0f, total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = exp2_fast(x[i] - peak);
-      total += x[i];
-      x[i] = start + (i / 2 * 16 + i % 2) < span ? x[i] * scale[i] : 0.0f;
-      largest = max_or_nan(largest, x[i]);
-    }
-    sum = sum * fade + total;
-    largest = max_over_rows(largest);
-    // Integers up to 65535 are the last bits of floats from 2^23 on.
-    const float inverse = largest > 1e-30f ? __fdividef(65535.0f, largest) : 0.0f, unit = largest * (1.0f / 65535.0f);
-    uint32_t whole[8], all = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      whole[i] = __float_as_uint(fmaf(x[i], inverse, 8388608.0f));
-      all += whole[i] - __float_as_uint(8388608.0f);
-    }
-    ones = ones * fade + float(all) * unit;
-    uint32_t pair[4]; // lower and then upper bytes of two tokens
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = permute(whole[2 * i], whole[2 * i + 1], 0x5140);
-    const uint2 upper = {permute(pair[0], pair[1], 0x7632), permute(pair[2], pair[3], 0x7632)};
-    const uint2 lower = {permute(pair[0], pair[1], 0x5410), permute(pair[2], pair[3], 0x5410)};
-    // Lane t reads those of g = t and g = t + 4.
-    *reinterpret_cast<uint2*>(&weights.row[2 * t][g % 4 * 16 + g / 4 * 8]) = upper;
-    *reinterpret_cast<uint2*>(&weights.row[2 * t + 1][g % 4 * 16 + g / 4 * 8]) = lower;
+    const float largest = sums.weigh(x, scale, span, fade), unit = largest * (1.0f / 65535.0f);
+    sums.ones = sums.ones * fade + float(quantise_weights(x, largest, g, t, weights)) * unit;
     __syncwarp();
     const uint4 mine = *reinterpret_cast<const uint4*>(&weights.row[g][16 * t]);
-    coded_values<kValueBits>(values, in.values.levels, mine, fade, unit, g, t, acc);
+    coded_values<kValueBits>(values, in.values.levels, mine, fade, unit, g, t, sums.acc);
     __syncwarp(); // all have read values and weights
-    copy_values(more);
+    copy(values, in.values, 2, more);
     names = page + 2 * turn < last ? uint32_t(table[page + 2 * turn]) : 0;
   }
 
-  // Join the warps.
-  sum = sum_over_rows(sum), ones = sum_over_rows(ones);
-  CodedResults& results = shared.warp[warp].results; // in place of what the warp no longer reads
-  if (g == 0) results.peak[t] = peak, results.sum[t] = sum;
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int r = 0; r < 4; ++r)
-      results.out[t][values.value_dim(n, r, g)] = (2.0f * acc[n][r] + ones) * in.values.step;
+  sums.leave(shared.warp[warp].results, values, in.values.step, g, t);
   __syncthreads();
-  const int dim = threadIdx.x % kCodedDim;
-  for (int query = threadIdx.x / kCodedDim; query < queries; query += kWarps * 32 / kCodedDim) {
-    float top = -INFINITY, total = 0.0f, y = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) top = max_or_nan(top, shared.warp[w].results.peak[query]);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      // Without tokens a sum is 0, otherwise at least 1, or NaN, which has to show.
-      const CodedResults& found = shared.warp[w].results;
-      const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
-      total += weight * found.sum[query], y += weight * found.out[query][dim];
-    }
-    y = total == 0.0f ? 0.0f : y / total;
-    const float log_sum = top + log2f(total);
-    const int64_t row = first_row + query, partial = row * in.splits + split;
-    if (in.splits == 1) {
-      to.out[row * kCodedDim + dim] = y;
-      if (dim == 0) to.lse[row] = log_sum * 0.69314718055994531f;
-    } else {
-      to.partial_out[partial * kCodedDim + dim] = y;
-      if (dim == 0) to.partial_lse[partial] = log_sum;
-    }
-  }
+  join_coded_warps<kWarps>(shared, to, first_row, queries, split, in.splits);
 }
 
 } // namespace shadowkv

@@ -160,6 +160,88 @@ struct PagedValues {
   }
 };
 
+// Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: two products
+// with the two halves of a key's unit, and of each one half of the rows counts. Queries past the group are 0.
+template <typename Rows, int kDim>
+__device__ __forceinline__ void
+load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, int queries, int g, int t) {
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) {
+    const uint4 x = g < queries ? *reinterpret_cast<const uint4*>(from + g * kDim + 8 * (t + 4 * i)) : uint4{};
+    q[i][0] = Rows::query(x.x), q[i][1] = Rows::query(x.z), q[i][2] = Rows::query(x.y), q[i][3] = Rows::query(x.w);
+  }
+}
+
+// The scores of a tile: queries x tokens, low[.][0, 1] and high[.][2, 3] add up to them.
+template <typename Rows, int kDim>
+__device__ __forceinline__ void score_tile(
+    const PagedKeys<Rows, kDim>& keys, const uint32_t (&q)[kDim / 32][4], float (&low)[2][4], float (&high)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < keys.kUnits; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 x = Rows::widen(keys.unit[half][i]);
+      Rows::multiply(low[half], q[i], {x.x, x.y});
+      Rows::multiply(high[half], q[i], {x.z, x.w});
+    }
+}
+
+// Of query g, what a lane has found so far: the largest score, the sum over the lane's own tokens.
+struct PagedPeak {
+  float peak = -INFINITY, sum = 0.0f;
+
+  // Makes a tile's scores weights, and returns what sums so far shrink by.
+  __device__ __forceinline__ float weigh(float (&x)[4]) {
+    // Every tile has a token, so the new peak is finite.
+    const float new_peak = fmaxf(peak, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
+    const float shrink = exp2_fast(peak - new_peak);
+    peak = new_peak;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) x[n] = exp2_fast(x[n] - peak);
+    sum = sum * shrink + ((x[0] + x[1]) + (x[2] + x[3]));
+    return shrink;
+  }
+};
+
+// What a block's warps leave for each other.
+template <int kDim>
+struct PagedShared {
+  float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
+  float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
+};
+
+// Joins the warps' results of a block's queries: as the outputs, or as a split's share in them.
+template <typename Rows, int kDim>
+__device__ __forceinline__ void join_paged_warps(
+    const PagedShared<kDim>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t sequence, int head,
+    int64_t first_row, int queries, int split) {
+  for (int i = threadIdx.x; i < queries * (kDim / 2); i += kPagedWarps * 32) {
+    const int query = i / (kDim / 2), pair = i % (kDim / 2);
+    float top = -INFINITY, total = 0.0f;
+    float2 y = {};
+#pragma unroll
+    for (int w = 0; w < kPagedWarps; ++w) top = fmaxf(top, shared.peaks[w][query]);
+#pragma unroll
+    for (int w = 0; w < kPagedWarps; ++w) {
+      // Without tokens a sum is 0, otherwise at least 1, or NaN, which has to show.
+      const float weight = shared.sums[w][query] == 0.0f ? 0.0f : exp2_fast(shared.peaks[w][query] - top);
+      total += weight * shared.sums[w][query];
+      y.x += weight * shared.accs[w][query][pair].x, y.y += weight * shared.accs[w][query][pair].y;
+    }
+    const float share = total == 0.0f ? 0.0f : in.rows.value_scale(sequence, head) / total;
+    const float log_sum = top + log2f(total);
+    const int64_t row = first_row + query;
+    if (in.splits == 1) {
+      reinterpret_cast<uint32_t*>(to.out)[row * (kDim / 2) + pair] = pack_bf16(y.x * share, y.y * share);
+      if (pair == 0) to.lse[row] = log_sum * 0.69314718055994531f;
+    } else {
+      const int64_t partial = row * in.splits + split;
+      reinterpret_cast<float2*>(to.partial_out)[partial * (kDim / 2) + pair] = {y.x * share, y.y * share};
+      if (pair == 0) to.partial_lse[partial] = log_sum;
+    }
+  }
+}
+
 // Grid: splits * query blocks, heads, batch. A block's query blocks are neighbours, so that what the first one reads
 // the others find in the second-level cache.
 //
@@ -185,23 +267,14 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
       in.rows.tokens(sequence), in.pages + sequence * in.pages_row, split, in.splits, in.entries, warp * kPagedTile};
   tiles.advance();
 
-  // Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: two
-  // products with the two halves of a key's unit, and of each one half of the rows counts. Queries past the group are
-  // 0.
   uint32_t q[Keys::kUnits][4];
-#pragma unroll
-  for (int i = 0; i < Keys::kUnits; ++i) {
-    const uint4 x =
-        g < queries ? *reinterpret_cast<const uint4*>(in.q + (first_row + g) * kDim + 8 * (t + 4 * i)) : uint4{};
-    q[i][0] = Rows::query(x.x), q[i][1] = Rows::query(x.z), q[i][2] = Rows::query(x.y), q[i][3] = Rows::query(x.w);
-  }
-
+  load_paged_queries<Rows, kDim>(q, in.q + first_row * kDim, queries, g, t);
   const int64_t offset = (int64_t(head) * kPage + warp * kPagedTile) * kDim;
   const auto *const k = in.k + offset, *const v = in.v + offset;
   // Scores are in units of log 2.
   const float scale = 1.4426950408889634f * rsqrtf(float(kDim)) * in.rows.key_scale(sequence, head);
-  float peak = -INFINITY, sum = 0.0f; // of query g; the sum over the lane's own tokens
-  float acc[kPairs][4] = {};          // dimensions (g, g + 8) x queries (2t, 2t + 1)
+  PagedPeak of_query;
+  float acc[kPairs][4] = {}; // dimensions (g, g + 8) x queries (2t, 2t + 1)
 
   Keys keys;
   Values values;
@@ -210,15 +283,8 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     if constexpr (kAhead) values.load(v + tiles.value_page * in.v_page, tiles.tokens, tiles.skipped, g, t);
   }
   while (tiles.tokens > 0) {
-    float low[2][4] = {}, high[2][4] = {}; // queries x tokens: low[.][0, 1] and high[.][2, 3] add up to the scores
-#pragma unroll
-    for (int i = 0; i < Keys::kUnits; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 x = Rows::widen(keys.unit[half][i]);
-        Rows::multiply(low[half], q[i], {x.x, x.y});
-        Rows::multiply(high[half], q[i], {x.z, x.w});
-      }
+    float low[2][4] = {}, high[2][4] = {};
+    score_tile(keys, q, low, high);
     const int tokens = tiles.tokens, skipped = tiles.skipped;
     const auto* value_tile = v + tiles.value_page * in.v_page;
     tiles.advance();
@@ -232,13 +298,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
       const bool attended = i < tokens && (!Rows::kSkipping || i >= skipped);
       x[n] = attended ? (low[n / 2][n % 2] + high[n / 2][n % 2 + 2]) * scale : -INFINITY;
     }
-    // Every tile has a token, so the new peak is finite.
-    const float new_peak = fmaxf(peak, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
-    const float shrink = exp2_fast(peak - new_peak);
-    peak = new_peak;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) x[n] = exp2_fast(x[n] - peak);
-    sum = sum * shrink + ((x[0] + x[1]) + (x[2] + x[3]));
+    const float shrink = of_query.weigh(x);
     const float shrink0 = __shfl_sync(~0u, shrink, 8 * t), shrink1 = __shfl_sync(~0u, shrink, 8 * t + 4);
     const uint32_t weights[2] = {Rows::pack(x[0], x[1]), Rows::pack(x[2], x[3])};
 #pragma unroll
@@ -257,42 +317,16 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     }
   }
 
-  // Join the warps.
-  __shared__ float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
-  __shared__ float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
-  sum = quad_sum(sum);
-  if (t == 0) peaks[warp][g] = peak, sums[warp][g] = sum;
+  __shared__ PagedShared<kDim> shared;
+  const float sum = quad_sum(of_query.sum);
+  if (t == 0) shared.peaks[warp][g] = of_query.peak, shared.sums[warp][g] = sum;
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
-    accs[warp][2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
-    accs[warp][2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
+    shared.accs[warp][2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
+    shared.accs[warp][2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < queries * (kDim / 2); i += kPagedWarps * 32) {
-    const int query = i / (kDim / 2), pair = i % (kDim / 2);
-    float top = -INFINITY, total = 0.0f;
-    float2 y = {};
-#pragma unroll
-    for (int w = 0; w < kPagedWarps; ++w) top = fmaxf(top, peaks[w][query]);
-#pragma unroll
-    for (int w = 0; w < kPagedWarps; ++w) {
-      // Without tokens a sum is 0, otherwise at least 1, or NaN, which has to show.
-      const float weight = sums[w][query] == 0.0f ? 0.0f : exp2_fast(peaks[w][query] - top);
-      total += weight * sums[w][query];
-      y.x += weight * accs[w][query][pair].x, y.y += weight * accs[w][query][pair].y;
-    }
-    const float share = total == 0.0f ? 0.0f : in.rows.value_scale(sequence, head) / total;
-    const float log_sum = top + log2f(total);
-    const int64_t row = first_row + query;
-    if (in.splits == 1) {
-      reinterpret_cast<uint32_t*>(to.out)[row * (kDim / 2) + pair] = pack_bf16(y.x * share, y.y * share);
-      if (pair == 0) to.lse[row] = log_sum * 0.69314718055994531f;
-    } else {
-      const int64_t partial = row * in.splits + split;
-      reinterpret_cast<float2*>(to.partial_out)[partial * (kDim / 2) + pair] = {y.x * share, y.y * share};
-      if (pair == 0) to.partial_lse[partial] = log_sum;
-    }
-  }
+  join_paged_warps(shared, in, to, sequence, head, first_row, queries, split);
 }
 
 } // namespace shadowkv

@@ -249,39 +249,27 @@ struct Slice {
   int left; // runs from the first on, at most those of a slice: 0 or less of one that there is not
 };
 
-// kBytes: of a token in a plane, 8, 16 or 32. kWide: more than 4 query heads. kSingle: chunks of one token.
-template <int kBytes, bool kWide, bool kSingle>
-__global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlocks)
-    score_runs_kernel(const SelectBySketch p) {
-  using Stage = Stage<kBytes>;
-  constexpr int kHalves = (kBytes + 15) / 16, kPlanes = kBytes == 8 ? 4 : 8; // a lane's words and bits of a token
-  // Codes of weight 4 in sums of their own; floats that begin with these bits are kMagic + a whole number.
-  constexpr int kMagicBits = 0x4b400000;
-  constexpr float kMagic = 12582912;
-  __shared__ __align__(128) uint8_t memory[kScoreWarps * kStages * Stage::kSize];
-  extern __shared__ uint32_t before[]; // slices of a head before each sequence, and those of all
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
-  const unsigned sequences = p.rows / p.heads;
-
-  // What is read here was there before the launch that finds the runs.
-  if (warp == 0) {
-    uint32_t sum = 0;
-    for (unsigned first = 0; first < sequences; first += 32) {
-      const unsigned sequence = first + lane;
-      const uint32_t slices = sequence < sequences ? (p.kept_of(sequence) + p.slice - 1) / p.slice : 0;
-      const uint32_t inclusive = scan_warp(slices);
-      if (sequence < sequences) before[sequence] = sum + inclusive - slices;
-      sum += __shfl_sync(~0u, inclusive, 31);
-    }
-    if (lane == 0) before[sequences] = sum;
+// Leaves in `before` how many slices of a head there are before each sequence, and of all. For one warp.
+__device__ __forceinline__ void count_slices(const SelectBySketch& p, unsigned sequences, uint32_t* before) {
+  const int lane = threadIdx.x % 32;
+  uint32_t sum = 0;
+  for (unsigned first = 0; first < sequences; first += 32) {
+    const unsigned sequence = first + lane;
+    const uint32_t slices = sequence < sequences ? (p.kept_of(sequence) + p.slice - 1) / p.slice : 0;
+    const uint32_t inclusive = scan_warp(slices);
+    if (sequence < sequences) before[sequence] = sum + inclusive - slices;
+    sum += __shfl_sync(~0u, inclusive, 31);
   }
-  __syncthreads();
-  const unsigned all = before[sequences] * p.heads;
-  wait_for_launch_before();
-  let_next_launch_begin();
+  if (lane == 0) before[sequences] = sum;
+}
 
-  const auto slice_of = [&](unsigned number) {
+// The slices of all rows one after the other, those of all heads at one place together.
+struct SliceLine {
+  const uint32_t* before; // as count_slices leaves it
+  unsigned sequences, all;
+
+  __device__ __forceinline__ Slice find(const SelectBySketch& p, unsigned number) const {
+    const int lane = threadIdx.x % 32;
     Slice x{};
     if (number >= all) return x;
     const unsigned place = number / p.heads;
@@ -295,44 +283,78 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
     x.slope = state.slope, x.more = fmaf(-state.slope, state.edge, p.weights(x.row)[at]);
     x.left = min(state.count - int(x.first), p.slice);
     return x;
-  };
+  }
+};
+
+// Four runs as a lane has them in registers: token g of each, and the scale of token g of run t.
+template <int kBytes>
+struct RunCodes {
+  static constexpr int kHalves = (kBytes + 15) / 16; // words of a token
+  uint32_t sign[kHalves][kBatch], low[kHalves][kBatch], scale;
+};
+
+// Where a lane writes in its warp's stages, and where it reads.
+template <int kBytes>
+struct RunStages {
+  using Stage = Stage<kBytes>;
+  int run, token; // that the lane copies, of a batch
+  uint32_t to_codes, to_scale, codes_here, scale_here;
+
+  __device__ __forceinline__ explicit RunStages(const uint8_t* memory) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const uint32_t stages = shared_address(memory) + warp * kStages * Stage::kSize;
+    run = lane / kRun, token = lane % kRun;
+    to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
+    to_scale = stages + Stage::kScale + run * 16;
+    // Of 16 bytes or more, ldmatrix takes addresses where the lane copied to.
+    codes_here = kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes;
+    scale_here = stages + Stage::kScale + t * 16 + g * 2;
+  }
 
   // A batch of runs to a stage: lane 8 r + i copies token i of run r, lane 8 r its scales.
-  const uint32_t stages = shared_address(memory) + warp * kStages * Stage::kSize;
-  const int token = lane % kRun;
-  const uint32_t to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
-  const uint32_t to_scale = stages + Stage::kScale + lane / kRun * 16;
-  const auto copy = [&](uint2 named, unsigned head, int left, int first, int slot) {
-    const int at = first + lane / kRun;
+  __device__ __forceinline__ void
+  copy(const SelectBySketch& p, uint2 named, unsigned head, int left, int first, int slot) const {
+    const int at = first + run;
     const uint32_t name = __shfl_sync(~0u, named.x, at);
-    const uint32_t run = head * kPageRuns + __shfl_sync(~0u, named.y, at) % kPageRuns;
+    const uint32_t of_page = head * kPageRuns + __shfl_sync(~0u, named.y, at) % kPageRuns;
     if (at < left) {
-      const uint32_t codes = (run * kRun + token) * kBytes;
+      const uint32_t codes = (of_page * kRun + token) * kBytes;
       copy_token<kBytes>(to_codes + slot * Stage::kSize, p.signs + uint64_t(name) * p.signs_stride + codes);
       copy_token<kBytes>(
           to_codes + slot * Stage::kSize + Stage::kRest, p.rest + uint64_t(name) * p.rest_stride + codes);
       if (token == 0)
-        copy16_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + run * (2 * kRun));
+        copy16_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + of_page * (2 * kRun));
     }
     close_copy_group();
-  };
+  }
 
-  // Warps of a block begin with one slice of several heads, which are of much the same pages.
-  unsigned number = blockIdx.x * kScoreWarps + warp;
-  Slice own = slice_of(number);
-#pragma unroll
-  for (int slot = 0; slot < kStages; ++slot) copy(own.named, own.head, own.left, slot * kBatch, slot);
+  // Waits for the oldest batch and reads it; its stage may be filled again then.
+  __device__ __forceinline__ void load(RunCodes<kBytes>& codes, int slot) const {
+    wait_copy_groups<kStages - 1>();
+    __syncwarp(); // all lanes' copies are there
+    load_plane<kBytes>(codes.sign, codes_here + slot * Stage::kSize);
+    load_plane<kBytes>(codes.low, codes_here + slot * Stage::kSize + Stage::kRest);
+    codes.scale = load_shared2(scale_here + slot * Stage::kSize);
+    __syncwarp(); // all lanes are done with the stage
+  }
+};
 
-  const uint32_t codes_here =
-      kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes; // ldmatrix takes addresses where the lane copied to
-  const uint32_t scale_here = stages + Stage::kScale + t * 16 + g * 2;
-#pragma unroll 1
-  for (; number < all; number += kScoreWarps * gridDim.x) {
-    const Slice next = slice_of(number + kScoreWarps * gridDim.x);
-    // Queries as fragments: lane 4 g + t has those of query g, or of g % 4, of which the first four meet runs 0 and 1
-    // and the others runs 2 and 3. Queries that there are none of are copies of the last.
-    uint32_t b[kHalves][kPlanes][kWide ? 1 : 2];
-    const auto query = [&](int column) { return own.row * p.group + min(kWide ? column : column % 4, p.group - 1); };
+// Queries as fragments: lane 4 g + t has those of query g, or of g % 4, of which the first four meet runs 0 and 1 and
+// the others runs 2 and 3. Queries that there are none of are copies of the last.
+template <int kBytes, bool kWide>
+struct QueryFragments {
+  static constexpr int kHalves = RunCodes<kBytes>::kHalves, kPlanes = kBytes == 8 ? 4 : 8; // bits of a token in a lane
+  static constexpr int kTiles = kWide ? 2 : 1;
+  // Codes of weight 4 in sums of their own; floats that begin with these bits are kMagic + a whole number.
+  static constexpr int kMagicBits = 0x4b400000;
+  static constexpr float kMagic = 12582912;
+  uint32_t b[kHalves][kPlanes][kWide ? 1 : 2];
+  float unit[2];
+  int start[2]; // 4 times the sum of codes less their mean begins with this
+
+  __device__ __forceinline__ QueryFragments(const SelectBySketch& p, unsigned row) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const auto query = [&](int column) { return row * p.group + min(kWide ? column : column % 4, p.group - 1); };
     const uint8_t* whole = p.whole + query(g) * 8 * kBytes + (kBytes == 8 ? (t & 2) * 2 * kBytes + t % 2 * 4 : 4 * t);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
@@ -345,84 +367,117 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
           if (kBytes == 16) keep_in_registers(b[half][j][0], b[half][j][kWide ? 0 : 1]);
         }
       }
-    float unit[2];
-    int start[2]; // 4 times the sum of codes less their mean begins with this
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       unit[e] = 0.25f * p.unit[query(2 * t + e)], start[e] = kMagicBits - 6 * p.sum[query(2 * t + e)];
     }
-    uint16_t* values = p.values(own.row) + (own.first << log_run) + (t * kRun + g >> log_chunk);
+  }
 
+  // Adds the products with codes of weight 1 to `ones`, those with codes of weight 4 to `fours`.
+  __device__ __forceinline__ void
+  multiply(const RunCodes<kBytes>& x, int32_t (&ones)[kTiles][4], int32_t (&fours)[kTiles][4]) const {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      uint32_t codes[2][kBatch]; // of even bits and of odd bits
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) {
+        codes[0][r] = select_bits<0xaaaaaaaa>(x.sign[half][r] << 1, x.low[half][r]);
+        codes[1][r] = select_bits<0xaaaaaaaa>(x.sign[half][r], x.low[half][r] >> 1);
+      }
+      const auto plane = [&](int r, int j) {
+        return codes[j & 1][r] >> (j & 4) & (j & 2 ? 0x0c0c0c0cu : 0x03030303u);
+      };
+      if constexpr (kWide) {
+#pragma unroll
+        for (int j = 0; j < kPlanes / 2; ++j) {
+          const int first = kPlanes == 8 ? j : 2 * j, second = kPlanes == 8 ? j + 4 : 2 * j + 1; // of one weight
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile)
+            mma_u8s8(
+                first & 2 ? fours[tile] : ones[tile],
+                {plane(2 * tile, first), plane(2 * tile + 1, first), plane(2 * tile, second),
+                 plane(2 * tile + 1, second)},
+                {b[half][first][0], b[half][second][0]});
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kPlanes; ++j)
+          mma_u8s8(j & 2 ? fours[0] : ones[0], {plane(0, j), plane(1, j), plane(2, j), plane(3, j)}, b[half][j]);
+      }
+    }
+  }
+
+  // The best product of token g of run t with a query, before the token's scale.
+  __device__ __forceinline__ float best_product(const RunCodes<kBytes>& codes) const {
+    int32_t ones[kTiles][4] = {}, fours[kTiles][4];
+#pragma unroll
+    for (int e = 0; e < 4 * kTiles; ++e) fours[e / 4][e % 4] = start[e % 2];
+    multiply(codes, ones, fours);
+    float best[2 * kTiles]; // of tokens g of two runs, of a tile
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      float score[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        score[e] = (__int_as_float(4 * ones[r / 2][r % 2 * 2 + e] + fours[r / 2][r % 2 * 2 + e]) - kMagic) * unit[e];
+      best[r] = fmaxf(score[0], score[1]);
+    }
+    const int t = threadIdx.x % 4;
+    // The maximum over a quad's lanes, of another run in each of them.
+    const auto exchange = [](bool odd, float x, float y, int mask) {
+      return fmaxf(odd ? y : x, __shfl_xor_sync(~0u, odd ? x : y, mask));
+    };
+    const float score = exchange(t & 1, best[0], best[1], 1);
+    if constexpr (kWide) return exchange(t & 2, score, exchange(t & 1, best[2], best[3], 1), 2);
+    return score;
+  }
+};
+
+// kBytes: of a token in a plane, 8, 16 or 32. kWide: more than 4 query heads. kSingle: chunks of one token.
+template <int kBytes, bool kWide, bool kSingle>
+__global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlocks)
+    score_runs_kernel(const SelectBySketch p) {
+  __shared__ __align__(128) uint8_t memory[kScoreWarps * kStages * Stage<kBytes>::kSize];
+  extern __shared__ uint32_t before[]; // as count_slices leaves it
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
+  const unsigned sequences = p.rows / p.heads;
+  // What is read here was there before the launch that finds the runs.
+  if (warp == 0) count_slices(p, sequences, before);
+  __syncthreads();
+  const SliceLine line = {before, sequences, before[sequences] * p.heads};
+  wait_for_launch_before();
+  let_next_launch_begin();
+
+  // Warps of a block begin with one slice of several heads, which are of much the same pages.
+  unsigned number = blockIdx.x * kScoreWarps + warp;
+  Slice own = line.find(p, number);
+  const RunStages<kBytes> stages(memory);
+#pragma unroll
+  for (int slot = 0; slot < kStages; ++slot) stages.copy(p, own.named, own.head, own.left, slot * kBatch, slot);
+#pragma unroll 1
+  for (; number < line.all; number += kScoreWarps * gridDim.x) {
+    const Slice next = line.find(p, number + kScoreWarps * gridDim.x);
+    const QueryFragments<kBytes, kWide> queries(p, own.row);
+    uint16_t* values = p.values(own.row) + (own.first << log_run) + (t * kRun + g >> log_chunk);
     const auto score_batch = [&](int first, int slot) {
-      wait_copy_groups<kStages - 1>();
-      __syncwarp(); // all lanes' copies are there
-      uint32_t sign[kHalves][kBatch], low[kHalves][kBatch];
-      load_plane<kBytes>(sign, codes_here + slot * Stage::kSize);
-      load_plane<kBytes>(low, codes_here + slot * Stage::kSize + Stage::kRest);
-      const uint32_t scale = load_shared2(scale_here + slot * Stage::kSize); // in the end, a lane has token g of run t
-      __syncwarp(); // all lanes are done with the stage
+      RunCodes<kBytes> codes;
+      stages.load(codes, slot);
       const int ahead = first + kStages * kBatch;
       const bool here = ahead < p.slice;
-      copy(
-          {here ? own.named.x : next.named.x, here ? own.named.y : next.named.y}, here ? own.head : next.head,
+      stages.copy(
+          p, {here ? own.named.x : next.named.x, here ? own.named.y : next.named.y}, here ? own.head : next.head,
           here ? own.left : next.left, here ? ahead : ahead - p.slice, slot);
       if (first >= own.left) return;
 
-      constexpr int kTiles = kWide ? 2 : 1;
-      int32_t ones[kTiles][4] = {}, fours[kTiles][4];
-#pragma unroll
-      for (int e = 0; e < 4 * kTiles; ++e) fours[e / 4][e % 4] = start[e % 2];
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        uint32_t codes[2][kBatch]; // of even bits and of odd bits
-#pragma unroll
-        for (int r = 0; r < kBatch; ++r) {
-          codes[0][r] = select_bits<0xaaaaaaaa>(sign[half][r] << 1, low[half][r]);
-          codes[1][r] = select_bits<0xaaaaaaaa>(sign[half][r], low[half][r] >> 1);
-        }
-        const auto plane = [&](int r, int j) {
-          return codes[j & 1][r] >> (j & 4) & (j & 2 ? 0x0c0c0c0cu : 0x03030303u);
-        };
-        if constexpr (kWide) {
-#pragma unroll
-          for (int j = 0; j < kPlanes / 2; ++j) {
-            const int first = kPlanes == 8 ? j : 2 * j, second = kPlanes == 8 ? j + 4 : 2 * j + 1; // of one weight
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile)
-              mma_u8s8(
-                  first & 2 ? fours[tile] : ones[tile],
-                  {plane(2 * tile, first), plane(2 * tile + 1, first), plane(2 * tile, second),
-                   plane(2 * tile + 1, second)},
-                  {b[half][first][0], b[half][second][0]});
-          }
-        } else {
-#pragma unroll
-          for (int j = 0; j < kPlanes; ++j)
-            mma_u8s8(j & 2 ? fours[0] : ones[0], {plane(0, j), plane(1, j), plane(2, j), plane(3, j)}, b[half][j]);
-        }
-      }
-      float best[2 * kTiles]; // of tokens g of two runs, of a tile
-#pragma unroll
-      for (int r = 0; r < 2 * kTiles; ++r) {
-        float score[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          score[e] = (__int_as_float(4 * ones[r / 2][r % 2 * 2 + e] + fours[r / 2][r % 2 * 2 + e]) - kMagic) * unit[e];
-        best[r] = fmaxf(score[0], score[1]);
-      }
-      // The maximum over a quad's lanes, of another run in each of them.
-      const auto exchange = [](bool odd, float x, float y, int mask) {
-        return fmaxf(odd ? y : x, __shfl_xor_sync(~0u, odd ? x : y, mask));
-      };
-      float score = exchange(t & 1, best[0], best[1], 1);
-      if constexpr (kWide) score = exchange(t & 2, score, exchange(t & 1, best[2], best[3], 1), 2);
-      score = fmaf(score, __half2float(__ushort_as_half(uint16_t(scale))), 0.f); // never -0
+      float score = queries.best_product(codes);
+      score = fmaf(score, __half2float(__ushort_as_half(uint16_t(codes.scale))), 0.f); // never -0
 #pragma unroll
       for (int i = 0; i < 3; ++i)
         if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));
       score = fmaf(own.slope, score, __shfl_sync(~0u, own.more, first + t));
       if (first + t < own.left && (g & ((1 << log_chunk) - 1)) == 0)
-        values[first * kRun >> log_chunk] = scale == kExcluded ? kNever : finite_half(score);
+        values[first * kRun >> log_chunk] = codes.scale == kExcluded ? kNever : finite_half(score);
     };
 #pragma unroll 1
     for (int first = 0; first < p.slice; first += kStages * kBatch)
