@@ -31,7 +31,7 @@ FOLDERS = (
 FOR_A_GPU = re.compile(r"cuda|^from driver import", re.MULTILINE)
 """What files name whose tests run on a GPU where there is one; the others are in ``make test`` alone."""
 PROCESSES = min(12, os.cpu_count() or 1)
-TEST_SECONDS, ALL_SECONDS = 120, 330
+TEST_SECONDS, ALL_SECONDS = 90, 410
 """Limits; after the second no other test is begun. With the build, ten minutes are enough whatever hangs."""
 OUTCOMES = ("passed", "failed", "skipped")
 
