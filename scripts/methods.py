@@ -40,7 +40,7 @@ METHODS = (
     Method(
         "exact pages (`full`)",
         (*_parts("keys_dense", "values_dense", "index_none"), "kvcache/decode.py"),
-        ("append_tokens", "paged_attention", "merge_attention", "write_rows"),
+        ("append_block", "append_tokens", "paged_attention", "merge_attention", "write_rows"),
         ("cpu/paged_attention.h", "kernels/paged_attention.cuh"),
         ("kvcache/test_exactness.py", "ops/test_attention_ops.py"),
     ),
@@ -61,8 +61,8 @@ METHODS = (
     Method(
         "low-rank keys (ShadowKV)",
         (*_parts("keys_low_rank"), *_codecs("latents")),
-        ("low_rank_basis", "project_latents", "rebuild_rows"),
-        ("kernels/attend/keys.cuh",),
+        ("low_rank_basis", "whiten_rows", "project_latents", "rebuild_rows"),
+        ("kernels/whiten_rows.cuh", "kernels/attend/keys.cuh"),
         ("ops/test_storage_ops.py", "ops/test_subspace_iteration.py"),
     ),
     Method(
@@ -89,7 +89,7 @@ METHODS = (
     Method(
         "key sketch (`turbo`)",
         _parts("index_sketch"),
-        ("sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch"),
+        ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch"),
         ("sketch_rules.h", "cpu/sketch.h")
         + ("kernels/sketch_queries.cuh", "kernels/sign_scores.cuh", "kernels/select_by_sketch.cuh"),
         ("ops/test_sketch.py", "kvcache/test_sketch_maps.py"),

@@ -1,9 +1,8 @@
 // Scores of blocks of 128 keys for Hopper: log2 of the sums of exponentials of sampled queries.
 //
 // One thread block per multiprocessor, which takes one span of blocks after another, each for two parts of 128 queries:
-// keys pass from the second-level cache once for both, and through shared memory alone, as queries stay in registers.
-// Three warps gather queries and one copies keys into a ring of stages (fetch.cuh); two warpgroups multiply
-// (consume.cuh) and sum (exponentials.cuh), either part's products going on during the other's sums.
+// keys pass from the second-level cache once for both. Three warps gather queries and one copies keys into rings of
+// stages (fetch.cuh); four warpgroups multiply and sum (consume.cuh, exponentials.cuh).
 #pragma once
 
 #include "score_blocks_sm90/consume.cuh"

@@ -85,28 +85,6 @@ __device__ __forceinline__ void score_product(float (&c)[64], uint32_t a, uint32
 }
 #undef SHADOWKV_SCORES
 
-// The same with a in registers.
-#define SHADOWKV_SCORES_OF(TYPES, ADD, BIND)                                                                           \
-  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, " ADD ", 0;\nmov.b64 b, {%68, 0x40000040};\n"          \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPES " {" SHADOWKV_R64                                  \
-               "}, {%64,%65,%66,%67}, b, p, 1, 1, 0;\n}"                                                               \
-               : SHADOWKV_C32(BIND, c, 0), SHADOWKV_C32(BIND, c, 32)                                                   \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
-
-template <class Element, bool kAdd>
-__device__ __forceinline__ void score_product(float (&c)[64], const uint32_t* a, uint32_t b) {
-  constexpr bool kHalf = std::is_same_v<Element, __half>;
-  if constexpr (kHalf && kAdd)
-    SHADOWKV_SCORES_OF("f16.f16", "1", SHADOWKV_INOUT);
-  else if constexpr (kHalf)
-    SHADOWKV_SCORES_OF("f16.f16", "0", SHADOWKV_OUT);
-  else if constexpr (kAdd)
-    SHADOWKV_SCORES_OF("bf16.bf16", "1", SHADOWKV_INOUT);
-  else
-    SHADOWKV_SCORES_OF("bf16.bf16", "0", SHADOWKV_OUT);
-}
-#undef SHADOWKV_SCORES_OF
-
 // c[64 x dim] += a[64 x 16] b[16 x dim], a in registers, b's columns within its rows.
 #define SHADOWKV_VALUES_128(TYPES)                                                                                  \
   asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, 1, 0;\nmov.b64 b, {%68, 0x40000040};\n"              \

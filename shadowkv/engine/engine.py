@@ -259,7 +259,7 @@ class Engine:
         self._forget_aborted(prefill)
         kept = [done[row] for row in rows]
         chosen = self.runner.sampler.sample(logits[rows], [one.request for one in kept])
-        return self._take_tokens(kept, chosen, [hidden[row] for row in rows])
+        return self._take_tokens(kept, chosen, [hidden[row] for row in rows] if hidden else None)
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
         """Gives back what a prefill owns; returns its requests that were not aborted."""

@@ -83,8 +83,9 @@ class Prefills:
             one.request.times.scheduled = time.monotonic()
         work = [(one.sequence, one.request.prompt_token_ids[one.request.cached_tokens :]) for one in rows]
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
-        pieces = self.runner.prefill_pieces(sum(len(tokens) for _, tokens in work))
-        self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work), watch, long, pieces))
+        scored = any(one.request.params.prompt_logprobs is not None for one in rows)
+        pieces = self.runner.prefill_pieces(sum(len(tokens) for _, tokens in work), scored)
+        self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work, scored), watch, long, pieces))
 
     def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
         """Goes on with the last one until another piece would take the device's work beyond ``seconds``, or makes

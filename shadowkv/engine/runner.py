@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.cuda_graphs import CudaGraphs
-from shadowkv.engine.prefill import BLOCK_TOKENS, prefill
+from shadowkv.engine.prefill import pieces, prefill
 from shadowkv.engine.request import TokenLogprobs
 from shadowkv.engine.sampler import Sampler, logprobs_of
 from shadowkv.kvcache.batch import DecodeBatch, DecodePlan
@@ -75,14 +75,14 @@ class Runner:
             self.graphs.decode(plan, [], [])
 
     def prefill(
-        self, work: list[tuple[CachedSequence, list[int]]]
+        self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
     ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
         """``prefill`` into the runner's cache."""
-        return prefill(self.model, self.cache, work)
+        return prefill(self.model, self.cache, work, scored)
 
-    def prefill_pieces(self, tokens: int) -> int:
+    def prefill_pieces(self, tokens: int, scored: bool) -> int:
         """Pieces, between which it may be paused, of a prefill of so many tokens."""
-        return len(self.layers) * -(-tokens // BLOCK_TOKENS[self.cache.device.type])
+        return pieces(len(self.layers), tokens, self.cache.device, scored)
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:

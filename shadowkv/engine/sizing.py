@@ -46,15 +46,15 @@ def in_words(count: int) -> str:
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
 
-    Their hidden states, and keys (before and after RoPE) and values of the layers that are stored together; the
-    largest tensors of a block of tokens that are there together, which is in the MLP; what storing takes meanwhile; and
-    keys and values that are rebuilt side by side for a sparse later turn.
+    Their hidden states, normalised too where there are several blocks, and keys (before and after RoPE) and values of
+    the layers that are stored together; the largest tensors of a block of tokens that are there together, which is in
+    the MLP; what storing takes meanwhile; and keys and values that are rebuilt side by side for a sparse later turn.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
 
     def kept(tokens: int) -> int:
         stored = max(tokens, min(TOKENS_AT_ONCE, STATES_AT_ONCE * tokens))
-        return tokens * model.hidden_size + 3 * stored * kv_dim
+        return (2 if tokens > block else 1) * tokens * model.hidden_size + 3 * stored * kv_dim
 
     whole = kept(context) + (kept(block) if context > block else 0)
     in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)

@@ -16,7 +16,10 @@ from shadowkv.ops.extension import block_memory
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
 OF_LOGITS = ("sample_tokens",)
 OF_BLOCKS = ("attend_blocks", "select_blocks")
-OF_TOKENS = ("append_tokens", "apply_rope", "causal_attention", "paged_attention", "ragged_attention", "rebuild_rows")
+OF_TOKENS = (
+    *("append_block", "append_tokens", "apply_rope", "causal_attention", "paged_attention", "ragged_attention"),
+    "rebuild_rows",
+)
 OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls, the last two where its prefill is sparse and where it seals; others are named by its
 parts, and ``attends_with`` names one more."""

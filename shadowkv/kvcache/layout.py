@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,15 @@ class PageCount:
 
     def lacking(self, owned: PageCount) -> PageCount:
         """What is missing of each kind where ``owned`` is there."""
-        return PageCount(*(max(0, wanted - there) for wanted, there in zip(astuple(self), astuple(owned), strict=True)))
+        return PageCount(*(max(0, wanted - there) for wanted, there in zip(self.counts, owned.counts, strict=True)))
 
     def __add__(self, other: PageCount) -> PageCount:
-        return PageCount(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return PageCount(*map(sum, zip(self.counts, other.counts, strict=True)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return tuple(vars(self).values())
 
 
 MOST_ENTRIES = 32767
@@ -214,7 +219,7 @@ class Layout:
         """The most of each kind that a sequence of up to ``capacity`` tokens may have, whether its prompt is compressed
         or not."""
         both = self.pages(0, capacity), self.pages(capacity, capacity)
-        return PageCount(*map(max, *map(astuple, both)))
+        return PageCount(*map(max, *(one.counts for one in both)))
 
     def blocks(self, pages: PageCount) -> Blocks:
         """Blocks that hold ``pages``, kind by kind: a block holds pages of one kind."""

@@ -63,8 +63,8 @@ class Prefill:
         """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
         batch, rows = block.batch, slice(block.start, block.stop)
         place = batch.place(layer)
-        batch.keys[place, rows], batch.values[place, rows] = k, v
-        batch.rope_keys[place, rows] = self.ops.apply_rope(k, batch.positions[rows], self.store.rotary)
+        kept = (x[place, rows] for x in (batch.keys, batch.rope_keys, batch.values))
+        self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
         """Attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the

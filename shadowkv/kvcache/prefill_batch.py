@@ -233,6 +233,10 @@ class PrefillBatch:
         runs = tuple(self._runs(start, stop))
         return PrefillBlock(self, start, stop, runs, kept, self.last[kept] - start)
 
+    def newest(self) -> list[PrefillBlock]:
+        """The last tokens of each sequence, whose queries are kept."""
+        return [self.block(max(one.start, one.stop - OBSERVED), one.stop) for one in self.new]
+
     def _runs(self, start: int, stop: int) -> Iterator[Run]:
         def packed(numbered: tuple[int, NewTokens]) -> bool:
             one = numbered[1]

@@ -54,11 +54,14 @@ class Attention(nn.Module):
         else:
             self.query_norm = self.key_norm = None
 
-    def begin(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
-        """Append and attend with one projection: of normalised hidden states [T, D], what finishes it -> [T, D]."""
+    def begin(self, x: Tensor, cache: Cache, batch: Any, wanted: Tensor | None = None) -> Callable[[], Tensor]:
+        """Append and attend with one projection: of normalised hidden states [T, D], what finishes it -> [T, D].
+
+        With ``wanted``, int64 [n], it is [n, D], of those tokens alone.
+        """
         qkv = self.qkv(x)
         self._store(qkv[:, self.query_dim :], cache, batch)
-        return self._begin(qkv[:, : self.query_dim], cache, batch)
+        return self._begin(qkv[:, : self.query_dim], cache, batch, wanted)
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
         """Keys and values of normalised hidden states [T, D] into the cache."""
@@ -74,9 +77,13 @@ class Attention(nn.Module):
             k = self.key_norm(k)
         cache.append(self.layer, k, v, batch)
 
-    def _begin(self, q: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
+    def _begin(self, q: Tensor, cache: Cache, batch: Any, wanted: Tensor | None = None) -> Callable[[], Tensor]:
         q = q.unflatten(-1, (self.num_query_heads, self.head_dim))
         if self.query_norm is not None:
             q = self.query_norm(q)
         attended = cache.begin(self.layer, q, batch)
-        return lambda: self.group.sum(self.out(attended().flatten(-2)))
+        return lambda: self.group.sum(self.out(_of(attended().flatten(-2), wanted)))
+
+
+def _of(rows: Tensor, wanted: Tensor | None) -> Tensor:
+    return rows if wanted is None else rows[wanted]

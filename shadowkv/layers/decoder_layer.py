@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
@@ -15,11 +14,11 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A layer with four entry points.
+    """A layer, whole or in parts.
 
-    Prefill is layer-major and runs in token blocks: ``append`` on all blocks, then ``attend`` on all blocks, equals
-    ``forward`` on all tokens at once. Between any two blocks it can be paused. ``begin`` is ``forward`` up to where
-    attention may have to wait.
+    Prefill is layer-major and runs in token blocks: ``normalise`` and ``append`` on all blocks, then ``attend`` on all
+    blocks, equals ``forward`` on all tokens at once. Between any two blocks it can be paused. ``begin`` is ``forward``
+    up to where attention may have to wait.
     """
 
     post_attention_norm: RMSNorm | None
@@ -38,27 +37,36 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
 
-    def forward(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The whole layer (decode): residual stream [T, D] and what the layer before adds to it -> the same two.
 
-        They are added where the next norm is taken, in one launch.
+        They are added where the next norm is taken, in one launch. With ``wanted``, int64 [n], both are [n, D]: the
+        others of the tokens go no further than attention needs them.
         """
-        return self.begin(x, added, cache, batch)()
+        return self.begin(x, added, cache, batch, wanted)()
 
-    def begin(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+    def begin(
+        self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Begins ``forward``; what is returned finishes it."""
-        x, normed = (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
-        attended = self.attention.begin(normed, cache, batch)
-        return lambda: self._finish(x, attended())
+        x, normed = self.normalise(x, added)
+        attended = self.attention.begin(normed, cache, batch, wanted)
+        return lambda: self._finish(x if wanted is None else x[wanted], attended())
 
-    def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Keys and values of a block [T, D] of the residual stream into the cache."""
-        self.attention.append(self.attention_norm(x), cache, batch)
+    def normalise(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A block [T, D] of the residual stream with what the layer before adds to it, and what attention has of it."""
+        return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
 
-    def attend(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """The rest of the layer for a block [T, D] whose sequences' keys and values are all in the cache, in place."""
-        total, added = self._finish(x, self.attention.attend(self.attention_norm(x), cache, batch))
-        torch.add(total, added, out=x)
+    def append(self, normed: Tensor, cache: Cache, batch: Any) -> None:
+        """Keys and values of a block [T, D] that is normalised into the cache."""
+        self.attention.append(normed, cache, batch)
+
+    def attend(self, x: Tensor, normed: Tensor, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:
+        """The rest of the layer for a block whose sequences' keys and values are all in the cache: both [T, D] as
+        ``normalise`` returns them -> residual stream and what is to be added to it."""
+        return self._finish(x, self.attention.attend(normed, cache, batch))
 
     def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         if self.post_attention_norm is not None:

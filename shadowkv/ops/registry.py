@@ -13,6 +13,7 @@ from shadowkv.ops.case import Case
 
 NAMES = (
     "add_rms_norm",
+    "append_block",
     "append_tokens",
     "apply_rope",
     "attend_blocks",
@@ -44,6 +45,7 @@ NAMES = (
     "silu_mul",
     "sketch_keys",
     "sketch_queries",
+    "whiten_rows",
     "write_rows",
 )
 

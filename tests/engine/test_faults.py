@@ -20,9 +20,9 @@ def fail_next_prefill(engine: Engine, after: int, error: BaseException) -> None:
     """The next prefill raises after as many pauses; later ones are as they should be."""
     prefill = engine.runner.prefill
 
-    def broken(work: Any) -> Iterator[None]:
+    def broken(*args: Any) -> Iterator[None]:
         engine.runner.prefill = prefill
-        started = prefill(work)
+        started = prefill(*args)
         for _ in range(after):
             yield next(started)
         raise error

@@ -111,7 +111,7 @@ def test_the_long_prefill_gets_half_of_the_time(make: Any, monkeypatch: pytest.M
         kind = "long" if names(engine)[-1:] == [["long"]] and not outputs else "short"
         pieces[kind] += 1
         assert len(at_work) <= 2
-    assert pieces["long"] >= 2 * 15 - 1  # two layers of blocks
+    assert pieces["long"] >= 15  # a layer of blocks, and the newest tokens of another
     assert 0.5 * pieces["long"] < pieces["short"] <= pieces["long"] + 3
     assert number > 10
     for one in range(number):
@@ -155,7 +155,7 @@ def test_long_prompts_are_prefilled_alone(make: Any) -> None:
     for name, length in (("a", 10), ("b", 200), ("c", 20), ("d", 30)):
         engine.add_request(name, prompt(length, length), GREEDY)
     prefill, seen = engine.runner.prefill, []
-    engine.runner.prefill = lambda work: seen.append([len(ids) for _, ids in work]) or prefill(work)
+    engine.runner.prefill = lambda work, scored: seen.append([len(ids) for _, ids in work]) or prefill(work, scored)
     assert len(drain(engine)) == 4
     assert seen == [[10], [200], [20, 30]]
     assert_empty(engine)

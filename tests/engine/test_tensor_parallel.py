@@ -223,7 +223,7 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
         worker = Worker(Runner(engine.runner.model, engine.cache), engine.cache)
         monkeypatch.setattr(worker.runner, "graphs", SimpleNamespace())  # which can not run anything
         worker.allocate(0, 3, 8)
-        worker.prefill(0, [(0, [5, 6, 7])])
+        worker.prefill(0, [(0, [5, 6, 7])], False)
         while worker._prefills:
             worker.advance(0)
         sequence = worker._sequences[0]

@@ -57,9 +57,9 @@ def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatc
     prompts, sealed = [], []
     prefill, plan = engine.runner.prefill, engine.cache.plan_decode
 
-    def watched(work: Any) -> Any:
+    def watched(work: Any, scored: bool) -> Any:
         prompts.append([len(tokens) for _, tokens in work])
-        return prefill(work)
+        return prefill(work, scored)
 
     def planned(sequences: Any) -> Any:
         made = plan(sequences)

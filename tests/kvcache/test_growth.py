@@ -275,7 +275,7 @@ def test_a_sequence_that_is_compressed_late_knows_the_last_queries_of_its_prompt
         queries = cache.ops.apply_rope(
             stream.q[:, first:length], torch.arange(first, length, device=DEVICE).expand(2, -1), cache.store.rotary
         )
-        wanted = sketch_maps(queries, SHAPE.num_kv_heads, cache.store.rotation("sketch"))
+        wanted = sketch_maps(queries, SHAPE.num_kv_heads, cache.store.rotation("sketch"), cache.ops)
         for name, found in zip(("sketch_key_map", "sketch_query_map"), wanted):
             got = cache.store.state[name][:, segment.state]
             torch.testing.assert_close(got, found.to(got.dtype), atol=0.02, rtol=0.02)

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
 
 HEADS, GROUP, DIM = 2, 3, 64
+OPS = Ops("cpu")
 
 
 def products(q: Tensor, keys: Tensor) -> Tensor:
@@ -17,7 +19,7 @@ def products(q: Tensor, keys: Tensor) -> Tensor:
 
 def test_products_stay_as_they_are(seed):
     queries = torch.randn(64, HEADS * GROUP, DIM) * torch.linspace(3, 0.1, DIM)
-    key_map, query_map = sketch_maps(queries, HEADS, random_rotation(DIM, "sketch"))
+    key_map, query_map = sketch_maps(queries, HEADS, random_rotation(DIM, "sketch"), OPS)
     torch.testing.assert_close(
         key_map @ query_map.transpose(1, 2), torch.eye(DIM).expand(HEADS, -1, -1), atol=1e-5, rtol=0
     )
@@ -26,14 +28,14 @@ def test_products_stay_as_they_are(seed):
 
 def test_without_queries_keys_are_only_rotated():
     rotation = random_rotation(DIM, "sketch")
-    for found in sketch_maps(torch.empty(0, HEADS * GROUP, DIM), HEADS, rotation):
+    for found in sketch_maps(torch.empty(0, HEADS * GROUP, DIM), HEADS, rotation, OPS):
         torch.testing.assert_close(found, rotation.expand(HEADS, -1, -1))
 
 
 def test_a_query_of_zero_counts_for_no_direction(seed):
     queries = torch.randn(64, HEADS * GROUP, DIM)
     queries[3] = 0
-    assert all(found.isfinite().all() for found in sketch_maps(queries, HEADS, random_rotation(DIM, "sketch")))
+    assert all(found.isfinite().all() for found in sketch_maps(queries, HEADS, random_rotation(DIM, "sketch"), OPS))
 
 
 def test_scores_of_queries_like_those_observed_have_smaller_errors(seed):
@@ -42,7 +44,7 @@ def test_scores_of_queries_like_those_observed_have_smaller_errors(seed):
     keys, rotation = torch.randn(HEADS, 500, DIM), random_rotation(DIM, "sketch")
 
     def error(observed: Tensor) -> float:
-        key_map, query_map = sketch_maps(observed, HEADS, rotation)
+        key_map, query_map = sketch_maps(observed, HEADS, rotation, OPS)
         signs, rest, scale = pack_sketch(keys @ key_map)
         sketched = (2 * plane_bits(signs, DIM) + plane_bits(rest, DIM)).float().sub(1.5) * scale.float().unsqueeze(-1)
         new = queries[64:]

@@ -86,11 +86,14 @@ def test_blocks_equal_the_whole_layer(name: str, block: int, tmp_path: Path) -> 
     whole = torch.add(*layer(x, None, DenseCache(model.config.rope), batch))
     cache = DenseCache(model.config.rope)
     blocks = [(start, min(start + block, total)) for start in range(0, total, block)]
-    for start, stop in blocks:
-        layer.append(x[start:stop], cache, batch.block(start, stop))
-    for start, stop in blocks:
-        layer.attend(x[start:stop], cache, batch.block(start, stop))
-    torch.testing.assert_close(x, whole, atol=1e-5, rtol=0)
+    begun = [layer.normalise(x[start:stop], None) for start, stop in blocks]
+    for (_, normed), (start, stop) in zip(begun, blocks, strict=True):
+        layer.append(normed, cache, batch.block(start, stop))
+    ended = [layer.attend(*one, cache, batch.block(*block)) for one, block in zip(begun, blocks, strict=True)]
+    torch.testing.assert_close(torch.cat([torch.add(*one) for one in ended]), whole, atol=1e-5, rtol=0)
+    wanted = torch.tensor([3, 0, total - 1])
+    some = torch.add(*layer(x, None, DenseCache(model.config.rope), batch, wanted))
+    torch.testing.assert_close(some, whole[wanted], atol=1e-5, rtol=0)
 
 
 def test_decode_steps_equal_one_pass(tmp_path: Path) -> None:

@@ -81,10 +81,9 @@ def test_blocks_and_decode_steps_equal_the_whole_layer(anywhere: None, tmp_path:
     x = torch.randn(sum(LENGTHS), 48, generator=torch.Generator().manual_seed(1))
     whole = torch.add(*layer(x, None, DenseCache(model.config.rope), batch))
     cache = DenseCache(model.config.rope)
-    layer.append(x, cache, batch)
-    parts = x.clone()
-    layer.attend(parts, cache, batch)
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
+    parts, normed = layer.normalise(x, None)
+    layer.append(normed, cache, batch)
+    torch.testing.assert_close(torch.add(*layer.attend(parts, normed, cache, batch)), whole, atol=1e-5, rtol=0)
     linear = layer.attention.qkv
     torch.testing.assert_close(linear.rows(x, 16, 48), linear(x)[:, 16:48], atol=1e-6, rtol=0)
     torch.testing.assert_close(linear(x[3:4]), linear(x)[3:4], atol=1e-6, rtol=0)

@@ -26,6 +26,7 @@ from shadowkv.ops.sign_scores import cpu as sign_scores_cpu
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries_cuda
 from shadowkv.ops.sketch_queries import reference as sketch_queries
+from shadowkv.ops.whiten_rows import cuda as whiten_rows
 
 SHARED = {
     "page.h": {"kPage": PAGE},
@@ -76,6 +77,11 @@ SHARED = {
         "kRows": select_blocks_cuda.MOST_ROWS,
     },
     "kernels/select_top_chunks.cuh": {"kSelectGroup": select_top_chunks.GROUP},
+    "kernels/whiten_rows.cuh": {
+        "kWhitenTile": (whiten_rows.TILE, 8),
+        "kWhitenPitch": whiten_rows.PITCH,
+        "kWhitenMostRows": whiten_rows.LARGEST,
+    },
 }
 """By file and name: the number in Python, or several that the definition names in order."""
 

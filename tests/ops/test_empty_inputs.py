@@ -64,6 +64,11 @@ def nothing_to_append(ops: Ops) -> None:
     unchanged(ops.append_tokens, k, v)(none, none, whole(0), rope(), k, v, whole(0), whole(0))
 
 
+def no_block_to_append(ops: Ops) -> None:
+    none = [floats(0, H, D) for _ in range(5)]
+    assert ops.append_block(*none[:2], whole(0), rope(), *none[2:]) is None
+
+
 def nothing_to_attend_to(ops: Ops) -> None:
     rows = DenseRows(floats(N, H, 8, 8, D), whole(B, 1))
     nothing = ((B, H * G, D), 0.0), ((B, H * G), -math.inf)
@@ -187,6 +192,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "add_rms_norm": lambda ops: returns(
         ops.add_rms_norm(floats(0, D), floats(0, D), floats(D), 1e-5), ((0, D), None), ((0, D), None)
     ),
+    "append_block": no_block_to_append,
     "append_tokens": nothing_to_append,
     "attend_coded": nothing_to_attend_to,
     "attend_selected": nothing_selected,
@@ -232,6 +238,9 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "silu_mul": lambda ops: returns(ops.silu_mul(floats(0, 2 * D)), ((0, D), None)),
     "sketch_keys": no_sketches_to_write,
     "sketch_queries": no_queries_to_sketch,
+    "whiten_rows": lambda ops: returns(
+        ops.whiten_rows(floats(0, 3, D, dtype=torch.float32), floats(0, 3, 3, dtype=torch.float32)), ((0, 3, D), None)
+    ),
     "write_rows": no_rows_to_write,
 }
 

@@ -16,6 +16,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if ON_GPU or INTERPRETED:
     from shadowkv.ops.add_rms_norm import reference as add_rms_norm_reference
     from shadowkv.ops.add_rms_norm import triton as add_rms_norm_triton
+    from shadowkv.ops.append_block import reference as append_block_reference
+    from shadowkv.ops.append_block import triton as append_block_triton
     from shadowkv.ops.append_tokens import reference as append_reference
     from shadowkv.ops.append_tokens import triton as append_triton
     from shadowkv.ops.apply_rope import reference as rope_reference
@@ -82,6 +84,21 @@ if ON_GPU or INTERPRETED:
         append_reference.append_tokens(k, v, positions, tables, *wanted, pages, positions % 64)
         torch.testing.assert_close(got[0], wanted[0], **TOLERANCE[dtype])
         assert torch.equal(got[1], wanted[1])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rope", ROPES, ids=["64", "96", "half, interleaved", "yarn"])
+    @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (16, 4), (37, 5)])
+    def test_append_block(rope: RopeConfig, tokens: int, heads: int, dtype: torch.dtype) -> None:
+        """Of a joined projection, into some rows of larger tensors, of which the others stay as they are."""
+        tables, dim = RotaryTables(rope, 5000, DEVICE), rope.head_dim
+        k, v = random(tokens, 2 * heads * dim, dtype=dtype).unflatten(1, (2 * heads, dim)).split(heads, dim=1)
+        positions = torch.randint(0, 5000, (tokens,), device=DEVICE)
+        wanted = torch.full((3, tokens + 7, heads, dim), float("nan"), device=DEVICE, dtype=dtype)
+        got = wanted.clone()
+        append_block_triton.append_block(k, v, positions, tables, *got[:, 3 : tokens + 3])
+        append_block_reference.append_block(k, v, positions, tables, *wanted[:, 3 : tokens + 3])
+        assert torch.equal(got[[0, 2]].nan_to_num(), wanted[[0, 2]].nan_to_num())
+        torch.testing.assert_close(got[1], wanted[1], equal_nan=True, **TOLERANCE[dtype])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("size", [16, 300, 1024])

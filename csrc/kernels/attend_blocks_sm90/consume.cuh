@@ -31,7 +31,7 @@ struct Attending {
 #pragma unroll
     for (float& x : sums) x = 0;
     wait_phase(memory.keys_full(keys.slot), keys.parity);
-    begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
+    begin_scores<typename Shape::Element, Shape::kDim>(s, queries(), memory.keys(keys.slot));
     finish_scores<0>();
   }
 
@@ -39,7 +39,7 @@ struct Attending {
   __device__ __forceinline__ void begin_next_scores() {
     wait_phase(memory.keys_full(keys.slot), keys.parity);
     sync_threads(1 + consumer, 256);
-    begin_scores<Shape>(s, queries(), memory.keys(keys.slot));
+    begin_scores<typename Shape::Element, Shape::kDim>(s, queries(), memory.keys(keys.slot));
   }
 
   template <int kLeft>

@@ -1,116 +1,48 @@
-// The consumers: two warpgroups, each with 64 rows of either part of a pair.
+// The consumers: four warpgroups, each with 64 rows of a pair of parts. While one's products go on, the others compute
+// exponentials: these take less time than the products of three.
 #pragma once
 
-#include "../wgmma.cuh"
+#include "../block_products.cuh"
 #include "exponentials.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
 
-// A warpgroup's rows of one part. Queries stay in registers, whence products take them, for a span.
-template <class Shape>
-struct ScoredRows {
-  // Of eight exponentials. With fewer dimensions products take less time than exponentials do.
-  static constexpr int kByPowers = Shape::kDim == 128 ? 2 : 3;
-
-  float s[64] = {};
-  uint32_t q[Shape::kDim / 4] = {};
-  float base[2] = {};
-  float* to = nullptr;
-  bool stored = false; // whether this thread has a row to store
-
-  // After the products that read the queries before.
-  __device__ __forceinline__ void load(
-      const ScoreCall& call, const ScoreMemory<Shape>& memory, const Span& span, int half, int consumer) {
-    const int lane = threadIdx.x % 32, first = consumer * 64 + threadIdx.x / 32 % 4 * 16; // the warp's row
-    keep(q, call.scale < 0, memory.first); // which it never is
-    const uint32_t at =
-        memory.queries() + (half * kRows + first + lane % 16) * Shape::kQueryPitch + lane / 16 * 16;
-#pragma unroll
-    for (int step = 0; step < Shape::kDim / 16; ++step) {
-      uint32_t x[4];
-      load_matrices(x, at + step * 32);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) q[step * 4 + i] = x[i];
-    }
-    settle(q);
-    const int part = 2 * span.pair + half, row = first + lane / 4 + lane % 2 * 8, of_tile = kSampled * call.group;
-    stored = lane % 4 < 2 && row < call.together * of_tile && part * call.together + row / of_tile < call.tiles;
-    to = call.scores + ((int64_t(span.first) * call.heads + span.head) * call.parts + part) * kRows + row;
-  }
-
-  // Products of a block, in a group of their own.
-  __device__ __forceinline__ void begin(uint32_t keys) {
-    using Element = typename Shape::Element;
-    const uint32_t b = swizzled_rows(keys);
-    begin_products();
-    score_product<Element, false>(s, q, b);
-#pragma unroll
-    for (int step = 1; step < Shape::kDim / 16; ++step)
-      score_product<Element, true>(s, q + step * 4, b + step / 4 * (kBoxBytes / 16) + step % 4 * 2);
-    close_products();
-  }
-
-  __device__ __forceinline__ void settle_products() {
-    wait_product_groups<0>();
-    settle(s);
-  }
-
-  __device__ __forceinline__ void finish(float scale, int64_t step) {
-    const float log = log_sum<kByPowers>(s, base, scale);
-    if (stored) *to = log;
-    to += step;
-  }
-};
-
-// Warpgroups take turns at beginning products, so that one's exponentials are computed during the other's products.
-struct Turns {
-  int consumer;
-
-  __device__ void start() const {
-    if (consumer == 1) arrive_threads(1, 256); // the first turn is the first one's
-  }
-  __device__ void wait() const { sync_threads(1 + consumer, 256); }
-  __device__ void pass() const { arrive_threads(2 - consumer, 256); }
-};
-
-// One part's products go on while the other's exponentials are computed, from one block to the next and from one span
-// to the next.
 template <class Shape>
 __device__ __forceinline__ void score_spans(const ScoreCall& call, const ScoreMemory<Shape>& memory, int consumer) {
-  const int64_t step = int64_t(call.heads) * call.parts * kRows;
-  const bool speaks = threadIdx.x % 32 == 0; // for its warp
-  const Turns turns = {consumer};
-  ScoredRows<Shape> a, b;
+  // Of eight exponentials. With fewer dimensions products take less time than exponentials do.
+  constexpr int kByPowers = Shape::kDim == 128 ? 1 : 3;
+  const int half = consumer / 2, first = consumer % 2 * 64, lane = threadIdx.x % 32; // the part, and rows of it
+  const int row = first + threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;      // which this thread may store
+  const int of_tile = kSampled * call.group;
+  const int step = call.heads * call.parts * kRows;
+  const bool speaks = lane == 0; // for its warp
+  float s[64], base[2] = {};
   Place<Shape::kStages> keys;
-  int parity = 0;
-  turns.start();
+  Place<Shape::kQueryStages> queries;
   for (int number = blockIdx.x; number < call.works(); number += gridDim.x) {
     const Span span(call, number);
     if (span.count <= 0) continue;
-    wait_phase(memory.queries_full(), parity);
-    parity ^= 1;
-    a.load(call, memory, span, 0, consumer);
+    const int part = 2 * span.pair + half;
+    const int tile = part * call.together + row / of_tile;
+    const bool stored = lane % 4 < 2 && row < call.together * of_tile && tile < call.tiles;
+    float* to = call.scores + ((int64_t(span.first) * call.heads + span.head) * call.parts + part) * kRows + row;
+    wait_phase(memory.queries_full(queries.slot), queries.parity);
+    const uint32_t own = memory.queries(queries.slot) + half * Shape::kKeyBytes + first * 128;
     for (int i = 0; i < span.count; ++i) {
       wait_phase(memory.keys_full(keys.slot), keys.parity);
-      b.settle_products(); // once more: the assembler does not see that it did before, and would wait for those of a
-      turns.wait();
-      a.begin(memory.keys(keys.slot));
-      turns.pass();
-      b.finish(call.scale, step); // the block before; at first, nothing
-      if (i == 0) b.load(call, memory, span, 1, consumer);
-      a.settle_products();
-      turns.wait();
-      b.begin(memory.keys(keys.slot));
-      turns.pass();
-      arrive_if(speaks && i == 0, memory.queries_empty());
-      a.finish(call.scale, step);
-      b.settle_products();
+      begin_scores<typename Shape::Element, Shape::kDim>(s, own, memory.keys(keys.slot));
+      wait_product_groups<0>();
+      settle(s);
       arrive_if(speaks, memory.keys_empty(keys.slot));
+      arrive_if(speaks && i + 1 == span.count, memory.queries_empty(queries.slot));
       keys.advance();
+      const float log = log_sum<kByPowers>(s, base, call.scale);
+      if (stored) *to = log;
+      to += step;
     }
+    queries.advance();
   }
-  b.finish(call.scale, step);
 }
 
 } // namespace shadowkv

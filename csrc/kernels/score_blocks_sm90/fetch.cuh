@@ -33,25 +33,27 @@ struct Sample {
   }
 };
 
-// Padding rows become zeros. A lane finds a token of one of four samples, so that the warp waits for few.
+// Padding rows become zeros. A lane finds a token of one of four samples, so that the warp waits for few. Units of 16
+// bytes lie as copies of boxes would leave them, swizzled by their rows.
 template <class Shape>
-__device__ __forceinline__ void copy_queries(
-    const ScoreCall& call, const ScoreMemory<Shape>& memory, const Span& span, int warp) {
+__device__ __forceinline__ void copy_queries(const ScoreCall& call, uint32_t queries, const Span& span, int warp) {
   using Element = typename Shape::Element;
-  constexpr int kUnits = Shape::kDim / 8; // of 16 bytes, of a row
+  constexpr int kUnits = Shape::kDim / 8, kOfBox = kBoxDims / 8; // of a row, and of a box's row
+  constexpr int kOfPart = kRows / kSampled;
   const int lane = threadIdx.x % 32, unit = lane % kUnits;
-  for (int first = 4 * warp; first < 2 * kRows / kSampled; first += Shape::kQueryThreads / 8) {
+  for (int first = 4 * warp; first < 2 * kOfPart; first += Shape::kQueryThreads / 8) {
     const Sample looked_up(call, span, first + lane / kSampled);
     const int place = (looked_up.query_head * call.tiles + looked_up.tile) * kSampled + lane % kSampled;
     const int found = looked_up.exists ? __ldg(call.sampled + place) : 0;
     for (int i = 0; i < 4; ++i) {
       const Sample sample(call, span, first + i);
       const Element* const from = static_cast<const Element*>(call.q) + sample.query_head * call.q_head + unit * 8;
-      const uint32_t to = memory.queries() + (first + i) * kSampled * Shape::kQueryPitch + unit * 16;
+      const uint32_t to = queries + (first + i) / kOfPart * Shape::kKeyBytes + unit / kOfBox * kBoxBytes +
+                          (first + i) % kOfPart * kSampled * 128;
 #pragma unroll
       for (int step = 0; step < kSampled; step += 32 / kUnits) {
         const int row = step + lane / kUnits, token = __shfl_sync(~0u, found, i * kSampled + row);
-        copy16_async(to + row * Shape::kQueryPitch, from + token * call.q_token, sample.exists);
+        copy16_async(to + row * 128 + (unit % kOfBox ^ row) * 16, from + token * call.q_token, sample.exists);
       }
     }
   }
@@ -59,14 +61,17 @@ __device__ __forceinline__ void copy_queries(
 
 template <class Shape>
 __device__ __forceinline__ void fetch_queries(const ScoreCall& call, const ScoreMemory<Shape>& memory, int warp) {
-  int parity = 1; // of the phase before, in which queries are gone: those of a new barrier are
+  Place<Shape::kQueryStages> queries;
   for (int number = blockIdx.x; number < call.works(); number += gridDim.x) {
     const Span span(call, number);
     if (span.count <= 0) continue;
-    wait_phase(memory.queries_empty(), parity);
-    parity ^= 1;
-    copy_queries<Shape>(call, memory, span, warp);
-    arrive_with_copies(memory.queries_full());
+    wait_phase(memory.queries_empty(queries.slot), queries.parity ^ 1);
+    copy_queries<Shape>(call, memory.queries(queries.slot), span, warp);
+    close_copy_group();
+    wait_copy_groups<0>();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them by another way
+    arrive(memory.queries_full(queries.slot));
+    queries.advance();
   }
 }
 

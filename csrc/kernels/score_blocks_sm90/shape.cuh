@@ -47,38 +47,40 @@ template <class Element_, int kDim_>
 struct ScoreShape {
   using Element = Element_;
   static constexpr int kDim = kDim_;
-  static constexpr int kStages = 4;
-  static constexpr int kKeyBytes = kDim / kBoxDims * kBoxBytes;
-  static constexpr int kQueryPitch = kDim * 2 + 16; // so that eight rows' same 16 bytes lie in different banks
-  static constexpr int kQueryBytes = 2 * kRows * kQueryPitch;
+  static constexpr int kStages = 3, kQueryStages = 2;
+  static constexpr int kKeyBytes = kDim / kBoxDims * kBoxBytes; // of 128 rows of keys, or of queries of one part
+  static constexpr int kQueryBytes = 2 * kKeyBytes;
 
-  // Registers: a multiprocessor's are 504 for three warpgroups.
-  static constexpr int kConsumers = 2;
+  // Registers: the compiler gives 96 to each thread, and what producers leave is enough for these.
+  static constexpr int kConsumers = 4; // warpgroups, each with half of a part
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 112;
   static constexpr int kQueryThreads = 96; // that copy queries: three warps of the producers'
 
-  static constexpr int kBarriers = 2 + 2 * kStages;
-  static constexpr int kSharedBytes = kStages * kKeyBytes + kQueryBytes + kBarriers * 8;
+  static constexpr int kBarriers = 2 * (kStages + kQueryStages);
+  static constexpr int kSharedBytes = kStages * kKeyBytes + kQueryStages * kQueryBytes + kBarriers * 8;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
 // The parts of a block's shared memory. What is full the consumers wait for, what is empty the producers; each of the
-// consumers' eight warps says so.
+// consumers' warps says so.
 template <class Shape>
 struct ScoreMemory {
   uint32_t first; // a multiple of 1024
 
   __device__ uint32_t keys(int slot) const { return first + slot * Shape::kKeyBytes; }
-  __device__ uint32_t queries() const { return keys(Shape::kStages); }
-  __device__ uint32_t queries_full() const { return queries() + Shape::kQueryBytes; }
-  __device__ uint32_t queries_empty() const { return queries_full() + 8; }
-  __device__ uint32_t keys_full(int slot) const { return queries_full() + 16 + slot * 8; }
-  __device__ uint32_t keys_empty(int slot) const { return keys_full(Shape::kStages + slot); }
+  __device__ uint32_t queries(int slot) const { return keys(Shape::kStages) + slot * Shape::kQueryBytes; }
+  __device__ uint32_t barrier(int number) const { return queries(Shape::kQueryStages) + number * 8; }
+  __device__ uint32_t queries_full(int slot) const { return barrier(slot); }
+  __device__ uint32_t queries_empty(int slot) const { return barrier(Shape::kQueryStages + slot); }
+  __device__ uint32_t keys_full(int slot) const { return barrier(2 * Shape::kQueryStages + slot); }
+  __device__ uint32_t keys_empty(int slot) const { return barrier(2 * Shape::kQueryStages + Shape::kStages + slot); }
 
   __device__ void init() const {
-    init_barrier(queries_full(), Shape::kQueryThreads);
-    init_barrier(queries_empty(), 4 * Shape::kConsumers);
+    for (int slot = 0; slot < Shape::kQueryStages; ++slot) {
+      init_barrier(queries_full(slot), Shape::kQueryThreads);
+      init_barrier(queries_empty(slot), 4 * Shape::kConsumers);
+    }
     for (int slot = 0; slot < Shape::kStages; ++slot) {
       init_barrier(keys_full(slot), 1);
       init_barrier(keys_empty(slot), 4 * Shape::kConsumers);

@@ -90,10 +90,12 @@ class DriverRunner(Runner):
         self._names = itertools.count()
         self._forecast: tuple[list[CachedSequence], list[tuple[CachedSequence, int]]] = [], []
 
-    def prefill(self, work: list[tuple[CachedSequence, list[int]]]) -> Generator[None, None, Prefilled]:
-        name, steps, ended = next(self._names), super().prefill(work), False
+    def prefill(
+        self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
+    ) -> Generator[None, None, Prefilled]:
+        name, steps, ended = next(self._names), super().prefill(work, scored), False
         numbers = self._of.numbers([sequence for sequence, _ in work])
-        self._ranks.tell("prefill", name, list(zip(numbers, [tokens for _, tokens in work])))
+        self._ranks.tell("prefill", name, list(zip(numbers, [tokens for _, tokens in work])), scored)
         try:
             while True:
                 self._ranks.send("advance", name)

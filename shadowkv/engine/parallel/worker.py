@@ -58,8 +58,9 @@ class Worker:
     def release(self, number: int) -> None:
         self.cache.release(self._sequences.pop(number))
 
-    def prefill(self, name: int, work: list[tuple[int, list[int]]]) -> None:
-        self._prefills[name] = self.runner.prefill([(self._sequences[number], tokens) for number, tokens in work])
+    def prefill(self, name: int, work: list[tuple[int, list[int]]], scored: bool) -> None:
+        found = [(self._sequences[number], tokens) for number, tokens in work]
+        self._prefills[name] = self.runner.prefill(found, scored)
 
     def advance(self, name: int) -> None:
         with torch.inference_mode():

@@ -21,6 +21,7 @@ from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import RUN
@@ -35,7 +36,7 @@ with the identity alone and up to 5 % with a share of 0.3."""
 class Sketch(IndexPart):
     samples = True
     reads_excluded = False
-    ops: ClassVar[tuple[str, ...]] = ("sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch")
+    ops: ClassVar[tuple[str, ...]] = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch")
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -73,7 +74,7 @@ class Sketch(IndexPart):
         return self.state_fields()[-1].nbytes
 
     def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"))
+        maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"), store.ops)
         for name, found in zip(("sketch_key_map", "sketch_query_map"), maps, strict=True):
             store.state[name][layers][:, states] = found.to(torch.bfloat16)
 
@@ -110,7 +111,7 @@ class SignSketch(Sketch):
 
     samples = False
     reads_excluded = True
-    ops = ("sketch_keys", "sketch_queries", "sign_scores")
+    ops = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores")
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -133,7 +134,7 @@ class SignSketch(Sketch):
         return Selection(in_order(chosen, within & (best > float("-inf"))))
 
 
-def sketch_maps(queries: Tensor, heads: int, rotation: Tensor) -> tuple[Tensor, Tensor]:
+def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """What the keys and the queries of each kv head are multiplied by: L R and the transposed inverse of L, times R.
 
     L L^T = d C, where C is the second moment of queries of length 1, mixed with that of all directions alike.
@@ -153,5 +154,8 @@ def sketch_maps(queries: Tensor, heads: int, rotation: Tensor) -> tuple[Tensor, 
         grouped = torch.nn.functional.normalize(queries.float(), dim=-1).unflatten(-2, (heads, -1))
         units = grouped.transpose(-4, -3).flatten(-3, -2)  # [..., H, w G, d]
         moments = ISOTROPIC * one + (1 - ISOTROPIC) * dim / units.shape[-2] * (units.mT @ units)
-    root = torch.linalg.cholesky_ex(moments).L  # its smallest eigenvalue is ISOTROPIC at least: it exists
-    return root @ rotation, torch.linalg.solve_triangular(root.mT, rotation.expand_as(root), upper=True)
+    # The root exists: its smallest eigenvalue is ISOTROPIC at least. L R is L L^T times the transposed inverse times R.
+    flat = moments.flatten(0, -3).contiguous()
+    inverse = ops.whiten_rows(one.expand_as(flat).contiguous(), flat).view(moments.shape)
+    of_queries = inverse.mT @ rotation
+    return moments @ of_queries, of_queries

@@ -15,7 +15,7 @@ from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, S
 SPAN = 32
 """Blocks of keys that a program scores."""
 
-AT_ONCE = 128
+AT_ONCE = 512
 """Blocks of keys that are chosen from together."""
 
 

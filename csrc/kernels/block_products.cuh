@@ -1,0 +1,23 @@
+// Scores of 64 queries and a block of keys, both in shared memory as copies leave them (wgmma.cuh says how they lie).
+#pragma once
+
+#include "block_copies.cuh"
+#include "wgmma.cuh"
+
+namespace shadowkv {
+
+// Begins s = q k^T, in a group of its own.
+template <class Element, int kDim>
+__device__ __forceinline__ void begin_scores(float (&s)[64], uint32_t queries, uint32_t keys) {
+  const uint32_t a = swizzled_rows(queries), b = swizzled_rows(keys);
+  begin_products();
+  score_product<Element, false>(s, a, b);
+#pragma unroll
+  for (int step = 1; step < kDim / 16; ++step) {
+    const int at = step / 4 * (kBoxBytes / 16) + step % 4 * 2;
+    score_product<Element, true>(s, a + at, b + at);
+  }
+  close_products();
+}
+
+} // namespace shadowkv

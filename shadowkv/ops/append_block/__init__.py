@@ -1,0 +1,1 @@
+"""Keys and values of a block of a prompt, kept before and after RoPE."""

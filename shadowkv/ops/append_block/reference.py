@@ -1,0 +1,23 @@
+"""Keys and values of a block of a prompt in PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.apply_rope.tables import RotaryTables
+
+
+def append_block(
+    k: Tensor, v: Tensor, positions: Tensor, rotary: RotaryTables, keys: Tensor, rope_keys: Tensor, values: Tensor
+) -> None:
+    """Copies keys and values, and keys as ``apply_rope`` turns them.
+
+    Args:
+        k, v: [n, H, d], keys before RoPE.
+        positions: int64 [n].
+        keys, rope_keys, values: [n, H, d], written.
+    """
+    keys.copy_(k)
+    rope_keys.copy_(apply_rope(k, positions, rotary))
+    values.copy_(v)

@@ -1,0 +1,1 @@
+"""Rows times the inverse of a Cholesky factor."""

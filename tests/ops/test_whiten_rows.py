@@ -1,0 +1,100 @@
+"""Rows times the inverse of a Cholesky factor: what that says, and the kernel of a GPU against it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowkv.ops.whiten_rows import cuda, reference
+
+BACKENDS = {"reference": (reference, "cuda" if torch.cuda.is_available() else "cpu")}
+if cuda.available():
+    BACKENDS["cuda"] = (cuda, "cuda")
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    module, device = BACKENDS[request.param]
+    # What is written to holds NaN before.
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, float("nan"), **kwargs))
+    with torch.device(device):
+        yield module
+
+
+def exact(rows: Tensor, products: Tensor, shift: float) -> Tensor:
+    """In float64."""
+    scale = products.double().diagonal(dim1=1, dim2=2).rsqrt()
+    scaled = products.double() * scale[:, :, None] * scale[:, None]
+    root = torch.linalg.cholesky(scaled + shift * torch.eye(rows.shape[1], dtype=torch.float64))
+    return torch.linalg.inv(root) @ (rows.double() * scale[:, :, None])
+
+
+SIZES = [
+    (1, 1, 1),
+    (2, 1, 40),
+    (1, 31, 32),
+    (3, 32, 33),
+    (2, 33, 100),
+    (2, 64, 64),
+    (1, 96, 192),
+    (2, 160, 1024),
+    (1, 256, 300),
+]
+
+
+@pytest.mark.parametrize(("matrices", "rank", "n"), SIZES)
+def test_rows_of_any_number_and_length(backend, matrices: int, rank: int, n: int) -> None:
+    rows = torch.randn(matrices, rank, n) * torch.logspace(-3, 3, rank)[:, None]
+    samples = torch.randn(matrices, rank, 2 * rank + 8)
+    products = samples @ samples.mT * torch.logspace(2, -2, rank) * torch.logspace(2, -2, rank)[:, None]
+    for shift in (0.0, 1e-2):
+        expected = exact(rows, products, shift)
+        error = (backend.whiten_rows(rows, products, shift) - expected).abs()
+        assert (error <= 1e-5 * expected.abs().amax()).all()
+
+
+@pytest.mark.parametrize("rank", [5, 96, 160])
+def test_by_their_own_products_rows_become_orthonormal(backend, rank: int) -> None:
+    rows = torch.randn(2, rank, 512) @ torch.diag(torch.logspace(0, -3, 512))
+    for shift in (1e-5, 1e-7):
+        rows = backend.whiten_rows(rows, rows @ rows.mT, shift)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(rank).expand(2, -1, -1), atol=1e-5, rtol=0)
+
+
+def test_each_row_is_of_the_span_of_those_up_to_it(backend) -> None:
+    rows = torch.randn(1, 40, 60)
+    changed = rows.clone()
+    changed[:, 33:] = torch.randn(1, 7, 60)
+    found, other = (backend.whiten_rows(x, x @ x.mT) for x in (rows, changed))
+    torch.testing.assert_close(found[:, :33], other[:, :33])
+    assert not torch.allclose(found[:, 33:], other[:, 33:])
+
+
+def test_of_an_identity_comes_the_inverse_of_the_root(backend) -> None:
+    samples = torch.randn(3, 64, 200)
+    products = samples @ samples.mT
+    inverse = backend.whiten_rows(torch.eye(64).expand(3, -1, -1).contiguous(), products)
+    assert (inverse.triu(1) == 0).all()
+    torch.testing.assert_close(inverse @ products @ inverse.mT, torch.eye(64).expand(3, -1, -1), atol=1e-4, rtol=0)
+
+
+def test_rows_of_zeros_stay_zeros(backend) -> None:
+    rows = torch.randn(1, 40, 50)
+    rows[:, 7] = 0
+    found = backend.whiten_rows(rows, rows @ rows.mT, 1e-5)
+    assert (found[:, 7] == 0).all() and found.isfinite().all()
+
+
+def test_what_the_kernel_takes() -> None:
+    assert not cuda.takes(160, torch.device("cpu"))
+    assert [cuda.shared_bytes(rows) for rows in (32, 160, 256)] == [9344, 92800, 203776]
+
+
+@pytest.mark.skipif(not cuda.available(), reason="needs a GPU and the CUDA ops")
+def test_what_is_wrong_is_refused() -> None:
+    rows, products = torch.zeros(2, 300, 64, device="cuda"), torch.zeros(2, 300, 300, device="cuda")
+    with pytest.raises(RuntimeError, match="rank 300 is above 256"):
+        cuda.whiten_rows(rows, products)
+    with pytest.raises(RuntimeError, match="products has size 300 in dimension 1, not 20"):
+        cuda.whiten_rows(rows[:, :20].contiguous(), products)
