@@ -63,9 +63,12 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     return max(1, most)
 
 
-def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]]) -> Tensor:
-    """A whole prefill of admitted sequences: logits [n, V] of each one's last token."""
-    run = steps_of_prefill(model, cache, work)
+def prefill(
+    model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False
+) -> Tensor:
+    """A whole prefill of admitted sequences, all of the last layer too if it is ``scored``: logits [n, V] of each one's
+    last token."""
+    run = steps_of_prefill(model, cache, work, scored)
     with torch.inference_mode():
         while True:
             try:

@@ -94,7 +94,7 @@ def measure(loaded: LoadedModel, prompt: list[int]) -> Kept:
         return indices, counts
 
     cache.block_hook = hook
-    prefill(loaded.model, cache, [(cache.allocate(len(prompt), len(prompt) + 1), prompt)])
+    prefill(loaded.model, cache, [(cache.allocate(len(prompt), len(prompt) + 1), prompt)], scored=True)
     if not seen:
         raise ValueError(f"a prompt of {len(prompt)} tokens is attended to as a whole")
     means = {first: torch.stack(counts).mean(0).tolist() for first, counts in seen.items()}

@@ -3,8 +3,8 @@
 //
 // A thread block has 32 columns of one matrix of rows, and factors all of the products for itself: that takes less time
 // than a second launch would, and needs nothing but barriers of its own. All is in tiles of 32 x 32 in shared memory:
-// the lower triangle of the products, which becomes that of L, with inverses in place of its diagonal tiles, so that
-// nothing but these is found one number after the other.
+// the lower triangle of the products, which becomes that of L. Diagonal tiles are divided by with substitution, as
+// products with their inverses would lose what near singular ones leave of float32.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,9 +24,9 @@ struct WhitenRows {
   float shift;
 
   __host__ __device__ int tiles() const { return (rank + kWhitenTile - 1) / kWhitenTile; }
-  // The lower triangle, the columns, and what rows are multiplied by.
+  // The lower triangle, the columns, what rows are multiplied by, and one over the diagonal of L.
   __host__ int shared_bytes() const {
-    const int floats = (tiles() * (tiles() + 1) / 2 + tiles()) * kWhitenTileFloats + tiles() * kWhitenTile;
+    const int floats = (tiles() * (tiles() + 1) / 2 + tiles()) * kWhitenTileFloats + 2 * tiles() * kWhitenTile;
     return floats * int(sizeof(float));
   }
 };
@@ -62,10 +62,11 @@ struct WhitenMemory {
   float* triangle;
   float* columns;
   float* scales;
+  float* inverses;
 
   __device__ WhitenMemory(float* shared, int tiles)
       : triangle(shared), columns(shared + tiles * (tiles + 1) / 2 * kWhitenTileFloats),
-        scales(columns + tiles * kWhitenTileFloats) {}
+        scales(columns + tiles * kWhitenTileFloats), inverses(scales + tiles * kWhitenTile) {}
 
   __device__ float* tile(int i, int j) const { return triangle + (i * (i + 1) / 2 + j) * kWhitenTileFloats; }
   __device__ float* column_tile(int i) const { return columns + i * kWhitenTileFloats; }
@@ -120,40 +121,56 @@ __device__ __forceinline__ float inverse_root(float x) {
   return guess * fmaf(-0.5f * x * guess, guess, 1.5f);
 }
 
-// The inverse of the Cholesky factor of a tile, in its place, by one warp: a lane has a row, and then a column.
-__device__ __forceinline__ void invert_factor(float* tile) {
+// The Cholesky factor of a tile in its lower triangle, and one over its diagonal, by one warp: a lane has a row.
+__device__ __forceinline__ void factor_tile(float* tile, float* inverses) {
   const int lane = threadIdx.x % kWhitenTile;
-  float x[kWhitenTile], inverse[kWhitenTile];
+  float x[kWhitenTile];
   load_row(x, tile + lane * kWhitenPitch);
 #pragma unroll
   for (int c = 0; c < kWhitenTile; ++c) {
-    inverse[c] = inverse_root(__shfl_sync(~0u, x[c], c));
-    x[c] *= inverse[c];
+    const float inverse = inverse_root(__shfl_sync(~0u, x[c], c));
+    if (lane == c) inverses[c] = inverse;
+    x[c] *= inverse;
 #pragma unroll
     for (int j = c + 1; j < kWhitenTile; ++j) x[j] = fmaf(-x[c], __shfl_sync(~0u, x[c], j), x[j]);
   }
   store_row(tile + lane * kWhitenPitch, x);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kWhitenTile; ++i) {
-    float left[4] = {i == lane ? 1.f : 0.f};
-#pragma unroll
-    for (int c = 0; c < i; ++c) left[c % 4] = fmaf(-tile[i * kWhitenPitch + c], x[c], left[c % 4]);
-    x[i] = ((left[0] + left[1]) + (left[2] + left[3])) * inverse[i];
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kWhitenTile; ++i) tile[i * kWhitenPitch + lane] = x[i];
 }
 
-// Tile k of the factor's columns below its diagonal tile, whose inverse is there: A <- A (L^-1)^T.
-__device__ __forceinline__ void divide_tile(float* tile, const float* inverse) {
-  float* row = tile + threadIdx.x % kWhitenTile * kWhitenPitch;
-  float x[kWhitenTile], out[kWhitenTile];
-  load_row(x, row);
+// x <- L^-1 x, of a diagonal tile's L.
+__device__ __forceinline__ void substitute(float (&x)[kWhitenTile], const float* l, const float* inverses) {
 #pragma unroll
-  for (int c = 0; c < kWhitenTile; ++c) out[c] = dot_row(x, inverse + c * kWhitenPitch);
-  store_row(row, out);
+  for (int c = 0; c < kWhitenTile; ++c) {
+    float sums[4] = {};
+#pragma unroll
+    for (int t = 0; t < c; t += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(l + c * kWhitenPitch + t);
+      sums[0] = fmaf(x[t], four.x, sums[0]);
+      if (t + 1 < c) sums[1] = fmaf(x[t + 1], four.y, sums[1]);
+      if (t + 2 < c) sums[2] = fmaf(x[t + 2], four.z, sums[2]);
+      if (t + 3 < c) sums[3] = fmaf(x[t + 3], four.w, sums[3]);
+    }
+    x[c] = (x[c] - ((sums[0] + sums[1]) + (sums[2] + sums[3]))) * inverses[c];
+  }
+}
+
+// A tile below the diagonal: A <- A (L^-1)^T, a lane's row.
+__device__ __forceinline__ void divide_tile(float* tile, const float* l, const float* inverses) {
+  float* row = tile + threadIdx.x % kWhitenTile * kWhitenPitch;
+  float x[kWhitenTile];
+  load_row(x, row);
+  substitute(x, l, inverses);
+  store_row(row, x);
+}
+
+// A tile of the columns: B <- L^-1 B, a lane's column.
+__device__ __forceinline__ void divide_columns(float* tile, const float* l, const float* inverses) {
+  float x[kWhitenTile];
+#pragma unroll
+  for (int i = 0; i < kWhitenTile; ++i) x[i] = tile[i * kWhitenPitch + threadIdx.x % kWhitenTile];
+  substitute(x, l, inverses);
+#pragma unroll
+  for (int i = 0; i < kWhitenTile; ++i) tile[i * kWhitenPitch + threadIdx.x % kWhitenTile] = x[i];
 }
 
 // A <- A - L M^T
@@ -170,15 +187,16 @@ __device__ __forceinline__ void update_tile(float* tile, const float* l, const f
 // One warp goes ahead with the next diagonal tile while the others bring the rest up to date.
 __device__ __forceinline__ void factor_tiles(const WhitenMemory& memory, int tiles) {
   const int warp = threadIdx.x / kWhitenTile;
-  if (warp == 0) invert_factor(memory.tile(0, 0));
+  if (warp == 0) factor_tile(memory.tile(0, 0), memory.inverses);
   __syncthreads();
   for (int k = 0; k + 1 < tiles; ++k) {
-    for (int i = k + 1 + warp; i < tiles; i += kWhitenWarps) divide_tile(memory.tile(i, k), memory.tile(k, k));
+    for (int i = k + 1 + warp; i < tiles; i += kWhitenWarps)
+      divide_tile(memory.tile(i, k), memory.tile(k, k), memory.inverses + k * kWhitenTile);
     __syncthreads();
     if (warp == 0) {
       update_tile(memory.tile(k + 1, k + 1), memory.tile(k + 1, k), memory.tile(k + 1, k));
       __syncwarp();
-      invert_factor(memory.tile(k + 1, k + 1));
+      factor_tile(memory.tile(k + 1, k + 1), memory.inverses + (k + 1) * kWhitenTile);
     } else {
       int number = 0;
       for (int i = k + 2; i < tiles; ++i)
@@ -210,14 +228,10 @@ __device__ __forceinline__ void multiply_columns(
 
 // Columns <- L^-1 columns, a tile of rows after the other.
 __device__ __forceinline__ void solve_columns(const WhitenMemory& memory, int tiles) {
-  constexpr int kOfWarp = kWhitenTile / kWhitenWarps, kOfUnit = 8, kUnits = kWhitenTile / kOfUnit;
+  constexpr int kOfUnit = 8, kUnits = kWhitenTile / kOfUnit;
   const int warp = threadIdx.x / kWhitenTile, row = threadIdx.x % kWhitenTile * kWhitenPitch;
   for (int k = 0; k < tiles; ++k) {
-    float solved[kOfWarp];
-    multiply_columns<kOfWarp>(solved, memory.tile(k, k), memory.column_tile(k), warp * kOfWarp);
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < kOfWarp; ++c) memory.column_tile(k)[row + warp * kOfWarp + c] = solved[c];
+    if (warp == 0) divide_columns(memory.column_tile(k), memory.tile(k, k), memory.inverses + k * kWhitenTile);
     __syncthreads();
     for (int unit = warp; unit < (tiles - k - 1) * kUnits; unit += kWhitenWarps) {
       const int i = k + 1 + unit / kUnits, first = unit % kUnits * kOfUnit;

@@ -162,7 +162,7 @@ class PrefillBatch:
         self.storing: int | None = None
         self._places: dict[int, Places] = {}
         self._to_store: dict[bool, ToStore] = {}
-        self._alike: dict[int, list[tuple[Run, ...]]] = {}
+        self._alike: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
 
     def of(self, sequences: list[CachedSequence]) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
@@ -191,7 +191,7 @@ class PrefillBatch:
         self, block: PrefillBlock, shared: Callable[[PrefillBatch, Run], tuple[object, ...] | None]
     ) -> list[tuple[Run, ...]]:
         """Runs of a block, neighbours together for which ``shared`` says the same; found when first asked for."""
-        if block.start not in self._alike:
+        if (block.start, block.stop) not in self._alike:
             found: list[tuple[Run, ...]] = []
             last: tuple[object, ...] | None = None
             for run in block.runs:
@@ -201,8 +201,8 @@ class PrefillBatch:
                 else:
                     found.append((run,))
                 last = this
-            self._alike[block.start] = found
-        return self._alike[block.start]
+            self._alike[block.start, block.stop] = found
+        return self._alike[block.start, block.stop]
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""

@@ -31,9 +31,9 @@ class Computed:
         self.tokens, self._prefill = 0, engine.runner.prefill
         engine.runner.prefill = self
 
-    def __call__(self, work: Any) -> Any:
+    def __call__(self, work: Any, scored: bool) -> Any:
         self.tokens += sum(len(tokens) for _, tokens in work)
-        return self._prefill(work)
+        return self._prefill(work, scored)
 
 
 def fresh(make: Any, ids: list[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:

@@ -89,7 +89,7 @@ def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.M
         torch.cuda._sleep(20 * SLEEP)
 
     monkeypatch.setattr(cache.prefill, "_write", write_slowly)
-    prefill = runner.prefill([(sequence, list(range(500)) * 6)])
+    prefill = runner.prefill([(sequence, list(range(500)) * 6)], scored=True)
     for _ in range(6):
         next(prefill)  # the blocks of both layers, which are stored together beside the last one
     assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
@@ -104,7 +104,7 @@ def overtaken(kv: str, beside: bool) -> list[torch.Tensor]:
     cache, runner, sequence = make(kv)
     if not beside:
         cache.prefill.side = None
-    long = runner.prefill([(sequence, [i % 500 for i in range(TOKENS)])])
+    long = runner.prefill([(sequence, [i % 500 for i in range(TOKENS)])], scored=True)
     short = [cache.allocate(n, n + 64) for n in (300, 420)]
     for piece in range(6):
         next(long)

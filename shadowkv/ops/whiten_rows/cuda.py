@@ -22,7 +22,7 @@ available = partial(load_cuda, "whiten_rows", "whiten_rows")
 def shared_bytes(rows: int) -> int:
     """Of a thread block that has matrices of so many rows."""
     tiles = -(-rows // TILE)
-    return 4 * ((tiles * (tiles + 1) // 2 + tiles) * TILE * PITCH + tiles * TILE)
+    return 4 * ((tiles * (tiles + 1) // 2 + tiles) * TILE * PITCH + 2 * tiles * TILE)
 
 
 def supports(case: Case) -> list[str]:
