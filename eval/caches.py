@@ -63,9 +63,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     return max(1, most)
 
 
-def prefill(
-    model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False
-) -> Tensor:
+def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
     """A whole prefill of admitted sequences, all of the last layer too if it is ``scored``: logits [n, V] of each one's
     last token."""
     run = steps_of_prefill(model, cache, work, scored)

@@ -13,6 +13,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.prefill_batch import PrefillBlock
+from shadowkv.kvcache.upload import upload
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
@@ -46,7 +47,7 @@ def prefill(
     blocks = [batch.block(start, min(start + size, batch.num_tokens)) for start in range(0, batch.num_tokens, size)]
     tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
     # By block: the residual stream, and what the layer before adds to it.
-    x = list(model.embed(torch.from_numpy(tokens).to(cache.device)).split(size))
+    x = list(model.embed(upload(torch.from_numpy(tokens), cache.device)).split(size))
     added: list[Tensor | None] = [None] * len(blocks)
     last = batch.starts[1:].long() - 1
     seen = cast(Any, cache)  # by attention layers

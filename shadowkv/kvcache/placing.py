@@ -22,6 +22,7 @@ from shadowkv.kvcache.prefill_batch import (
 )
 from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.upload import upload
 
 
 class Numbers:
@@ -40,15 +41,7 @@ class Numbers:
 
     def on(self, device: torch.device) -> Tensor:
         """All of them, int64 [n]."""
-        return self._joined().to(device)
-
-    def launched(self, device: torch.device) -> Tensor:
-        """The same, without waiting for what the device does before it."""
-        numbers = self._joined()
-        return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
-
-    def _joined(self) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *self._arrays]))
+        return upload(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *self._arrays])), device)
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:

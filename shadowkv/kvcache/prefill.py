@@ -147,7 +147,7 @@ class Prefill:
         layers = batch.stored_after(layer)
         if layers is None:
             return
-        self._to_store(batch, cached=False)  # on this stream: the host waits for it
+        self._to_store(batch, cached=False)  # on this stream, as others read it
         side.wait_stream(torch.cuda.current_stream(self.store.compute))
         with torch.cuda.stream(side):
             self._store(layers, batch, cached=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.batch import OBSERVED, SealedBatch, layers_at_once
 from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.shape import ModelShape
+from shadowkv.kvcache.upload import upload
 
 ALONE = 4096
 """New tokens of a sequence from which on it attends by itself: kernels for one sequence are then faster than those for
@@ -144,7 +145,7 @@ class PrefillBatch:
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
         starts = np.array([0, *(s.stop for s in new)])
-        numbers = torch.from_numpy(np.concatenate((positions, self._last, starts))).to(device)
+        numbers = upload(torch.from_numpy(np.concatenate((positions, self._last, starts))), device)
         self.positions, self.last, starts_there = numbers.split([len(positions), len(self._last), len(starts)])
         self.starts = starts_there.int()
         observed = len(self._last)

@@ -18,6 +18,7 @@ from shadowkv.kvcache.arrival import Arrival
 from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing, generated_reach
 from shadowkv.kvcache.layout import PageCount
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.kvcache.upload import upload
 
 
 @dataclass(eq=False)
@@ -250,4 +251,4 @@ class Tables:
 
 
 def _write(table: torch.Tensor, row: int, names: list[int]) -> None:
-    table[row, : len(names)] = torch.tensor(names, dtype=torch.int32)
+    table[row, : len(names)] = upload(torch.tensor(names, dtype=torch.int32), table.device)

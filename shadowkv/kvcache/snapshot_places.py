@@ -120,7 +120,7 @@ class Places:
 
     def found(self) -> Callable[[int], list[Place]]:
         """All of them, by layer; what they need to know is brought to the device in one copy that nobody waits for."""
-        there = self._numbers.launched(self._store.compute)
+        there = self._numbers.on(self._store.compute)
         compressed, exact = ([place(there) for place in places] for places in (self._found, self._exact))
         return lambda layer: exact if self._store.layout.skips(layer) else compressed
 
