@@ -4,6 +4,16 @@
 
 namespace shadowkv {
 
+inline cudaError_t launch_whiten_rows(const WhitenRows& call, cudaStream_t stream) {
+  const int bytes = call.shared_bytes();
+  const cudaError_t error =
+      cudaFuncSetAttribute(whiten_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const dim3 grid((call.n + kWhitenTile - 1) / kWhitenTile, call.matrices);
+  whiten_rows_kernel<<<grid, kWhitenWarps * kWhitenTile, bytes, stream>>>(call);
+  return cudaGetLastError();
+}
+
 void whiten_rows(const Tensor rows, const Tensor products, double shift, Tensor out) {
   check_dense(rows, "rows", Dtype::Float, {-1, -1, -1});
   const int64_t matrices = rows.size(0), rank = rows.size(1), n = rows.size(2);

@@ -114,9 +114,10 @@ __device__ __forceinline__ void load_tiles(const WhitenRows& call, const WhitenM
   }
 }
 
-// 1 / sqrt(x) to the last bit or so. What is left of a square of 1 has lost about 1e-7 to rounding: less becomes that.
+// 1 / sqrt(x) to the last bit or so, and 0 where too little is left of a square of 1 to be more than rounding: rows that
+// follow then keep what they have of that direction, instead of multiples of noise.
 __device__ __forceinline__ float inverse_root(float x) {
-  x = fmaxf(x, 1e-7f);
+  if (!(x > 2e-6f)) return 0;
   const float guess = rsqrtf(x);
   return guess * fmaf(-0.5f * x * guess, guess, 1.5f);
 }
@@ -137,7 +138,8 @@ __device__ __forceinline__ void factor_tile(float* tile, float* inverses) {
   store_row(tile + lane * kWhitenPitch, x);
 }
 
-// x <- L^-1 x, of a diagonal tile's L.
+// x <- L^-1 x, of a diagonal tile's L. What has an inverse of 0 becomes that, or with kKeeps stays as long as it is.
+template <bool kKeeps>
 __device__ __forceinline__ void substitute(float (&x)[kWhitenTile], const float* l, const float* inverses) {
 #pragma unroll
   for (int c = 0; c < kWhitenTile; ++c) {
@@ -150,7 +152,8 @@ __device__ __forceinline__ void substitute(float (&x)[kWhitenTile], const float*
       if (t + 2 < c) sums[2] = fmaf(x[t + 2], four.z, sums[2]);
       if (t + 3 < c) sums[3] = fmaf(x[t + 3], four.w, sums[3]);
     }
-    x[c] = (x[c] - ((sums[0] + sums[1]) + (sums[2] + sums[3]))) * inverses[c];
+    const float inverse = inverses[c];
+    x[c] = (x[c] - ((sums[0] + sums[1]) + (sums[2] + sums[3]))) * (kKeeps && inverse == 0 ? 1 : inverse);
   }
 }
 
@@ -159,7 +162,7 @@ __device__ __forceinline__ void divide_tile(float* tile, const float* l, const f
   float* row = tile + threadIdx.x % kWhitenTile * kWhitenPitch;
   float x[kWhitenTile];
   load_row(x, row);
-  substitute(x, l, inverses);
+  substitute<false>(x, l, inverses);
   store_row(row, x);
 }
 
@@ -168,7 +171,7 @@ __device__ __forceinline__ void divide_columns(float* tile, const float* l, cons
   float x[kWhitenTile];
 #pragma unroll
   for (int i = 0; i < kWhitenTile; ++i) x[i] = tile[i * kWhitenPitch + threadIdx.x % kWhitenTile];
-  substitute(x, l, inverses);
+  substitute<true>(x, l, inverses);
 #pragma unroll
   for (int i = 0; i < kWhitenTile; ++i) tile[i * kWhitenPitch + threadIdx.x % kWhitenTile] = x[i];
 }
@@ -257,16 +260,6 @@ __global__ __launch_bounds__(kWhitenWarps* kWhitenTile, 1) void whiten_rows_kern
     for (int row = warp; row < call.rank; row += kWhitenWarps)
       out[int64_t(row) * call.n + first + lane] =
           memory.column_tile(row / kWhitenTile)[row % kWhitenTile * kWhitenPitch + lane];
-}
-
-inline cudaError_t launch_whiten_rows(const WhitenRows& call, cudaStream_t stream) {
-  const int bytes = call.shared_bytes();
-  const cudaError_t error =
-      cudaFuncSetAttribute(whiten_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  const dim3 grid((call.n + kWhitenTile - 1) / kWhitenTile, call.matrices);
-  whiten_rows_kernel<<<grid, kWhitenWarps * kWhitenTile, bytes, stream>>>(call);
-  return cudaGetLastError();
 }
 
 } // namespace shadowkv

@@ -11,10 +11,10 @@ CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
-def compiled(source: Path) -> ctypes.CDLL:
+def compiled(source: Path, *flags: str) -> ctypes.CDLL:
     """The functions of a source, which may include what is in ``csrc``; skips the test where there is no compiler."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
-    flags = ["-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{CSRC}"]
+    flags = ("-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{CSRC}", *flags)
     subprocess.run([COMPILER, *flags, source, "-o", source.with_suffix(".so")], check=True)
     return ctypes.CDLL(str(source.with_suffix(".so")))

@@ -43,7 +43,11 @@ def takes(rows: int, device: torch.device) -> bool:
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """As the reference, of up to 256 dense rows; what is not positive definite comes out large, never as no number."""
+    """As the reference, of up to 256 dense rows. Where products are not positive definite, which rounding may have made of
+    rows that are alike, some keep what they have of rows before them.
+
+    ``csrc/kernels/whiten_rows.cuh`` takes what is left of a row's square, 2e-6 or less, for rounding.
+    """
     out = torch.empty_like(rows)
     torch.ops.shadowkv_cuda.whiten_rows(rows, products, shift, out)
     return out

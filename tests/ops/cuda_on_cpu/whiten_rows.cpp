@@ -1,0 +1,22 @@
+#include "kernels/whiten_rows.cuh"
+
+namespace shadowkv {
+alignas(16) float whiten_shared[227 * 256]; // as much as a Hopper has
+}
+
+extern "C" int whiten_shared_bytes(int rank) {
+  shadowkv::WhitenRows call{};
+  call.rank = rank;
+  return call.shared_bytes();
+}
+
+extern "C" void whiten_rows(
+    const float* rows, const float* products, float* out, int matrices, int rank, int n, float shift) {
+  using namespace shadowkv;
+  const WhitenRows call = {rows, products, out, matrices, rank, n, shift};
+  const dim3 grid = {unsigned(n + kWhitenTile - 1) / kWhitenTile, unsigned(matrices)};
+  // What a kernel reads it has to have written.
+  on_cpu::run(
+      grid, kWhitenWarps * kWhitenTile, [] { std::fill(std::begin(whiten_shared), std::end(whiten_shared), NAN); },
+      [&] { whiten_rows_kernel(call); });
+}
