@@ -1,4 +1,4 @@
-"""Rows times the inverse of a Cholesky factor: what that says; the kernel is tested on a CPU, too, by threads of its."""
+"""Rows times the inverse of a Cholesky factor: what that says; threads of a CPU run the kernel, too."""
 
 import ctypes
 import shutil

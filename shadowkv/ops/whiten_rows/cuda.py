@@ -43,8 +43,8 @@ def takes(rows: int, device: torch.device) -> bool:
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """As the reference, of up to 256 dense rows. Where products are not positive definite, which rounding may have made of
-    rows that are alike, some keep what they have of rows before them.
+    """As the reference, of up to 256 dense rows. Where products are not positive definite, which rounding may have made
+    of rows that are alike, some keep what they have of rows before them.
 
     ``csrc/kernels/whiten_rows.cuh`` takes what is left of a row's square, 2e-6 or less, for rounding.
     """
