@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shadowkv.engine.request import Request, TokenLogprobs
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.kvcache.upload import upload
 from shadowkv.ops.mix64 import mix64
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
@@ -72,10 +73,7 @@ class Sampler:
         if (self._parameters[:, 0] <= COLDEST).all():
             return logits.argmax(-1)
         self._parameters[:, -1] = _uniform([request.seed for request in requests], steps)
-        parameters = torch.from_numpy(self._parameters)
-        if logits.is_cuda:  # a copy from memory that is not pinned is waited for
-            parameters = parameters.pin_memory().to(logits.device, non_blocking=True)
-        return self._sample_tokens(logits, parameters)
+        return self._sample_tokens(logits, upload(torch.from_numpy(self._parameters), logits.device))
 
 
 def _finite(logits: Tensor) -> Tensor:
