@@ -1,7 +1,7 @@
 """Attention of packed prompts on a GPU, by backend, and one prompt after the other.
 
-``python scripts/bench/bench_ragged_attention.py [--out file.json]``: PyTorch's flash attention over all, the Triton
-kernel, and a call of ``causal_attention`` for each prompt. Counted operations: 4 H_q d for each pair of a query and a
+``python scripts/bench/bench_ragged_attention.py [--out file.json]``: the kernel for Hopper, the Triton kernel, PyTorch's
+flash attention over all, and a call of ``causal_attention`` for each prompt. Counted operations: 4 H_q d for each pair of a query and a
 key that it sees. Times are medians over replays of a CUDA graph of a few calls. Results are checked against each other.
 """
 
@@ -21,11 +21,11 @@ from shadowkv.ops.registry import Ops
 CASES = [  # lengths, kv heads, group, dim
     ([1024] * 8, 8, 4, 128),
     ([64] * 128, 8, 4, 128),
+    ([8192], 8, 4, 128),
     ([4095, 2000, 1000, 500, 300, 200, 97], 8, 4, 128),
     ([4095] * 2, 8, 4, 128),
     ([1024] * 8, 8, 4, 64),
     ([1024] * 8, 4, 7, 128),
-    ([1024] * 8, 8, 1, 256),
 ]
 
 
@@ -39,6 +39,9 @@ def measure(case: tuple[list[int], int, int, int]) -> list[Row]:
     ways: dict[str, Callable[[], Tensor]] = {
         "cuda": lambda: cuda.ragged_attention(q, k, v, starts, max(lengths)),
         "triton": lambda: triton.ragged_attention(q, k, v, starts, max(lengths)),
+        "flash attention 2": lambda: torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, max(lengths), max(lengths), 0.0, True, False
+        )[0],
         "one by one": lambda: torch.cat([alone(q[a:b], k[a:b], v[a:b]) for a, b in pairwise(bounds)]),
     }
     operations = 4 * heads * group * dim * sum(n * (n + 1) / 2 for n in lengths)

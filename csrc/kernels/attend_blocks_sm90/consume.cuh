@@ -70,6 +70,21 @@ struct Attending {
     settle(p);
   }
 
+  // Rows of values of the block to be added next, from this one on, are another sequence's: a weight of zero would not
+  // keep out what is no number. Both warpgroups clear half of them.
+  __device__ __forceinline__ void clear_values(int first) const {
+    wait_phase(memory.values_full(values.slot), values.parity);
+    const int thread = consumer * 128 + threadIdx.x % 128;
+    for (int i = first * 8 + thread; i < kBlock * 8; i += 256)
+#pragma unroll
+      for (int box = 0; box < Shape::kBoxes; ++box)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
+                         memory.values(values.slot) + box * kBoxBytes + i * 16), "r"(0)
+                     : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them by another way
+    sync_threads(3, 256);
+  }
+
   // Adds the block whose weights are in p.
   __device__ __forceinline__ void begin_next_sums() {
     wait_phase(memory.values_full(values.slot), values.parity);
@@ -86,14 +101,14 @@ struct Attending {
   }
 
   // Rows are this thread's first one and that eight further, where they are.
-  __device__ __forceinline__ void write(const BlocksCall& call, const Work& work, int row) const {
+  __device__ __forceinline__ void write(const BlocksCall& call, int query_head, int first, int end) const {
     using Element = typename Shape::Element;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float part = __fdividef(1, softmax.row_total(r));
-      const int token = work.tile * kBlock + row + r * 8;
-      Element* const to = static_cast<Element*>(call.out) + token * call.out_token + work.query_head * call.out_head;
-      if (token >= call.n) continue;
+      const int token = first + r * 8;
+      Element* const to = static_cast<Element*>(call.out) + token * call.out_token + query_head * call.out_head;
+      if (token >= end) continue;
 #pragma unroll
       for (int i = 0; i < Shape::kDim / 8; ++i)
         *reinterpret_cast<uint32_t*>(to + i * 8 + threadIdx.x % 4 * 2) =
@@ -104,7 +119,7 @@ struct Attending {
 
 // Masked blocks are a tile's last ones and follow each other. As lists ascend, the first block of any has a key that
 // every row sees, and peaks are finite from then on.
-template <class Shape>
+template <class Shape, bool kPacked>
 __device__ __forceinline__ void attend_tiles(
     const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {
   const int lane = threadIdx.x % 32, row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -112,13 +127,15 @@ __device__ __forceinline__ void attend_tiles(
   if (consumer == 1) arrive_threads(1, 256); // the first turn is the first one's
   for (int parity = 0;; parity ^= 1) {
     wait_phase(memory.queries_full(), parity);
-    int number, count;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(number), "=r"(count) : "r"(memory.work()) : "memory");
-    if (number < 0) return;
-    const Work work(call, number);
-    const int first = call.m - call.n + work.tile * kBlock;
-    const int open = count - ((min(first + kBlock, call.m) - 1) / kBlock - first / kBlock + 1); // without a mask
-    const int last = row + first % kBlock - lane % 4 * 2; // column that this row sees, of the first masked block
+    int query_head, count, first, end, position;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%5];\nld.shared.u32 %4, [%5 + 16];"
+                 : "=r"(query_head), "=r"(count), "=r"(first), "=r"(end), "=r"(position)
+                 : "r"(memory.tile())
+                 : "memory");
+    if (query_head < 0) return;
+    const int seen = position + min(kBlock, end - first);                       // keys up to its last query
+    const int open = count - ((seen - 1) / kBlock - position / kBlock + 1);     // blocks without a mask
+    const int last = row + position % kBlock - lane % 4 * 2; // column that this row sees, of the first masked block
 
     attending.start();
     if (count == 1) arrive_if(attending.speaks(), memory.queries_empty());
@@ -135,9 +152,10 @@ __device__ __forceinline__ void attend_tiles(
       attending.weigh();
     }
     attending.finish_sums();
+    if (kPacked && seen % kBlock) attending.clear_values(seen % kBlock);
     attending.begin_next_sums();
     attending.finish_tile();
-    attending.write(call, work, row);
+    attending.write(call, query_head, first + row, end);
   }
 }
 

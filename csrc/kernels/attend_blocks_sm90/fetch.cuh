@@ -23,49 +23,50 @@ struct Fetcher {
     copy_rows<Shape::kDim>(call.v, memory.values(values.slot), memory.values_full(values.slot), head, row);
     values.advance();
   }
-  __device__ void announce(int number, int count) {
+  // To the consumers: the head, or -1 after the last tile, the number of blocks, and which queries they are.
+  __device__ void announce(const Tile& tile) {
     wait_phase(memory.queries_empty(), parity);
     parity ^= 1;
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(memory.work()), "r"(number), "r"(count) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\nst.shared.u32 [%0 + 16], %5;" ::"r"(memory.tile()),
+                 "r"(tile.query_head), "r"(tile.count), "r"(tile.row), "r"(tile.end), "r"(tile.position)
+                 : "memory");
   }
-  __device__ void fetch_queries(const Work& work, int number, int count) {
-    announce(number, count);
-    copy_rows<Shape::kDim>(call.q, memory.queries(), memory.queries_full(), work.query_head, work.tile * kBlock);
+  __device__ void fetch_queries(const Tile& tile) {
+    announce(tile);
+    copy_rows<Shape::kDim>(call.q, memory.queries(), memory.queries_full(), tile.query_head, tile.row);
   }
 };
 
 // Values follow the next block's keys, as the consumers ask for them in that order. A tile's first keys come before its
 // queries, which wait for the last product of the tile before.
-template <class Shape>
+template <class Shape, bool kPacked>
 __device__ __forceinline__ void fetch_tiles(const BlocksCall& call, const BlocksMemory<Shape>& memory) {
   const int lane = threadIdx.x % 32;
   Fetcher<Shape> fetcher = {call, memory};
   int number = blockIdx.x;
   while (number < call.works()) {
-    const Work work(call, number);
+    const Tile tile = Tile::at<kPacked>(call, number);
     int next = 0;
     if (lane == 0) next = atomicAdd(call.taken, 1);
-    const int* const list = call.indices + int64_t(work.row(call)) * call.blocks;
-    const int count = __ldg(call.counts + work.row(call));
     int listed = 0, before = 0; // a block for each lane; the row where the last one began
-    for (int i = 0; i < count; ++i) {
-      if (i % 32 == 0) listed = i + lane < count ? __ldg(list + i + lane) : 0;
-      const int row = __shfl_sync(~0u, listed, i % 32) * kBlock;
+    for (int i = 0; i < tile.count; ++i) {
+      if (!kPacked && i % 32 == 0) listed = i + lane < tile.count ? __ldg(tile.list + i + lane) : 0;
+      const int row = tile.keys + (kPacked ? i : __shfl_sync(~0u, listed, i % 32)) * kBlock;
       if (lane == 0) {
-        fetcher.fetch_keys(work.head, row);
+        fetcher.fetch_keys(tile.head, row);
         if (i == 0)
-          fetcher.fetch_queries(work, number, count);
+          fetcher.fetch_queries(tile);
         else
-          fetcher.fetch_values(work.head, before);
+          fetcher.fetch_values(tile.head, before);
       }
       before = row;
       __syncwarp();
     }
-    if (lane == 0 && count > 0) fetcher.fetch_values(work.head, before);
+    if (lane == 0 && tile.count > 0) fetcher.fetch_values(tile.head, before);
     number = __shfl_sync(~0u, next, 0) + gridDim.x;
   }
   if (lane == 0) {
-    fetcher.announce(-1, 0);
+    fetcher.announce({-1});
     arrive(memory.queries_full());
   }
 }

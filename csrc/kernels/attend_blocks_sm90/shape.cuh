@@ -7,29 +7,64 @@ namespace shadowkv {
 
 struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
-  const int* indices;  // [query heads, tiles, blocks]
-  const int* counts;   // [query heads, tiles]
-  int* taken;          // how many tiles blocks have taken besides their first ones, zero before
-  void* out;           // [n, query heads, dim]
+  // Lists of blocks, [query heads, tiles, blocks] and how many there are, [query heads, tiles]; or none, and where packed
+  // sequences begin and the last one ends, which attend to all that is theirs.
+  const int *indices, *counts;
+  const int* starts;
+  int* taken; // how many tiles blocks have taken besides their first ones, zero before
+  void* out;  // [n, query heads, dim]
   int64_t out_token, out_head;
   float scale; // of q k in the exponent to base 2
-  int n, m, query_heads, group, tiles, blocks;
+  int n, m, query_heads, group, tiles, blocks, sequences; // m is n where there is more than one sequence
 
   __device__ int works() const { return query_heads * tiles; }
 };
 
-// A tile of one query head. Those of one kv head come one after the other, as its keys and values then stay in the
-// second-level cache; of these the later tiles come first, as theirs are the longer lists.
-struct Work {
-  int tile, query_head, head;
+// A tile of up to 128 queries of one query head. Those of one kv head come one after the other, as its keys and values
+// then stay in the second-level cache; of these the later tiles come first, as theirs are the longer lists.
+struct Tile {
+  int query_head, head;
+  int row, end; // its first query, and the end of its sequence's: none are left where there is a tile too many
+  int position; // of the first query, among its sequence's keys
+  int keys;     // where those begin
+  int count;    // blocks
+  const int* list; // of blocks; none for the first ones
 
-  __device__ Work(const BlocksCall& call, int number) {
-    const int of_head = call.tiles * call.group, left = number % of_head;
-    head = number / of_head;
-    tile = call.tiles - 1 - left / call.group;
-    query_head = head * call.group + left % call.group;
+  template <bool kPacked>
+  __device__ static Tile at(const BlocksCall& call, int number) {
+    const int of_head = call.tiles * call.group, left = number % of_head, tile = call.tiles - 1 - left / call.group;
+    Tile found = {number / of_head * call.group + left % call.group, number / of_head};
+    if constexpr (kPacked)
+      found.find_packed(call, tile);
+    else
+      found.find_listed(call, tile);
+    return found;
   }
-  __device__ int row(const BlocksCall& call) const { return query_head * call.tiles + tile; } // of indices, counts
+
+private:
+  __device__ void find_listed(const BlocksCall& call, int tile) {
+    const int place = query_head * call.tiles + tile;
+    row = tile * kBlock, end = call.n, position = call.m - call.n + row, keys = 0;
+    count = __ldg(call.counts + place);
+    list = call.indices + int64_t(place) * call.blocks;
+  }
+
+  // Sequence i has the tiles from starts[i] / 128 + i on, as many as it needs or one more.
+  __device__ void find_packed(const BlocksCall& call, int tile) {
+    int sequence = 0;
+    for (int last = call.sequences - 1; sequence < last;) {
+      const int middle = (sequence + last + 1) / 2;
+      if (__ldg(call.starts + middle) / kBlock + middle <= tile)
+        sequence = middle;
+      else
+        last = middle - 1;
+    }
+    keys = __ldg(call.starts + sequence), end = __ldg(call.starts + sequence + 1);
+    row = keys + (tile - keys / kBlock - sequence) * kBlock;
+    position = call.m - call.n + row - keys;
+    count = row < end ? (position + min(kBlock, end - row) - 1) / kBlock + 1 : 0;
+    list = nullptr;
+  }
 };
 
 template <class Element_, int kDim_>
@@ -46,11 +81,11 @@ struct BlocksShape {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   static constexpr int kBarriers = 2 + 4 * kStages;
-  static constexpr int kSharedBytes = (1 + 2 * kStages) * kTileBytes + kBarriers * 8 + 8;
+  static constexpr int kSharedBytes = (1 + 2 * kStages) * kTileBytes + 32 + kBarriers * 8;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// The parts of a block's shared memory. Queries and the work that they are of come together. What is full the consumers
+// The parts of a block's shared memory. Queries and their tile come together. What is full the consumers
 // wait for, what is empty the producer; each of their eight warps says so.
 template <class Shape>
 struct BlocksMemory {
@@ -59,8 +94,8 @@ struct BlocksMemory {
   __device__ uint32_t queries() const { return first; }
   __device__ uint32_t keys(int slot) const { return first + (1 + slot) * Shape::kTileBytes; }
   __device__ uint32_t values(int slot) const { return keys(Shape::kStages + slot); }
-  __device__ uint32_t work() const { return keys(2 * Shape::kStages); } // its number or -1, and its number of blocks
-  __device__ uint32_t barriers() const { return work() + 8; }
+  __device__ uint32_t tile() const { return keys(2 * Shape::kStages); } // what consumers must know of it
+  __device__ uint32_t barriers() const { return tile() + 32; }
   __device__ uint32_t queries_full() const { return barriers(); }
   __device__ uint32_t queries_empty() const { return barriers() + 8; }
   __device__ uint32_t keys_full(int slot) const { return barriers() + 16 + slot * 8; }

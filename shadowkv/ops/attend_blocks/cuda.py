@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 @cache
 def available() -> bool:
     """Whether the kernel was built and the CUDA device is a Hopper."""
-    return load_cuda("attend_blocks_sm90", "attend_blocks_sm90") and torch.cuda.get_device_capability() == (9, 0)
+    return load_cuda("attend_blocks_sm90", "attend_blocks_sm90", "attend_packed_sm90") and torch.cuda.get_device_capability() == (9, 0)
 
 
 def supports(case: Case) -> list[str]:

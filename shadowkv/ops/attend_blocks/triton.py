@@ -38,7 +38,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "m", "blocks"])
 def _attend(
     q, k, v, out, indices, counts, n, m, blocks, scale, q_token, q_head, k_token, k_head, v_token, v_head, out_token,
     out_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,

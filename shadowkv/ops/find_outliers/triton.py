@@ -21,7 +21,7 @@ def find_outliers(rotated: Tensor, chunk: int, count: int, sink: int = 1) -> Ten
     return worst[:, sink:].topk(count, largest=False).indices + sink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _worst_cosine(
     rotated, worst, token_stride, head_stride, chunks, CHUNK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -108,7 +108,7 @@ def _block(size: int) -> int:
     return max(LEAST, triton.next_power_of_2(size))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _copy_rows(
     rows, pages, out, page_stride, head_stride, row_stride, tiles,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -122,7 +122,7 @@ def _copy_rows(
         tl.store(target + dim, x, mask=dim < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_page", "tiles"])
 def _decode_rows(
     codes, pages, scale, scale_pages, levels, places, rotation, step, slots, mean, starts, cos, sin, out,
     page_stride, scale_stride, step_stride, mean_stride, head_stride, row_stride, first_page, tiles,
@@ -209,7 +209,7 @@ def decoded_latents(
         return tl.load(rows + rank[None, :], mask=wanted, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_page", "tiles"])
 def _rebuild_keys(
     latents, pages, bits, bit, basis, mean, slots, starts, cos, sin, out,
     page_stride, basis_stride, mean_stride, head_stride, row_stride, first_page, tiles,

@@ -101,7 +101,7 @@ def sample_queries(q: Tensor) -> Tensor:
     return sampled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _sample(
     q, sampled, n, q_token, q_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     SAMPLED: tl.constexpr, EXACT: tl.constexpr,
@@ -126,7 +126,7 @@ def _sample(
         newest = tl.argmax(tl.where(token < n, nearest, float("-inf")), 0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "m", "tiles"])
 def _score(
     q, k, sampled, scores, n, m, tiles, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
@@ -162,7 +162,7 @@ def _score(
         out += step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "m", "whole", "parts", "blocks"])
 def _choose(
     scores, indices, counts, n, m, whole, heads, parts, blocks, least, most, GROUP: tl.constexpr,
     TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
