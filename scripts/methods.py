@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA", "flashinfer": "FlashInfer"}
+LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA"}
 """What backends of ops run in besides their references, by the first word of their files' names."""
 
 

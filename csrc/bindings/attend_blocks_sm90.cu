@@ -1,4 +1,4 @@
-// Causal prefill attention on Hopper for PyTorch, over listed blocks or packed sequences: checks its arguments and
+// Prefill attention on Hopper for PyTorch, over listed blocks, packed sequences or everything: checks its arguments and
 // launches on the current stream.
 #include "kernels/attend_blocks_sm90.cuh"
 
@@ -10,10 +10,10 @@
 namespace shadowkv {
 namespace {
 
-template <class Element, int kDim, bool kPacked>
+template <class Element, int kDim, Over kOver>
 void launch(const BlocksCall& call, cudaStream_t stream) {
   using Shape = BlocksShape<Element, kDim>;
-  const auto kernel = attend_blocks_kernel<Shape, kPacked>;
+  const auto kernel = attend_blocks_kernel<Shape, kOver>;
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -24,17 +24,18 @@ void launch(const BlocksCall& call, cudaStream_t stream) {
   check_launch("attend_blocks_sm90");
 }
 
-template <bool kPacked>
+template <Over kOver>
 void launch(const Tensor& q, const BlocksCall& call) {
   const bool half = q.scalar_type() == Dtype::Half;
-  const auto launched = q.size(2) == 64 ? (half ? launch<__half, 64, kPacked> : launch<__nv_bfloat16, 64, kPacked>)
-                                        : (half ? launch<__half, 128, kPacked> : launch<__nv_bfloat16, 128, kPacked>);
+  const auto launched = q.size(2) == 64 ? (half ? launch<__half, 64, kOver> : launch<__nv_bfloat16, 64, kOver>)
+                                        : (half ? launch<__half, 128, kOver> : launch<__nv_bfloat16, 128, kOver>);
   launched(call, current_stream(q));
 }
 
 // The call without what it attends to, of so many tiles for each head.
 BlocksCall checked(
-    const Tensor& q, const Tensor& k, const Tensor& v, double scale, int64_t tiles, Tensor& taken, Tensor& out) {
+    const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, int64_t tiles, Tensor& taken,
+    Tensor& out) {
   const Dtype dtype = q.scalar_type();
   STD_TORCH_CHECK(
       dtype == Dtype::Half || dtype == Dtype::BFloat16, "q has dtype ", int(dtype), ", not ", int(Dtype::Half), " or ",
@@ -51,10 +52,11 @@ BlocksCall checked(
     check_dense_from(*x, name, 2);
   STD_TORCH_CHECK(heads > 0 && query_heads % heads == 0, query_heads, " query heads are no multiple of ", heads,
                   " kv heads");
-  STD_TORCH_CHECK(n <= m, n, " queries are more than ", m, " keys");
+  STD_TORCH_CHECK(!causal || n <= m, n, " queries are more than ", m, " keys");
+  STD_TORCH_CHECK(m > 0 || n == 0, "there are no keys");
   STD_TORCH_CHECK(
-      m < INT32_MAX - kBlock && query_heads * tiles < INT32_MAX / 2, "no room for ", m, " keys, ", query_heads * tiles,
-      " tiles");
+      m < INT32_MAX - kBlock && n < INT32_MAX - kBlock && query_heads * tiles < INT32_MAX / 2, "no room for ", m,
+      " keys, ", n, " queries, ", query_heads * tiles, " tiles");
   STD_TORCH_CHECK(
       reinterpret_cast<uintptr_t>(out.data_ptr()) % 4 == 0 && (out.stride(0) | out.stride(1)) % 2 == 0,
       "out has rows that do not start at multiples of 4 bytes");
@@ -73,27 +75,36 @@ void attend_blocks_sm90(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& counts, double scale,
     Tensor& taken, Tensor& out) {
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  BlocksCall call = checked(q, k, v, scale, (q.size(0) + kBlock - 1) / kBlock, taken, out);
+  BlocksCall call = checked(q, k, v, scale, true, (q.size(0) + kBlock - 1) / kBlock, taken, out);
   check_dense(indices, "indices", Dtype::Int, {call.query_heads, call.tiles, -1});
   check_dense(counts, "counts", Dtype::Int, {call.query_heads, call.tiles});
   if (call.query_heads * call.n == 0) return;
   call.indices = static_cast<const int*>(indices.data_ptr()), call.counts = static_cast<const int*>(counts.data_ptr());
   call.blocks = int(indices.size(2));
-  launch<false>(q, call);
+  launch<Over::kListed>(q, call);
 }
 
-void attend_packed_sm90(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, double scale, Tensor& taken,
-    Tensor& out) {
+void attend_sequences_sm90(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& starts, bool causal, double scale,
+    Tensor& taken, Tensor& out, const std::optional<Tensor>& lse) {
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  check_dense(starts, "starts", Dtype::Int, {-1});
-  const int64_t sequences = starts.size(0) - 1;
-  BlocksCall call = checked(q, k, v, scale, q.size(0) / kBlock + sequences, taken, out);
-  STD_TORCH_CHECK(
-      sequences == 1 || call.n == call.m, call.n, " queries of ", sequences, " sequences are not the ", call.m, " keys");
+  if (starts) check_dense(*starts, "starts", Dtype::Int, {-1});
+  const int64_t sequences = starts ? starts->size(0) - 1 : 1, own = (q.size(0) + kBlock - 1) / kBlock;
+  BlocksCall call = checked(q, k, v, scale, causal, starts ? q.size(0) / kBlock + sequences : own, taken, out);
+  if (starts) {
+    STD_TORCH_CHECK(causal, "packed sequences attend causally");
+    STD_TORCH_CHECK(call.n == call.m, call.n, " packed queries are not as many as ", call.m, " keys");
+    call.starts = static_cast<const int*>(starts->data_ptr()), call.sequences = int(sequences);
+  }
+  if (lse) {
+    check_dense(*lse, "lse", Dtype::Float, {call.n, call.query_heads});
+    call.lse = static_cast<float*>(lse->data_ptr());
+  }
   if (call.query_heads * call.n == 0) return;
-  call.starts = static_cast<const int*>(starts.data_ptr()), call.sequences = int(sequences);
-  launch<true>(q, call);
+  if (causal)
+    launch<Over::kSequence>(q, call);
+  else
+    launch<Over::kEverything>(q, call);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
@@ -101,13 +112,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
       "attend_blocks_sm90(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor counts, float scale, Tensor(a!) taken, "
       "Tensor(b!) out) -> ()");
   m.def(
-      "attend_packed_sm90(Tensor q, Tensor k, Tensor v, Tensor starts, float scale, Tensor(a!) taken, Tensor(b!) out) "
-      "-> ()");
+      "attend_sequences_sm90(Tensor q, Tensor k, Tensor v, Tensor? starts, bool causal, float scale, Tensor(a!) taken, "
+      "Tensor(b!) out, Tensor(c!)? lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) {
   m.impl("attend_blocks_sm90", TORCH_BOX(&attend_blocks_sm90));
-  m.impl("attend_packed_sm90", TORCH_BOX(&attend_packed_sm90));
+  m.impl("attend_sequences_sm90", TORCH_BOX(&attend_sequences_sm90));
 }
 
 } // namespace

@@ -1,5 +1,5 @@
-// Causal prefill attention for Hopper, after FlashAttention-3 (arXiv:2407.08608): over listed blocks of 128 keys, or over
-// all keys of packed sequences.
+// Prefill attention for Hopper, after FlashAttention-3 (arXiv:2407.08608): over listed blocks of 128 keys, over all keys
+// of packed sequences, or of one, and without a mask.
 //
 // One thread block per multiprocessor, which takes a tile of 128 queries of one head after another. One warp copies
 // queries, keys and values (fetch.cuh) into rings of stages; two warpgroups attend with 64 queries each (consume.cuh).
@@ -12,7 +12,7 @@
 
 namespace shadowkv {
 
-template <class Shape, bool kPacked>
+template <class Shape, Over kOver>
 __global__ __launch_bounds__(Shape::kThreads, 1) void attend_blocks_kernel(const __grid_constant__ BlocksCall call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char blocks_shared[];
@@ -28,10 +28,10 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_blocks_kernel(const
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
-    if (warp == 0) fetch_tiles<Shape, kPacked>(call, memory);
+    if (warp == 0) fetch_tiles<Shape, kOver>(call, memory);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
-    attend_tiles<Shape, kPacked>(call, memory, warpgroup);
+    attend_tiles<Shape, kOver>(call, memory, warpgroup);
   }
 #endif // other passes have no wgmma, and no callers
 }

@@ -1,8 +1,8 @@
 """Prefill attention on a GPU: a block of queries over everything up to them, by backend.
 
 ``python scripts/bench/bench_causal_attention.py [--out file.json]``: the op as it is chosen here, PyTorch's flash
-attention alone, and FlashInfer and flash-attn where they are installed. Counted operations: 4 H_q d for each pair of a
-query and a key that it sees. Times are medians over replays of a CUDA graph of a few calls; the first call's, in which
+attention, cuDNN's, and FlashInfer and flash-attn where they are installed. Counted operations: 4 H_q d for each pair of
+a query and a key that it sees. Times are medians over replays of a CUDA graph of a few calls; the first call's, where
 cuDNN plans its kernels, is given besides. Results are checked against those of flash attention.
 """
 
@@ -17,6 +17,7 @@ import torch
 from timing import Row, microseconds, run
 from torch import Tensor
 
+from shadowkv.ops.merge_attention.triton import merge_attention
 from shadowkv.ops.registry import Ops
 
 CASES = [  # queries, keys, kv heads, group, dim
@@ -39,9 +40,26 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].transpose(0, 1)
 
 
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's cuDNN attention: over the keys before the queries, and over the queries' own, merged."""
+    own = len(k) - len(q)
+
+    def attended(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        one, *rest = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(one, *rest, None, True, 0.0, causal)
+        return out[0].transpose(0, 1), lse.view(lse.shape[:3])[0].T
+
+    parts = [attended(k[own:], v[own:], True)]
+    if own:
+        parts.append(attended(k[:own], v[:own], False))
+    merged: Tensor = merge_attention(parts)
+    return merged
+
+
 def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """What is there, by name."""
     found = {"chosen": Ops("cuda").causal_attention, "flash": flash}
+    found["cudnn"] = cudnn
     if find_spec("flashinfer"):
         from flashinfer import single_prefill_with_kv_cache
 

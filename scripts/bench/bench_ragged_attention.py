@@ -1,8 +1,9 @@
 """Attention of packed prompts on a GPU, by backend, and one prompt after the other.
 
-``python scripts/bench/bench_ragged_attention.py [--out file.json]``: the kernel for Hopper, the Triton kernel, PyTorch's
-flash attention over all, and a call of ``causal_attention`` for each prompt. Counted operations: 4 H_q d for each pair of a query and a
-key that it sees. Times are medians over replays of a CUDA graph of a few calls. Results are checked against each other.
+``python scripts/bench/bench_ragged_attention.py [--out file.json]``: the kernel for Hopper, Triton's, PyTorch's
+flash attention over all, and a call of ``causal_attention`` for each prompt. Counted operations: 4 H_q d for each pair
+of a query and a key that it sees. Times are medians over replays of a CUDA graph of a few calls. Results are checked
+against each other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
@@ -103,20 +103,6 @@ class Runner:
         """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
         own parts of the sequences. They find it by its name: it is of a module that can be imported there."""
         return function(self, sequences, *what)
-
-    @torch.inference_mode()
-    def plan_attention(self, shapes: list[tuple[int, int]]) -> Iterator[None]:
-        """Attends with so many made-up queries to so many keys, one pair of numbers after the other: plans of attention
-        are made by that."""
-        ops, shape = self.cache.ops, self.cache.shape
-        longest = (max((n for n, _ in shapes), default=0), max((m for _, m in shapes), default=0))
-        q, k = (
-            torch.zeros(n, heads, shape.head_dim, dtype=self.cache.dtype, device=self.cache.device)
-            for n, heads in zip(longest, (shape.num_query_heads, shape.num_kv_heads))
-        )
-        for n, m in shapes:
-            ops.causal_attention(q[:n], k[:m], k[:m])
-            yield
 
     @torch.inference_mode()
     def decode(

@@ -1,9 +1,6 @@
-"""Warm-up: what compiles, plans or is captured on first use is used once, so that the first prompt is as fast as the
-tenth.
+"""Warm-up: what compiles or is captured on first use is used once, so that the first prompt is as fast as the tenth.
 
 A few requests go through the engine's own steps, and are aborted before they end, so that nothing of them is kept.
-Plans of attention, which longer prompts need, come from calls of the op on made-up tokens. A thread has plans of its
-own (PyTorch's cuDNN attention), so that this belongs on the one that steps the engine.
 """
 
 from __future__ import annotations
@@ -17,12 +14,10 @@ from contextlib import closing
 import torch
 from tqdm import tqdm
 
-from shadowkv.engine.devices import current
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.interrupts import interrupts_deferred
 from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure
 
@@ -33,8 +28,8 @@ SHORT = 48
 
 
 def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Compiles and plans what first requests would wait for, where the device is one for which that is done and the
-    config does not skip it; ends early once ``stopped``. To be called on the thread that steps: plans are its own."""
+    """Compiles what first requests would wait for, where the device is one for which that is done and the config does
+    not skip it; ends early once ``stopped``. To be called on the thread that steps."""
     if engine.device.type == "cuda" and not engine.config.skip_warmup:
         use_everything_once(engine, stopped)
 
@@ -48,11 +43,11 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
     began, shown = time.monotonic(), sys.stderr.isatty()
     if not shown:
         logger.info("warming up")
-    stages, shapes = _stages(engine), _shapes(engine)
-    bar = tqdm(total=len(stages) + len(shapes), desc="warm-up", unit="", leave=False, disable=not shown)
+    stages = _stages(engine)
+    bar = tqdm(total=len(stages), desc="warm-up", unit="", leave=False, disable=not shown)
     alone = engine.scheduler.prefix_cache.on_the_device_alone()
     try:
-        with interrupts_deferred() as interruptible, bar, alone, closing(_pieces(engine, stages, shapes)) as pieces:
+        with interrupts_deferred() as interruptible, bar, alone, closing(_pieces(stages)) as pieces:
             for done in pieces:
                 bar.update(done)
                 interruptible()
@@ -74,71 +69,61 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
 
-def _stages(engine: Engine) -> list[tuple[list[int], int]]:
-    """Lengths of prompts that are computed and answered together, and of the answers: one prompt, a pack of two, and
-    one of more than two blocks that is long enough to be compressed, if any is, with another that shares its start;
-    their answers seal a page."""
+def _stages(engine: Engine) -> list[Iterator[None]]:
+    """Steps of an engine that answers, one after the other: one prompt; a pack of two; one of more than two blocks that
+    is long enough to be compressed, if any is, with another that shares its start, whose answers seal a page; and a
+    later turn."""
     spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
     room = engine.max_model_len - PAGE - 2  # of a token more, which is not waited for: requests that end are kept
+    if room < SHORT:
+        return []
     if spec.seals and spec.dense_limit + PAGE <= room:
         longest = max(longest, spec.dense_limit + PAGE)
     pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
     again = min(longest, room - 2 * PAGE)  # a start of what is computed then, and a few tokens more
     shared = [min(longest, room), again] if engine.config.max_num_seqs > 1 and again > PAGE else [min(longest, room)]
-    return [([SHORT], 3), (pack, 3), (shared, PAGE + 1)] if room >= SHORT else []
+    of_lengths = (([SHORT], 3), (pack, 3), (shared, PAGE + 1))
+    answered = [_answered(engine, [_prompt(engine, n) for n in lengths], tokens) for lengths, tokens in of_lengths]
+    return [*answered, _later_turn(engine)]
 
 
-def _shapes(engine: Engine) -> list[tuple[int, int]]:
-    """Numbers of queries and keys that attention plans for."""
-    if engine.cache.ops.backends["causal_attention"] != "cuda":
-        return []
-    from shadowkv.ops.causal_attention.cuda import planned
-
-    longest = engine.max_model_len
-    if engine.cache.spec.prefill == "sparse":  # beyond, prompts attend to blocks, which need no plans
-        longest = min(longest, SPARSE_FROM + BLOCK_TOKENS[engine.device.type])
-    return [*planned(_queries(engine), longest)]
+def _prompt(engine: Engine, length: int) -> list[int]:
+    return [token % engine.model_config.vocab_size for token in range(length)]
 
 
-def _queries(engine: Engine) -> torch.Tensor:
-    """A block of tokens."""
-    cache = engine.cache
-    size = BLOCK_TOKENS[engine.device.type], cache.shape.num_query_heads, cache.shape.head_dim
-    return torch.zeros(size, dtype=cache.dtype, device=engine.device)
-
-
-def _pieces(
-    engine: Engine, stages: list[tuple[list[int], int]], shapes: list[tuple[int, int]]
-) -> Generator[int, None, None]:
-    """Does all of it; yields after a step 0 or, if a stage or shape is done with it, 1."""
-    for prompts, tokens in stages:
-        for _ in _answered(engine, prompts, tokens):
+def _pieces(stages: list[Iterator[None]]) -> Generator[int, None, None]:
+    """Does all of it; yields after a step 0 or, if a stage is done with it, 1."""
+    for stage in stages:
+        for _ in stage:
             yield 0
         yield 1
-    if not shapes:
-        return
-    planning = engine.runner.plan_attention(shapes)
-    for _ in shapes:
-        with current(engine.device):
-            next(planning)
-        yield 1
-    torch.cuda.synchronize(engine.device)
 
 
-def _answered(engine: Engine, prompts: list[int], tokens: int) -> Iterator[None]:
-    """Steps of an engine that answers prompts of these lengths; whatever happens, nothing is left of them."""
-    sampled = SamplingParams(max_tokens=tokens + 1, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
-    left = {f"warm-up-{number}": tokens for number in range(len(prompts))}
-    vocab = engine.model_config.vocab_size
+def _later_turn(engine: Engine) -> Iterator[None]:
+    """A prompt's answer to its end, so that both are kept, and what is said behind them."""
+    prompt = _prompt(engine, SHORT)
+    (answer,) = yield from _answered(engine, [prompt], 2, ends=True)
+    yield from _answered(engine, [prompt + answer + prompt[:8]], 1)
+
+
+def _answered(
+    engine: Engine, prompts: list[list[int]], tokens: int, ends: bool = False
+) -> Generator[None, None, list[list[int]]]:
+    """Steps of an engine that answers prompts with so many tokens; returns those. Whatever happens, nothing is left of
+    the requests, but what is kept of those that end."""
+    most = tokens if ends else tokens + 1
+    sampled = SamplingParams(max_tokens=most, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
+    answers: dict[str, list[int]] = {f"warm-up-{number}": [] for number in range(len(prompts))}
     try:
-        for name, length in zip(left, prompts, strict=True):
-            engine.add_request(name, [token % vocab for token in range(length)], sampled)
-        while any(more > 0 for more in left.values()):
+        for name, prompt in zip(answers, prompts, strict=True):
+            engine.add_request(name, prompt, sampled)
+        while any(len(answer) < tokens for answer in answers.values()):
             for output in engine.step():
                 if output.error is not None:
                     raise RuntimeError(output.error)
-                left[output.request_id] -= 1
+                answers[output.request_id] += output.token_ids
             yield
     finally:
-        for name in left:
+        for name in answers:
             engine.abort(name)
+    return [*answers.values()]

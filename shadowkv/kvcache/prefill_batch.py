@@ -16,10 +16,6 @@ from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.upload import upload
 
-ALONE = 4096
-"""New tokens of a sequence from which on it attends by itself: kernels for one sequence are then faster than those for
-several (``shadowkv.ops.fused_attention``)."""
-
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -241,7 +237,7 @@ class PrefillBatch:
     def _runs(self, start: int, stop: int) -> Iterator[Run]:
         def packed(numbered: tuple[int, NewTokens]) -> bool:
             one = numbered[1]
-            return not one.cached and start <= one.start and one.stop <= stop and one.stop - one.start < ALONE
+            return not one.cached and start <= one.start and one.stop <= stop
 
         here = [(i, one) for i, one in enumerate(self.new) if one.start < stop and start < one.stop]
         for together, found in groupby(here, packed):

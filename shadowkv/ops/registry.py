@@ -49,7 +49,7 @@ NAMES = (
     "write_rows",
 )
 
-PREFERENCE = {"cuda": ("flashinfer", "cuda", "cuda_fp8", "triton", "reference"), "cpu": ("cpu", "reference")}
+PREFERENCE = {"cuda": ("cuda", "cuda_fp8", "triton", "reference"), "cpu": ("cpu", "reference")}
 """Backends by device type, fastest first; an op has the files it has, ``reference.py`` always."""
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache import prefill_batch, spec
+from shadowkv.kvcache import spec
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.snapshot import Snapshot
@@ -91,15 +91,16 @@ def test_nothing_is_done_prompt_by_prompt_in_a_layer(name: str, monkeypatch: pyt
     assert calls == Counter(ragged_attention=SHAPE.num_layers, _write_exact=stored, _observe=observed)
 
 
-def test_a_long_prompt_and_one_alone_attend_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_batch, "ALONE", 100)
+def test_prompts_that_a_block_has_some_of_attend_by_themselves() -> None:
     cache = make_cache(POLICIES["full"])
     streams = [start(cache, seed, length) for seed, length in enumerate((5, 7, 100, 99, 2))]
     batch = cache.prefill_batch([(s.sequence, s.sequence.capacity - ROOM) for s in streams])
     runs = [(run.start, run.stop, run.alone is None, run.longest) for run in batch.block(0, 213).runs]
-    assert runs == [(0, 12, True, 7), (12, 112, False, 0), (112, 213, True, 99)]
-    assert batch.block(0, 213).runs[2].cu_seqlens.tolist() == [0, 99, 101]
+    assert runs == [(0, 213, True, 100)]
+    runs = [(run.start, run.stop, run.alone is None, run.longest) for run in batch.block(8, 213).runs]
+    assert runs == [(8, 12, False, 0), (12, 213, True, 100)]
+    assert batch.block(8, 213).runs[1].cu_seqlens.tolist() == [0, 100, 199, 201]
     cut = [(run.start, run.stop, run.alone is None) for run in batch.block(2, 150).runs]
-    assert cut == [(2, 5, False), (5, 12, False), (12, 112, False), (112, 150, False)]
+    assert cut == [(2, 5, False), (5, 112, True), (112, 150, False)]
     for b in (batch.block(0, 50), batch.block(50, 213)):
         assert torch.equal(batch.last[b.kept] - b.start, b.last)

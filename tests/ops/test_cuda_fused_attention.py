@@ -1,29 +1,35 @@
-"""Fused attention with its log-sum-exp on a GPU, small blocks and large ones, against the reference in float64."""
+"""Fused attention with its log-sum-exp on a GPU, few queries and many, against the reference in float64."""
+
+import math
 
 import pytest
 import torch
 from plain_formulas import assert_close_like_lowp
 
+from shadowkv.ops.attend_blocks import cuda as hopper
 from shadowkv.ops.block_attention import reference
 from shadowkv.ops.causal_attention import cuda as causal
 from shadowkv.ops.causal_attention import reference as causal_reference
-from shadowkv.ops.fused_attention import LARGE, SPAN, STEP, UNIT, attend, is_large
+from shadowkv.ops.fused_attention import FEWEST_TILES, TILE, attend, is_ours
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 SHAPES = [(2, 4, 128), (1, 7, 128), (2, 1, 64), (2, 3, 96)]
 
 
-# The last: a span, a unit and a part of one before the queries' own.
-SIZES = [(4096, 4096), (4500, 4500), (1000, 20000), (3000, 9000), (4608, 9216), (512, SPAN + UNIT + 2 * STEP)]
-
-
 def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Queries [n, H_q, d], keys and values [m, H, d]."""
-    k, v = torch.randn(2, m, heads, dim, device="cuda").to(dtype)
+    """Queries [n, H_q, d], keys and values [m, H, d], parts of larger tensors with NaN behind them."""
+    k, v = torch.full((2, m + 130, heads, dim), math.nan, device="cuda", dtype=dtype)[:, :m]
+    for x in (k, v):
+        x.copy_(torch.randn(m, heads, dim, device="cuda"))
     return [torch.randn(n, heads * group, dim, device="cuda").to(dtype), k, v]
+
+
+@pytest.fixture(params=[FEWEST_TILES, 1], ids=["chosen", "ours"], autouse=True)
+def fewest_tiles(request, monkeypatch):
+    """As it is chosen, and always our kernel where there is one."""
+    monkeypatch.setattr("shadowkv.ops.fused_attention.FEWEST_TILES", request.param)
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
@@ -31,9 +37,9 @@ def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -
 @pytest.mark.parametrize(
     ("n", "m", "masked"),
     [
-        (1, 1, False), (37, 300, False), (64, 64, True), (37, 300, True), (1, 300, True),
+        (1, 1, False), (37, 300, False), (64, 64, True), (37, 300, True), (1, 300, True), (300, 37, False),
         (4096, 4096, False), (4096, 4096, True), (4200, 4200, True), (1700, 10240, False), (1700, 10300, False),
-        (3000, 6000, True),
+        (3000, 6000, True), (130, 128, False),
     ],
 )  # fmt: skip
 def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
@@ -48,19 +54,18 @@ def test_a_block(n: int, m: int, masked: bool, heads: int, group: int, dim: int,
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
-@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize(("n", "m"), [(4096, 4096), (4500, 4500), (1000, 20000), (3000, 9000), (512, 75000)])
 def test_large_blocks_of_a_prompt(n: int, m: int, heads: int, group: int, dim: int) -> None:
     q, k, v = case(n, m, heads, group, dim, torch.bfloat16)
     exact = causal_reference.causal_attention(q.double(), k.double(), v.double())
     assert_close_like_lowp(causal.causal_attention(q, k, v), exact, causal_reference.causal_attention(q, k, v))
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper")
-def test_what_is_large() -> None:
-    def large(n: int, m: int, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return is_large(torch.empty(n, 8, dim, device="cuda", dtype=dtype), m)
+@pytest.mark.skipif(not hopper.available(), reason="needs a Hopper and the attend_blocks_sm90 library")
+def test_what_is_ours(fewest_tiles) -> None:
+    def ours(n: int, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return is_ours(torch.empty(n, 8, dim, device="cuda", dtype=dtype))
 
-    assert large(4096, LARGE // 4096)
-    assert not large(4096, LARGE // 4096 - 1)
-    assert not large(4096, LARGE, dim=256)
-    assert not large(4096, LARGE, dtype=torch.float32)
+    assert ours(FEWEST_TILES * TILE // 8)
+    assert not ours(4096, dim=256)
+    assert not ours(4096, dtype=torch.float32)

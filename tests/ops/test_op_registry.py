@@ -61,7 +61,7 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
     assert slow == set(block_matrix.OPS)  # which it does not call: on a GPU no weight stays in blocks
-    assert ops.backends["causal_attention"] == "flashinfer"
+    assert ops.backends["causal_attention"] == "cuda"
     assert not any(ops.reasons.values())
     assert not ops.synchronising
 
@@ -114,9 +114,9 @@ def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
 
 
 def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
-    ops = Ops("cuda", replace(TURBO, head_dim=64))
-    assert ops.backends["block_attention"] == ops.backends["causal_attention"] == "cuda"
-    assert ops.reasons["block_attention"][0].startswith("flashinfer: ")
+    ops = Ops("cuda", replace(TURBO, head_dim=96))
+    assert ops.backends["ragged_attention"] == ops.backends["attend_blocks"] == "triton"
+    assert ops.reasons["ragged_attention"] == ["cuda: head dim 96 is not 64 or 128"]
 
 
 @pytest.mark.parametrize(

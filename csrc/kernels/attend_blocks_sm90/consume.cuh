@@ -105,10 +105,13 @@ struct Attending {
     using Element = typename Shape::Element;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float part = __fdividef(1, softmax.row_total(r));
+      const float total = softmax.row_total(r), part = __fdividef(1, total);
       const int token = first + r * 8;
       Element* const to = static_cast<Element*>(call.out) + token * call.out_token + query_head * call.out_head;
       if (token >= end) continue;
+      if (call.lse && threadIdx.x % 4 == 0)
+        call.lse[int64_t(token) * call.query_heads + query_head] =
+            (softmax.peak[r] * call.scale + log2f(total)) * 0.6931471806f;
 #pragma unroll
       for (int i = 0; i < Shape::kDim / 8; ++i)
         *reinterpret_cast<uint32_t*>(to + i * 8 + threadIdx.x % 4 * 2) =
@@ -119,7 +122,7 @@ struct Attending {
 
 // Masked blocks are a tile's last ones and follow each other. As lists ascend, the first block of any has a key that
 // every row sees, and peaks are finite from then on.
-template <class Shape, bool kPacked>
+template <class Shape, Over kOver>
 __device__ __forceinline__ void attend_tiles(
     const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {
   const int lane = threadIdx.x % 32, row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -133,13 +136,15 @@ __device__ __forceinline__ void attend_tiles(
                  : "r"(memory.tile())
                  : "memory");
     if (query_head < 0) return;
-    const int seen = position + min(kBlock, end - first);                       // keys up to its last query
-    const int open = count - ((seen - 1) / kBlock - position / kBlock + 1);     // blocks without a mask
-    const int last = row + position % kBlock - lane % 4 * 2; // column that this row sees, of the first masked block
+    constexpr bool kCausal = kOver != Over::kEverything;
+    const int seen = kCausal ? position + min(kBlock, end - first) : call.m; // keys up to what its last query sees
+    // Blocks without a mask, and the last column that this thread's first row sees of the first one with a mask.
+    const int open = kCausal ? count - ((seen - 1) / kBlock - position / kBlock + 1) : call.m / kBlock;
+    const int last = (kCausal ? row + position % kBlock : call.m % kBlock - 1) - lane % 4 * 2;
 
     attending.start();
     if (count == 1) arrive_if(attending.speaks(), memory.queries_empty());
-    if (open == 0) mask_scores(attending.s, last);
+    if (open == 0) mask_scores<kCausal>(attending.s, last);
     attending.weigh();
     for (int i = 1; i < count; ++i) {
       attending.finish_sums();
@@ -148,11 +153,11 @@ __device__ __forceinline__ void attend_tiles(
       arrive_threads(2 - consumer, 256); // the other's turn
       attending.template finish_scores<1>();
       if (i == count - 1) arrive_if(attending.speaks(), memory.queries_empty());
-      if (i >= open) mask_scores(attending.s, last - (i - open) * kBlock);
+      if (i >= open) mask_scores<kCausal>(attending.s, last - (i - open) * kBlock);
       attending.weigh();
     }
     attending.finish_sums();
-    if (kPacked && seen % kBlock) attending.clear_values(seen % kBlock);
+    if (kOver == Over::kSequence && seen % kBlock) attending.clear_values(seen % kBlock);
     attending.begin_next_sums();
     attending.finish_tile();
     attending.write(call, query_head, first + row, end);

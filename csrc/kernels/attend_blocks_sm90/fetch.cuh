@@ -39,19 +39,19 @@ struct Fetcher {
 
 // Values follow the next block's keys, as the consumers ask for them in that order. A tile's first keys come before its
 // queries, which wait for the last product of the tile before.
-template <class Shape, bool kPacked>
+template <class Shape, Over kOver>
 __device__ __forceinline__ void fetch_tiles(const BlocksCall& call, const BlocksMemory<Shape>& memory) {
   const int lane = threadIdx.x % 32;
   Fetcher<Shape> fetcher = {call, memory};
   int number = blockIdx.x;
   while (number < call.works()) {
-    const Tile tile = Tile::at<kPacked>(call, number);
+    const Tile tile = Tile::at<kOver>(call, number);
     int next = 0;
     if (lane == 0) next = atomicAdd(call.taken, 1);
     int listed = 0, before = 0; // a block for each lane; the row where the last one began
     for (int i = 0; i < tile.count; ++i) {
-      if (!kPacked && i % 32 == 0) listed = i + lane < tile.count ? __ldg(tile.list + i + lane) : 0;
-      const int row = tile.keys + (kPacked ? i : __shfl_sync(~0u, listed, i % 32)) * kBlock;
+      if (kOver == Over::kListed && i % 32 == 0) listed = i + lane < tile.count ? __ldg(tile.list + i + lane) : 0;
+      const int row = tile.keys + (kOver == Over::kListed ? __shfl_sync(~0u, listed, i % 32) : i) * kBlock;
       if (lane == 0) {
         fetcher.fetch_keys(tile.head, row);
         if (i == 0)

@@ -5,17 +5,20 @@
 
 namespace shadowkv {
 
+// What a query attends to: the blocks of its tile's list, or all that its sequence has, in both cases up to its own
+// position; or everything.
+enum class Over { kListed, kSequence, kEverything };
+
 struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
-  // Lists of blocks, [query heads, tiles, blocks] and how many there are, [query heads, tiles]; or none, and where packed
-  // sequences begin and the last one ends, which attend to all that is theirs.
-  const int *indices, *counts;
-  const int* starts;
-  int* taken; // how many tiles blocks have taken besides their first ones, zero before
-  void* out;  // [n, query heads, dim]
+  const int *indices, *counts; // lists [query heads, tiles, blocks] and how many are valid [query heads, tiles], or null
+  const int* starts; // where packed sequences begin and the last one ends, or null: there is one
+  int* taken;        // how many tiles blocks have taken besides their first ones, zero before
+  void* out;         // [n, query heads, dim]
+  float* lse;        // natural logarithms of softmax sums, [n, query heads], or null
   int64_t out_token, out_head;
   float scale; // of q k in the exponent to base 2
-  int n, m, query_heads, group, tiles, blocks, sequences; // m is n where there is more than one sequence
+  int n, m, query_heads, group, tiles, blocks, sequences; // m is n where sequences are packed
 
   __device__ int works() const { return query_heads * tiles; }
 };
@@ -30,23 +33,27 @@ struct Tile {
   int count;    // blocks
   const int* list; // of blocks; none for the first ones
 
-  template <bool kPacked>
+  template <Over kOver>
   __device__ static Tile at(const BlocksCall& call, int number) {
     const int of_head = call.tiles * call.group, left = number % of_head, tile = call.tiles - 1 - left / call.group;
     Tile found = {number / of_head * call.group + left % call.group, number / of_head};
-    if constexpr (kPacked)
+    if (kOver == Over::kSequence && call.starts)
       found.find_packed(call, tile);
     else
-      found.find_listed(call, tile);
+      found.find_alone<kOver>(call, tile);
     return found;
   }
 
 private:
-  __device__ void find_listed(const BlocksCall& call, int tile) {
+  template <Over kOver>
+  __device__ void find_alone(const BlocksCall& call, int tile) {
     const int place = query_head * call.tiles + tile;
     row = tile * kBlock, end = call.n, position = call.m - call.n + row, keys = 0;
-    count = __ldg(call.counts + place);
-    list = call.indices + int64_t(place) * call.blocks;
+    list = kOver == Over::kListed ? call.indices + int64_t(place) * call.blocks : nullptr;
+    if constexpr (kOver == Over::kListed)
+      count = __ldg(call.counts + place);
+    else
+      count = ((kOver == Over::kEverything ? call.m : position + min(kBlock, end - row)) - 1) / kBlock + 1;
   }
 
   // Sequence i has the tiles from starts[i] / 128 + i on, as many as it needs or one more.
@@ -61,7 +68,7 @@ private:
     }
     keys = __ldg(call.starts + sequence), end = __ldg(call.starts + sequence + 1);
     row = keys + (tile - keys / kBlock - sequence) * kBlock;
-    position = call.m - call.n + row - keys;
+    position = row - keys;
     count = row < end ? (position + min(kBlock, end - row) - 1) / kBlock + 1 : 0;
     list = nullptr;
   }

@@ -9,11 +9,12 @@
 
 namespace shadowkv {
 
-// Columns past the last one that row g sees; that of row g + 8 is eight further. Counted from 2t.
+// Columns past the last one that row g sees, counted from 2t; that of row g + 8 is eight further, or the same.
+template <bool kCausal>
 __device__ __forceinline__ void mask_scores(float (&s)[64], int last) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    const int column = i / 4 * 8 + i % 2 - i % 4 / 2 * 8;
+    const int column = i / 4 * 8 + i % 2 - (kCausal ? i % 4 / 2 * 8 : 0);
     if (column > last) s[i] = -INFINITY;
   }
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -136,10 +136,6 @@ class DriverRunner(Runner):
         self._ranks.send("collective_rpc", function, self._of.numbers(sequences), what)
         with self._ranks.together():
             return super().collective_rpc(function, sequences, *what)
-
-    def plan_attention(self, shapes: list[tuple[int, int]]) -> Iterator[None]:
-        self._ranks.send("plan_attention", shapes)
-        yield from super().plan_attention(shapes)
 
     def decode(
         self,

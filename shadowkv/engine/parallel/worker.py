@@ -86,10 +86,6 @@ class Worker:
     def collective_rpc(self, function: Callable[..., Any], numbers: list[int], what: tuple[Any, ...]) -> None:
         self.runner.collective_rpc(function, [self._sequences[number] for number in numbers], *what)
 
-    def plan_attention(self, shapes: list[tuple[int, int]]) -> None:
-        for _ in self.runner.plan_attention(shapes):
-            pass
-
     def decode(
         self, numbers: list[int], seeds: list[int], tokens: list[int], sources: list[int] | None, recorded: bool
     ) -> None:

@@ -28,7 +28,7 @@ def append_block(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=["positions"])
 def _append_block(
     k, v, positions, cos, sin, keys, rope_keys, values, tokens, heads, k_token, k_head, v_token, v_head, key_token,
     rope_token, value_token, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,

@@ -31,7 +31,7 @@ def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool
     return out.view(x.shape)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["positions"])
 def _apply_rope(
     x, positions, cos, sin, out, rows, heads, row_stride, head_stride, cos_scale, sin_scale, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, DIM: tl.constexpr, REST_BLOCK: tl.constexpr,

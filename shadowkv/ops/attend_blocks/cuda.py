@@ -1,4 +1,4 @@
-"""Attention over selected blocks on Hopper: ``csrc/kernels/attend_blocks_sm90.cuh``."""
+"""Prefill attention on Hopper, over selected blocks or everything: ``csrc/kernels/attend_blocks_sm90.cuh``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 @cache
 def available() -> bool:
     """Whether the kernel was built and the CUDA device is a Hopper."""
-    return load_cuda("attend_blocks_sm90", "attend_blocks_sm90", "attend_packed_sm90") and torch.cuda.get_device_capability() == (9, 0)
+    built = load_cuda("attend_blocks_sm90", "attend_blocks_sm90", "attend_sequences_sm90")
+    return built and torch.cuda.get_device_capability() == (9, 0)
 
 
 def supports(case: Case) -> list[str]:
@@ -35,8 +36,31 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
     ``indices`` and ``counts`` are read on the device and are not checked: a tile whose list lacks blocks of its own
     positions is masked wrongly, and one that has no block at all is not written. Blocks outside of k and v are zeros.
     """
-    out = q.new_empty(q.shape)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    scale = q.shape[2] ** -0.5 * math.log2(math.e)
-    torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, scale, taken, out)
+    out, taken = q.new_empty(q.shape), _taken(q)
+    torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, _scale(q), taken, out)
     return out
+
+
+def attend_sequences(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention [n, H_q, d] over all of k, v [m, H, d], and float32 log-sum-exp [n, H_q]; as above otherwise.
+
+    Args:
+        causal: q are the last n of the m positions, and each sees those up to its own; else it sees all.
+        cu_seqlens: int32 [S + 1], where each of S packed sequences begins, 0 to n, read on the device; as many keys as
+            queries, and each of them in its own sequence causally. None where there is one sequence.
+    """
+    out, taken = q.new_empty(q.shape), _taken(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    torch.ops.shadowkv_cuda.attend_sequences_sm90(q, k, v, cu_seqlens, causal, _scale(q), taken, out, lse)
+    return out, lse
+
+
+def _taken(q: Tensor) -> Tensor:
+    """How many tiles thread blocks have taken."""
+    return torch.zeros(1, dtype=torch.int32, device=q.device)
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[2] ** -0.5 * math.log2(math.e))

@@ -100,7 +100,10 @@ def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], i
     return (along.contiguous(), across.contiguous(), rest.contiguous(), *tables, keys.first), along.shape[-1]
 
 
-@triton.jit(do_not_specialize=["pages", "pages_each"])
+@triton.jit(
+    do_not_specialize=["pages", "pages_each"],
+    do_not_specialize_on_alignment=["key_pages", "key_scale_pages", "value_pages", "value_scale_pages", "pages"],
+)
 def _attend_coded(
     asked, key_codes, key_scale, key_pages, key_scale_pages, key_table, key_step,
     value_codes, value_scale, value_pages, value_scale_pages, value_table,

@@ -84,7 +84,10 @@ def attend_selected(
     return form.merged(out, lse, q.dtype)
 
 
-@triton.jit(do_not_specialize=["pages", "chunks", "tiles", "tiles_each"])
+@triton.jit(
+    do_not_specialize=["pages", "chunks", "tiles", "tiles_each"],
+    do_not_specialize_on_alignment=["key_pages", "slots", "value_pages", "value_scale_pages", "pages"],
+)
 def _attend_latents(
     asked, selected, log_weight, latents, key_pages, bits, bit, basis, mean, slots, first, cos, sin,
     value_codes, value_scale, value_pages, value_scale_pages, value_table, out, lse,

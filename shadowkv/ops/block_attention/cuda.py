@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp through PyTorch's fused kernels for GPUs, with no scores in memory."""
+"""Attention with its log-sum-exp on a GPU, with no scores in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def available() -> bool:
 
 
 def supports(case: Case) -> list[str]:
-    """Why PyTorch's fused kernels cannot serve a case."""
+    """Why flash attention cannot serve a case."""
     dim = case.head_dim
     dims = unless(dim % 8 == 0 and dim <= 256, f"head dim {dim} is no multiple of 8 up to 256")
     return unless(case.dtype != torch.float32, f"{case.dtype} is not of 16 bits") + dims

@@ -85,7 +85,7 @@ def _converts(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _score(
     q,
     bounds,

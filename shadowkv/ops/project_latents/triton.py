@@ -56,7 +56,7 @@ def project_latents(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "pages"])
 def _project_latents(
     keys, basis, mean, step, slots, latents, pages,
     key_layer, key_page, key_token, key_head, basis_layer, basis_slot, mean_layer, mean_slot, step_layer, step_slot,

@@ -165,7 +165,7 @@ def nearest_levels(x, levels, boundaries, codes, BITS: tl.constexpr):
         return level, code
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["code_pages", "scale_pages"])
 def _quantise_rows(
     rows, parts, exact, levels, boundaries, names, places, codes, code_pages, scale, scale_pages,
     row_layer, row_page, row_token, row_head, code_layer, code_page, scale_layer, scale_page,
@@ -239,7 +239,7 @@ def _quantise_rows(
             tl.store(target + lane * RUN + within, packed.to(tl.uint8), mask=within < RUN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["code_pages"])
 def _quantise_fp8(
     rows, steps, codes, code_pages,
     row_layer, row_page, row_token, row_head, step_layer, step_page, step_head, code_layer, code_page,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
-from shadowkv.ops.attend_blocks.cuda import available, supports
+from shadowkv.ops.attend_blocks.cuda import attend_sequences, available, supports
 
 __all__ = ["available", "ragged_attention", "supports"]
 
@@ -15,11 +12,6 @@ __all__ = ["available", "ragged_attention", "supports"]
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """As the reference; sums are in float32. Can be captured in a CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128; heads and tokens of q, k and v lie multiples of 16 bytes apart. A
-    single sequence may have more keys than queries, which are then those of its last tokens.
+    bfloat16 or float16 with a head dim of 64 or 128; heads and tokens of q, k and v lie multiples of 16 bytes apart.
     """
-    out = q.new_empty(q.shape)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    scale = q.shape[2] ** -0.5 * math.log2(math.e)
-    torch.ops.shadowkv_cuda.attend_packed_sm90(q, k, v, cu_seqlens, scale, taken, out)
-    return out
+    return attend_sequences(q, k, v, True, cu_seqlens)[0]

@@ -35,7 +35,7 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longes
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["cu_seqlens"])
 def _attend(
     q, k, v, cu_seqlens, out, q_row, q_head, k_row, k_head, v_row, v_head, count, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,

@@ -108,7 +108,7 @@ def _block(size: int) -> int:
     return max(LEAST, triton.next_power_of_2(size))
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["pages"])
 def _copy_rows(
     rows, pages, out, page_stride, head_stride, row_stride, tiles,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -122,7 +122,10 @@ def _copy_rows(
         tl.store(target + dim, x, mask=dim < DIM)
 
 
-@triton.jit(do_not_specialize=["first_page", "tiles"])
+@triton.jit(
+    do_not_specialize=["first_page", "tiles"],
+    do_not_specialize_on_alignment=["pages", "scale_pages", "slots", "starts"],
+)
 def _decode_rows(
     codes, pages, scale, scale_pages, levels, places, rotation, step, slots, mean, starts, cos, sin, out,
     page_stride, scale_stride, step_stride, mean_stride, head_stride, row_stride, first_page, tiles,
@@ -209,7 +212,7 @@ def decoded_latents(
         return tl.load(rows + rank[None, :], mask=wanted, other=0)
 
 
-@triton.jit(do_not_specialize=["first_page", "tiles"])
+@triton.jit(do_not_specialize=["first_page", "tiles"], do_not_specialize_on_alignment=["pages", "slots", "starts"])
 def _rebuild_keys(
     latents, pages, bits, bit, basis, mean, slots, starts, cos, sin, out,
     page_stride, basis_stride, mean_stride, head_stride, row_stride, first_page, tiles,

@@ -50,7 +50,7 @@ def sketch_keys(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "pages"])
 def _sketch_keys(
     keys, mean, maps, slots, signs, rest, scale, pages,
     key_layer, key_page, key_token, key_head, mean_layer, mean_slot, map_layer, map_slot,

@@ -36,7 +36,7 @@ def _in_words(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(length % 8 == 0 for length in lengths)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["count", "tiles"], do_not_specialize_on_alignment=["pages"])
 def _write_rows(
     rows, field, pages, row_layer, row_page, row_token, row_head, field_layer, field_page, count, tiles,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
