@@ -41,6 +41,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if not (ROOT / path).exists():
             return match[0]  # mkdocs finds it broken
         linked = PAGES.get(path, path.removeprefix("docs/"))
-        return f"{image}[{text}]({linked}{anchor})" if files.get_file_from_path(linked) else text
+        if not files.get_file_from_path(linked):
+            return text
+        return f"{image}[{text}]({posixpath.relpath(linked, posixpath.dirname(page.file.src_uri))}{anchor})"
 
     return LINK.sub(site_link, markdown)

@@ -25,7 +25,7 @@ class SamplingParams:
         ignore_eos: go on after the model's end tokens.
         seed: of all random numbers of the request, whatever else is in the batch: those that choose its tokens, and
             those by which tokens of attention are sampled; None is one by chance, or 0 where decoding is greedy.
-            ``docs/design.md`` says what repeats.
+            ``docs/design/server.md`` says what repeats.
         json_schema: JSON schema (as JSON text) that the output follows; ``{}`` is any JSON.
         json_one_line: with a schema, no white space but one space after each comma and colon, as ``json.dumps`` writes.
         skip_special_tokens: leave special tokens out of the text.
