@@ -43,6 +43,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         linked = PAGES.get(path, path.removeprefix("docs/"))
         if not files.get_file_from_path(linked):
             return text
-        return f"{image}[{text}]({posixpath.relpath(linked, posixpath.dirname(page.file.src_uri))}{anchor})"
+        relative = posixpath.relpath(linked, posixpath.dirname(page.file.src_uri))
+        return f"{image}[{text}]({relative}{anchor})"
 
     return LINK.sub(site_link, markdown)
