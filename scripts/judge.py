@@ -1,8 +1,8 @@
 """What the fuzzer holds against the server: which bodies are nonsense, and which answers are not well-formed.
 
-Written from the API's documents (OpenAI's, vLLM's for its extra parameters, docs/design/server.md for limits), not from the
-server's code. It is
-lenient where they leave room: it need not find all nonsense, but what it finds must not be answered with 200.
+Written from the API's documents (OpenAI's, vLLM's for its extra parameters, docs/design/server.md for limits), not from
+the server's code. It is lenient where they leave room: it need not find all nonsense, but what it finds must not be
+answered with 200.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from shadowkv.kvcache.sparse_prefill import SPARSE_FROM
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
-from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
 
 GIB, MIB = 2**30, 2**20
@@ -34,9 +33,6 @@ WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
 """Host memory for what is on its way between device and disk, where ``kv_offload_gib`` asks for none: that many copies
 of the longest sequence, but no less and no more than so many GiB."""
 
-GRAM_BYTES = 12 * STATES_AT_ONCE
-"""For each entry of the Gram matrix of all kv heads' keys: two float32 copies of every layer's, and room to work in."""
-
 
 def in_words(count: int) -> str:
     """Bytes as a message says them."""
@@ -48,19 +44,17 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
     Their hidden states, normalised too where there are several blocks, and keys (before and after RoPE) and values of
     the layers that are stored together; the largest tensors of a block of tokens that are there together, which is in
-    the MLP; what storing takes meanwhile; and keys and values that are rebuilt side by side for a sparse later turn.
+    the MLP; and keys and values that are rebuilt side by side for a sparse later turn.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
 
     def kept(tokens: int) -> int:
-        stored = max(tokens, min(TOKENS_AT_ONCE, STATES_AT_ONCE * tokens))
-        return (2 if tokens > block else 1) * tokens * model.hidden_size + 3 * stored * kv_dim
+        return (2 if tokens > block else 1) * tokens * model.hidden_size + 3 * _stored(tokens) * kv_dim
 
     whole = kept(context) + (kept(block) if context > block else 0)
     in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
-    storing = 2 * min(context, ROWS_AT_ONCE) * kv_dim
     rebuilt = 2 * context * kv_dim if context > SPARSE_FROM else 0
-    return (whole + in_the_mlp + storing + rebuilt) * dtype.itemsize + GRAM_BYTES * kv_dim**2
+    return (whole + in_the_mlp + rebuilt) * dtype.itemsize
 
 
 GRAPH_BYTES = 2**29
@@ -86,10 +80,15 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     return least + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
 
 
-def sealing_bytes(layout: Layout) -> int:
-    """Device bytes that parts take to seal pages, one after the other, where that is more than what ``prefill_bytes``
-    leaves for storing."""
-    return max(part.sealing_bytes() for part in layout.parts)
+def _stored(tokens: int) -> int:
+    """Tokens of all layers of a prompt that are stored together."""
+    return max(tokens, min(TOKENS_AT_ONCE, STATES_AT_ONCE * tokens))
+
+
+def storing_bytes(layout: Layout) -> int:
+    """Device bytes that parts take to fit states and to seal pages, one after the other."""
+    tokens = _stored(layout.max_model_len)
+    return max(max(part.fitting_bytes(tokens), part.sealing_bytes()) for part in layout.parts)
 
 
 def staging_bytes(layout: Layout) -> int:
@@ -110,7 +109,7 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
     """Device bytes that are left free for a prefill and decode steps of up to ``batch`` sequences, and for copies of
     cached prompts to host memory and back if these ``offload``."""
-    prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + sealing_bytes(layout)
+    prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
     return prefill + GRAPH_BYTES + batch * step_bytes(model, layout) + (staging_bytes(layout) if offload else 0)
 
 

@@ -91,6 +91,10 @@ class RowCodec(ABC):
         """What ``dim`` would have to be for its rows to be coded, in words; None where they can be."""
         return f"a multiple of {self.row_multiple}" if dim % self.row_multiple else None
 
+    def fitting_bytes(self, entries: int) -> int:
+        """Bytes that ``fit`` takes for rows of so many entries."""
+        return 0
+
     def rotation_matrix(self, dim: int, name: str) -> Tensor:
         """The matrix of a ``rotated`` codec, float32 [dim, dim], that ``name`` stands for."""
         return random_rotation(dim, name)

@@ -32,6 +32,10 @@ class Fp8Rows(RowCodec):
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
         return {"fp8_scale": (1,)}
 
+    def fitting_bytes(self, entries: int) -> int:
+        """Their sizes, at the most in float32."""
+        return 4 * entries
+
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
         largest = rows.abs().amax((0, 2), keepdim=True)[0].float()
         return (largest.masked_fill(largest == 0, LARGEST) / LARGEST,)

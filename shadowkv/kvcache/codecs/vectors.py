@@ -56,6 +56,10 @@ class VectorRows(RowCodec):
         """The largest entries of dimensions, and the codebook, which heads share."""
         return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
 
+    def fitting_bytes(self, entries: int) -> int:
+        """Rows in float32, turned twice over and divided, and products with the entries of a codebook."""
+        return 4 * (4 * entries + AT_ONCE["cuda"])
+
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
         self.check(rows.shape[-1])
         y = _turned(rows.float())

@@ -142,6 +142,11 @@ class Part(ABC):
         """Bytes of them that a decode step reads."""
         return sum(field.nbytes for field in self.state_fields())
 
+    def fitting_bytes(self, tokens: int) -> int:
+        """Device bytes that ``fit`` takes at a time of so many tokens of all layers and states, beside what it is
+        given."""
+        return 0
+
     def sealing_bytes(self) -> int:
         """Device bytes that ``seal`` takes at a time, beside what it is given and copies as large as that."""
         return 0

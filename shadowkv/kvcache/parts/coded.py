@@ -67,6 +67,9 @@ class CodedPart(Part):
     def codec_id(self) -> int:
         return self.codec.id
 
+    def fitting_bytes(self, tokens: int) -> int:
+        return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
+
     def page_fields(self) -> tuple[Field, ...]:
         heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec
         codes = Field(self.axis, (heads, self.chunks, self.spec.chunk, codec.row_bytes(dim)), torch.uint8)
@@ -127,6 +130,11 @@ class CodedKeys(CodedPart, KeyPart):
     def state_fields(self) -> tuple[Field, ...]:
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
+
+    def fitting_bytes(self, tokens: int) -> int:
+        """Keys in float32, twice, while they are centred for what learns of them, and what that takes."""
+        centred = 2 * 4 * tokens * self.shape.kv_dim if self.spec.centred and self.learned_fields() else 0
+        return centred + super().fitting_bytes(tokens)
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         rope_keys = tokens.rope_keys

@@ -36,6 +36,10 @@ class PCA(ScoredIndex):
             Field("pca_basis", (heads, dim, self.width), torch.float32),
         )
 
+    def fitting_bytes(self, tokens: int) -> int:
+        """One head's keys in float32, as they are and centred."""
+        return 2 * 4 * tokens * self.shape.head_dim
+
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):

@@ -51,6 +51,10 @@ class Skewed(ScoredIndex):
         store.state["skew_directions"][layers][:, states] = directions
         store.state["skew_asked"][layers][:, states] = (asked @ directions).abs().sum(3) / max(1, asked.shape[3])
 
+    def fitting_bytes(self, tokens: int) -> int:
+        """One head's keys in float32, along their directions, and how large they are there."""
+        return 3 * 4 * tokens * self.shape.head_dim
+
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         for head in range(self.shape.num_kv_heads):
             directions, asked = (

@@ -49,6 +49,10 @@ class Votes(RankedIndex):
         store.state["voters"][layers][:, states] = count
         store.state["voted"][layers][:, states] = first[:, None] if count else 0
 
+    def fitting_bytes(self, tokens: int) -> int:
+        """One head's keys in float32, and its voters' scores of them, as they are and masked, in one layer."""
+        return 4 * tokens * (self.shape.head_dim + 3 * OBSERVED * self.shape.group)
+
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")
         queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)

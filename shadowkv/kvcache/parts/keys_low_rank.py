@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.batch import STATES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, SealedTokens
@@ -17,6 +17,7 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import LatentCodec
+from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 
 KEPT_ENERGY = "kept_energy"
 """The field of states that has the share of the keys' squared norm that the subspace keeps."""
@@ -74,6 +75,12 @@ class LowRankKeys(KeyPart):
             return fields
         of_latents = (Field(name, (self.rank,), torch.float32) for name in ("latent_step", "latent_mean"))
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
+
+    def fitting_bytes(self, tokens: int) -> int:
+        """Two float32 copies of the Gram matrices of as many states as are fitted together, room to work in, and rows
+        centred and multiplied."""
+        gram = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2
+        return gram + 2 * min(tokens, ROWS_AT_ONCE) * self.shape.kv_dim * self.dtype.itemsize
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
