@@ -20,9 +20,9 @@ void cut(ScoreCall& call, int blocks, int units, int processors) {
   }
 }
 
-template <int kDim>
+template <class Element, int kDim>
 void launch(ScoreCall call, int blocks, cudaStream_t stream) {
-  using Shape = ScoreShape<kDim>;
+  using Shape = ScoreShape<Element, kDim>;
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -38,47 +38,54 @@ void launch(ScoreCall call, int blocks, cudaStream_t stream) {
 }
 
 void score_blocks_sm90(
-    const Tensor& queries, const Tensor& query_steps, int64_t dim, int64_t group, const Tensor& keys,
-    const Tensor& key_steps, int64_t n, int64_t m, double scale, int64_t sink, int64_t local, Tensor& scores) {
+    const Tensor& q, const Tensor& k, const Tensor& sampled, double scale, int64_t sink, int64_t local,
+    Tensor& scores) {
+  const Dtype dtype = q.scalar_type();
+  STD_TORCH_CHECK(
+      dtype == Dtype::Half || dtype == Dtype::BFloat16, "q has dtype ", int(dtype), ", not ", int(Dtype::Half), " or ",
+      int(Dtype::BFloat16));
+  check(q, "q", dtype, {-1, -1, -1});
+  const int64_t n = q.size(0), query_heads = q.size(1), dim = q.size(2), tiles = (n + kBlock - 1) / kBlock;
   STD_TORCH_CHECK(dim == 64 || dim == 128, "head dim ", dim, " is not 64 or 128");
+  check(k, "k", dtype, {-1, -1, dim});
+  const int64_t m = k.size(0), heads = k.size(1), blocks = (m + kBlock - 1) / kBlock;
+  STD_TORCH_CHECK(heads > 0 && query_heads % heads == 0, query_heads, " query heads are no multiple of ", heads,
+                  " kv heads");
+  const int64_t group = query_heads / heads;
   STD_TORCH_CHECK(
       group > 0 && group * kSampled <= kRows, group, " query heads of a kv head are not 1 to ", kRows / kSampled);
   STD_TORCH_CHECK(n > 0 && n <= m, n, " queries are not 1 to ", m, ", the number of keys");
-  STD_TORCH_CHECK(m < INT32_MAX - kBlock, "no room for ", m, " keys");
-  const int64_t tiles = (n + kBlock - 1) / kBlock, blocks = (m + kBlock - 1) / kBlock;
   const int64_t together = kRows / (group * kSampled), parts = (tiles + together - 1) / together;
-  check(keys, "keys", Dtype::Char, {-1, -1, kBoxBytes / kBlock});
-  check_dense_from(keys, "keys", 2);
-  const int64_t heads = keys.size(1);
-  check_dense(queries, "queries", Dtype::Char, {heads * parts * kRows, 1, kBoxBytes / kBlock});
-  STD_TORCH_CHECK(keys.size(0) % kBlock == 0, keys.size(0), " keys are not of whole blocks of ", kBlock);
-  check_dense(query_steps, "query steps", Dtype::Float, {heads, parts, kRows});
-  check_dense(key_steps, "key steps", Dtype::Float, {keys.size(0) / kBlock, heads});
+  check_dense(sampled, "sampled", Dtype::Int, {query_heads, tiles, kSampled});
   check_dense(scores, "scores", Dtype::Float, {blocks, heads, parts, kRows});
-  STD_TORCH_CHECK(blocks * heads * parts < INT32_MAX / 2, "no room for ", blocks * heads * parts, " blocks of all parts");
+  for (const auto& [x, name] : {std::pair{&q, "q"}, {&k, "k"}}) check_dense_from(*x, name, 2);
+  STD_TORCH_CHECK(
+      m < INT32_MAX - kBlock && blocks * heads * parts < INT32_MAX / 2, "no room for ", m, " keys, ",
+      blocks * heads * parts, " blocks of all parts");
+  const auto aligned = [&](int axis) { return q.size(axis) == 1 || q.stride(axis) % 8 == 0; };
+  STD_TORCH_CHECK(
+      reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0 && aligned(0) && aligned(1),
+      "q has rows that do not start at multiples of 16 bytes");
   STD_TORCH_CHECK(scale > 0, "scale ", scale, " is not above zero");
   STD_TORCH_CHECK(sink >= 0 && local >= 0, "sink ", sink, " or local ", local, " is below zero");
-  const torch::stable::accelerator::DeviceGuard guard(keys.get_device());
-  ScoreCall call = {};
-  call.query_steps = static_cast<const float*>(query_steps.data_ptr());
-  call.key_steps = static_cast<const float*>(key_steps.data_ptr());
-  call.scores = static_cast<float*>(scores.data_ptr());
-  call.scale = float(scale);
-  call.n = int(n), call.m = int(m), call.heads = int(heads), call.tiles = int(tiles), call.together = int(together);
-  call.parts = int(parts), call.of_tile = int(group) * kSampled, call.used = call.together * call.of_tile;
-  call.sink = int(sink), call.local = int(local);
-  const int end = call.end(call.parts - 1);
-  if (heads == 0 || end <= call.sink) return;
-  STD_TORCH_CHECK(end <= key_steps.size(0), "there are ", key_steps.size(0), " blocks of keys, not ", end);
-  call.q = boxes_of(queries, "queries"), call.k = boxes_of(keys, "keys");
-  const auto launched = dim == 64 ? launch<64> : launch<128>;
-  launched(call, end - call.sink, current_stream(keys));
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  const ScoreCall call = {
+      boxes_of(k, "k"), q.data_ptr(), q.stride(0), q.stride(1), static_cast<const int*>(sampled.data_ptr()),
+      static_cast<float*>(scores.data_ptr()), float(scale),
+      int(n), int(m), int(heads), int(group), int(tiles), int(together), int(parts), int(sink), int(local), 0, 0};
+  const int scored = call.end(call.parts - 1) - call.sink;
+  if (scored <= 0) return;
+  const cudaStream_t stream = current_stream(q);
+  const bool half = dtype == Dtype::Half;
+  const auto launched = dim == 64 ? (half ? launch<__half, 64> : launch<__nv_bfloat16, 64>)
+                                  : (half ? launch<__half, 128> : launch<__nv_bfloat16, 128>);
+  launched(call, scored, stream);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
-      "score_blocks_sm90(Tensor queries, Tensor query_steps, int dim, int group, Tensor keys, Tensor key_steps, int n, "
-      "int m, float scale, int sink, int local, Tensor(a!) scores) -> ()");
+      "score_blocks_sm90(Tensor q, Tensor k, Tensor sampled, float scale, int sink, int local, Tensor(a!) scores) -> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl("score_blocks_sm90", TORCH_BOX(&score_blocks_sm90)); }

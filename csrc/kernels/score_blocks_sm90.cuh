@@ -1,9 +1,8 @@
 // Scores of blocks of 128 keys for Hopper: log2 of the sums of exponentials of sampled queries.
 //
-// Queries and keys are bytes in steps of a row and of a block (code_key_blocks): products take half the time of those of
-// 16 bits. One thread block per multiprocessor, which takes one span of blocks after another, each for two parts of 128
-// queries: keys pass from the second-level cache once for both. Two threads copy them into rings of stages (fetch.cuh);
-// four warpgroups multiply and sum (consume.cuh, exponentials.cuh).
+// One thread block per multiprocessor, which takes one span of blocks after another, each for two parts of 128 queries:
+// keys pass from the second-level cache once for both. Three warps gather queries and one copies keys into rings of
+// stages (fetch.cuh); four warpgroups multiply and sum (consume.cuh, exponentials.cuh).
 #pragma once
 
 #include "score_blocks_sm90/consume.cuh"
@@ -18,7 +17,6 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void score_blocks_kernel(const 
   const ScoreMemory<Shape> memory = {shared_address(scores_shared)};
   if (threadIdx.x == 0) {
     memory.init();
-    prefetch_map(call.q);
     prefetch_map(call.k);
   }
   __syncthreads();
@@ -26,12 +24,10 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void score_blocks_kernel(const 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
-    if (threadIdx.x % 32 == 0 && warp < 2) {
-      if (warp == 0)
-        fetch_keys<Shape>(call, memory);
-      else
-        fetch_queries<Shape>(call, memory);
-    }
+    if (warp > 0)
+      fetch_queries<Shape>(call, memory, warp - 1);
+    else if (threadIdx.x % 32 == 0)
+      fetch_keys<Shape>(call, memory);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
     score_spans<Shape>(call, memory, warpgroup);

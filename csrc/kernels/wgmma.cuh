@@ -85,17 +85,6 @@ __device__ __forceinline__ void score_product(float (&c)[64], uint32_t a, uint32
 }
 #undef SHADOWKV_SCORES
 
-// c[64 x 128] += a[64 x 32] b[128 x 32]^T, of signed bytes.
-__device__ __forceinline__ void byte_product(uint32_t (&c)[64], uint32_t a, uint32_t b) {
-#define SHADOWKV_WHOLE(x) "+r"(x)
-  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, 1, 0;\n"
-               "mov.b64 a, {%64, 0x40000040};\nmov.b64 b, {%65, 0x40000040};\n"
-               "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" SHADOWKV_R64 "}, a, b, p;\n}"
-               : SHADOWKV_C32(SHADOWKV_WHOLE, c, 0), SHADOWKV_C32(SHADOWKV_WHOLE, c, 32)
-               : "r"(a), "r"(b));
-#undef SHADOWKV_WHOLE
-}
-
 // c[64 x dim] += a[64 x 16] b[16 x dim], a in registers, b's columns within its rows.
 #define SHADOWKV_VALUES_128(TYPES)                                                                                  \
   asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, 1, 0;\nmov.b64 b, {%68, 0x40000040};\n"              \

@@ -20,7 +20,6 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
-from shadowkv.ops.select_blocks.reference import KeyBlocks
 
 GIB, MIB = 2**30, 2**20
 
@@ -45,8 +44,7 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
     Their hidden states, normalised too where there are several blocks, and keys (before and after RoPE) and values of
     the layers that are stored together; the largest tensors of a block of tokens that are there together, which is in
-    the MLP; keys in the codes that blocks are chosen by; and keys and values that are rebuilt side by side for a sparse
-    later turn.
+    the MLP; and keys and values that are rebuilt side by side for a sparse later turn.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
 
@@ -55,10 +53,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
     whole = kept(context) + (kept(block) if context > block else 0)
     in_the_mlp = block * 3 * (model.hidden_size + model.intermediate_size)
-    if context <= SPARSE_FROM:
-        return (whole + in_the_mlp) * dtype.itemsize
-    coded = context * KeyBlocks.bytes_per_token(model.shape.num_kv_heads, model.shape.head_dim)
-    return (whole + in_the_mlp + 2 * context * kv_dim) * dtype.itemsize + coded
+    rebuilt = 2 * context * kv_dim if context > SPARSE_FROM else 0
+    return (whole + in_the_mlp + rebuilt) * dtype.itemsize
 
 
 GRAPH_BYTES = 2**29

@@ -15,7 +15,7 @@ from shadowkv.ops.extension import block_memory
 
 OF_LAYERS = ("add_rms_norm", "rms_norm", "silu_mul")
 OF_LOGITS = ("sample_tokens",)
-OF_BLOCKS = ("attend_blocks", "code_key_blocks", "select_blocks")
+OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_TOKENS = (
     *("append_block", "append_tokens", "apply_rope", "causal_attention", "paged_attention", "ragged_attention"),
     "rebuild_rows",

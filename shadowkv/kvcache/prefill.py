@@ -300,7 +300,7 @@ class Prefill:
             return self.ops.causal_attention(q, k, v)
         if segment.cached:
             k, v = self._behind_cached(layer, batch.places_of(segment, self._places).cached, k, v)
-        return sparse.attend(layer, q, k, v, segment.stop - run.stop, batch.coded(segment))
+        return sparse.attend(layer, q, k, v, segment.stop - run.stop)
 
     def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
         """Attention of runs of which each sequence has the same cached: each to its own exact tokens, and all together

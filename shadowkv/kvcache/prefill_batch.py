@@ -14,7 +14,6 @@ from torch import Tensor
 from shadowkv.kvcache.batch import OBSERVED, SealedBatch, layers_at_once
 from shadowkv.kvcache.sequence import CachedSequence, Segment
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.sparse_prefill import CodedSoFar
 from shadowkv.kvcache.upload import upload
 
 
@@ -161,7 +160,6 @@ class PrefillBatch:
         self._places: dict[int, Places] = {}
         self._to_store: dict[bool, ToStore] = {}
         self._alike: dict[tuple[int, int], list[tuple[Run, ...]]] = {}
-        self._coded: dict[int, CodedSoFar] = {}
 
     def of(self, sequences: list[CachedSequence]) -> PrefillBatch:
         """The same new tokens as those of other sequences, empty ones of another cache; keys and values are shared."""
@@ -202,14 +200,6 @@ class PrefillBatch:
                 last = this
             self._alike[block.start, block.stop] = found
         return self._alike[block.start, block.stop]
-
-    def coded(self, segment: NewTokens) -> CodedSoFar:
-        """Where the keys that a segment's new tokens see are coded, those of what is cached before them first."""
-        if segment.start not in self._coded:
-            tokens = segment.cached + segment.stop - segment.start
-            heads, dim = self.keys.shape[2:]
-            self._coded[segment.start] = CodedSoFar(tokens, heads, dim, self.keys.device)
-        return self._coded[segment.start]
 
     def stored_after(self, layer: int) -> slice | None:
         """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.select_blocks.reference import BLOCK, KeyBlocks
+from shadowkv.ops.select_blocks.reference import BLOCK
 
 SHARE = 0.02
 """Of a sampled query's softmax over all blocks that are not attended to anyway: what a block has to have."""
@@ -30,25 +30,6 @@ DENSE_LAST = 256
 may look for something else."""
 
 BlockHook = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class CodedSoFar:
-    """A prompt's keys in one layer as blocks are chosen by them: of as many tokens as have come."""
-
-    def __init__(self, tokens: int, heads: int, dim: int, device: torch.device) -> None:
-        self._blocks = KeyBlocks.empty(tokens // BLOCK, heads, dim, device)
-        self._layer, self._done = -1, 0
-
-    def take(self, ops: Ops, layer: int, k: Tensor) -> KeyBlocks:
-        """All whole blocks of RoPE-rotated keys [m, H, d], of which those of earlier calls for the layer are the
-        first."""
-        if layer != self._layer:
-            self._layer, self._done = layer, 0
-        whole = len(k) // BLOCK
-        if whole > self._done:
-            ops.code_key_blocks(k[self._done * BLOCK : whole * BLOCK], self._blocks, self._done)
-            self._done = whole
-        return self._blocks
 
 
 class SparsePrefill:
@@ -70,11 +51,10 @@ class SparsePrefill:
         """Whether queries that see so many keys, of a sequence that gains ``new`` tokens, attend sparsely."""
         return new >= FEWEST_QUERIES and keys > SPARSE_FROM
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, coded: CodedSoFar) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], all rotated, before ``to_come`` more
-        tokens of the prompt, whose keys are ``coded``."""
-        keys = coded.take(self.ops, layer, k)
-        indices, counts = self.ops.select_blocks(q, keys, len(k), SHARE, MOST, max(0, DENSE_LAST - to_come))
+        tokens of the prompt."""
+        indices, counts = self.ops.select_blocks(q, k, SHARE, MOST, max(0, DENSE_LAST - to_come))
         if self.hook is not None:
             indices, counts = self.hook(layer, q, indices, counts)
         self._kept += counts.sum()

@@ -22,7 +22,6 @@ NAMES = (
     "block_attention",
     "causal_attention",
     "chunk_mean_scores",
-    "code_key_blocks",
     "dequantise_blocks",
     "fetch_chunks",
     "find_outliers",

@@ -15,7 +15,6 @@ from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.registry import NAMES, Ops
 from shadowkv.ops.sampling import Sampling
-from shadowkv.ops.select_blocks.reference import KeyBlocks
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -189,11 +188,6 @@ def no_queries_to_sketch(ops: Ops) -> None:
     assert made.length.shape == (0, H * G)
 
 
-def no_blocks_to_code(ops: Ops) -> None:
-    keys = KeyBlocks.empty(2, H, D, torch.device(DEVICE))
-    unchanged(ops.code_key_blocks, keys.codes, keys.steps.fill_(1.0))(floats(0, H, D), keys, 1)
-
-
 CHECKS: dict[str, Callable[[Ops], None]] = {
     "add_rms_norm": lambda ops: returns(
         ops.add_rms_norm(floats(0, D), floats(0, D), floats(D), 1e-5), ((0, D), None), ((0, D), None)
@@ -203,7 +197,6 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "attend_coded": nothing_to_attend_to,
     "attend_selected": nothing_selected,
     "chunk_mean_scores": no_landmarks,
-    "code_key_blocks": no_blocks_to_code,
     "dequantise_blocks": lambda ops: returns(ops.dequantise_blocks(bytes_of(0, 34), "Q8_0"), ((0, 32), None)),
     "sample_tokens": lambda ops: returns(
         ops.sample_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)

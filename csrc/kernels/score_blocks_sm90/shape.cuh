@@ -10,16 +10,15 @@ constexpr int kSampled = 8; // queries of a tile
 constexpr int kRows = 128;  // of a part: sampled queries of one kv head's query heads, of a few tiles
 
 struct ScoreCall {
-  CUtensorMap q, k;         // codes [heads parts kRows, 1, 128] and [blocks 128, heads, 128], in boxes of 128 rows of 128
-  const float* query_steps; // [heads, parts, kRows], what a code of 1 stands for
-  const float* key_steps;   // [blocks, heads]
-  float* scores;            // [blocks, heads, parts, kRows]
-  float scale;              // of q k in the exponent to base 2
-  int n, m, heads, tiles, together, parts; // as many tiles together in a part
-  int used;                                // rows of a part that are sampled queries
-  int of_tile;                             // those of one of its tiles
-  int sink, local;                         // first blocks, and those before a tile's own, that have no scores
-  int span, spans;                         // blocks of a span, and spans of a part
+  CUtensorMap k; // of [m, heads, dim], in boxes of 128 x 1 x 64
+  const void* q; // [n, heads group, dim]
+  int64_t q_token, q_head;
+  const int* sampled; // [heads group, tiles, kSampled]: rows of q
+  float* scores; // [blocks, heads, parts, kRows]
+  float scale;   // of q k in the exponent to base 2
+  int n, m, heads, group, tiles, together, parts; // as many tiles together in a part
+  int sink, local;                                // first blocks, and those before a tile's own, that have no scores
+  int span, spans;                                // blocks of a span, and spans of a part
 
   // The end of the blocks that a part has scores of.
   __host__ __device__ int end(int part) const {
@@ -44,19 +43,19 @@ struct Span {
   }
 };
 
-template <int kDim_>
+template <class Element_, int kDim_>
 struct ScoreShape {
+  using Element = Element_;
   static constexpr int kDim = kDim_;
-  static constexpr int kStages = 6, kQueryStages = 2;
-  static constexpr int kKeyBytes = kBoxBytes; // of 128 rows of keys, or of queries of one part
+  static constexpr int kStages = 3, kQueryStages = 2;
+  static constexpr int kKeyBytes = kDim / kBoxDims * kBoxBytes; // of 128 rows of keys, or of queries of one part
   static constexpr int kQueryBytes = 2 * kKeyBytes;
-
-  static constexpr int kByPowers = 4; // of eight exponentials: with three or five it is as fast, with more or fewer slower
 
   // Registers: the compiler gives 96 to each thread, and what producers leave is enough for these.
   static constexpr int kConsumers = 4; // warpgroups, each with half of a part
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 112;
+  static constexpr int kQueryThreads = 96; // that copy queries: three warps of the producers'
 
   static constexpr int kBarriers = 2 * (kStages + kQueryStages);
   static constexpr int kSharedBytes = kStages * kKeyBytes + kQueryStages * kQueryBytes + kBarriers * 8;
@@ -78,11 +77,13 @@ struct ScoreMemory {
   __device__ uint32_t keys_empty(int slot) const { return barrier(2 * Shape::kQueryStages + Shape::kStages + slot); }
 
   __device__ void init() const {
-    for (int slot = 0; slot < Shape::kQueryStages + Shape::kStages; ++slot) {
-      const bool of_keys = slot >= Shape::kQueryStages;
-      const int own = of_keys ? slot - Shape::kQueryStages : slot;
-      init_barrier(of_keys ? keys_full(own) : queries_full(own), 1);
-      init_barrier(of_keys ? keys_empty(own) : queries_empty(own), 4 * Shape::kConsumers);
+    for (int slot = 0; slot < Shape::kQueryStages; ++slot) {
+      init_barrier(queries_full(slot), Shape::kQueryThreads);
+      init_barrier(queries_empty(slot), 4 * Shape::kConsumers);
+    }
+    for (int slot = 0; slot < Shape::kStages; ++slot) {
+      init_barrier(keys_full(slot), 1);
+      init_barrier(keys_empty(slot), 4 * Shape::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
-from shadowkv.ops.select_blocks import triton
-from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, KeyBlocks
-from shadowkv.ops.select_blocks.triton import Asked
+from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
+from shadowkv.ops.select_blocks.triton import choose_blocks, sample_queries, score_buffer
 
 DIMS = (64, 128)
 """Head dims that the kernel is made for."""
+DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 128
 """Sampled queries of a tile and a kv head that it takes."""
 
@@ -29,31 +29,27 @@ def available() -> bool:
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     return [
+        *unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16"),
         *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
         *unless(case.group * SAMPLED <= MOST_ROWS, f"group {case.group} is above {MOST_ROWS // SAMPLED}"),
-        *triton.supports(case),
     ]
 
 
-def select_blocks(
-    q: Tensor, keys: KeyBlocks, m: int, share: float, most: float, whole: int = 0
-) -> tuple[Tensor, Tensor]:
-    """As the reference; products are exact, and a block's share is off by 6 % of it at the most, most by less than 1.
+def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
+    """As the reference; products are summed in float32, and a block's share is off by 1e-4 of it at the most.
 
-    A head dim of 64 or 128, up to 16 query heads of a kv head. Can be captured in a CUDA graph.
+    bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads of a kv head; heads and tokens of q and k lie
+    multiples of 16 bytes apart. Can be captured in a CUDA graph.
     """
-    asked = triton.code_queries(q, triton.sample_queries(q), keys.codes.shape[1])
-    scores = triton.score_buffer(asked, m)
-    score_blocks(asked, keys, len(q), m, scores)
-    return triton.choose_blocks(scores, q, m, share, most, whole)
+    scores = score_buffer(q, k)
+    score_blocks(q, k, sample_queries(q), scores)
+    return choose_blocks(scores, q, k, share, most, whole)
 
 
-def score_blocks(asked: Asked, keys: KeyBlocks, n: int, m: int, scores: Tensor) -> None:
-    """As ``triton.score_blocks``; padding rows and the first blocks, about which there is no choice, are not
-    written."""
-    scale = asked.dim**-0.5 * math.log2(math.e)
-    rows = asked.codes.flatten(0, 2).unsqueeze(1)
-    torch.ops.shadowkv_cuda.score_blocks_sm90(
-        rows, asked.steps, asked.dim, asked.group, keys.codes, keys.steps, n, m, scale, SINK_BLOCKS, LOCAL_BLOCKS,
-        scores,
-    )  # fmt: skip
+def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
+    """As ``triton.score_blocks``; padding rows and the first blocks, about which there is no choice, are not written.
+
+    ``sampled``, rows of q, are read on the device and are not checked.
+    """
+    scale = q.shape[2] ** -0.5 * math.log2(math.e)
+    torch.ops.shadowkv_cuda.score_blocks_sm90(q, k, sampled, scale, SINK_BLOCKS, LOCAL_BLOCKS, scores)

@@ -1,9 +1,8 @@
-"""Selection of blocks in four Triton kernels: queries are sampled, coded, scored against keys, and blocks chosen."""
+"""Selection of blocks in three Triton kernels: queries are sampled, scored against all keys, and blocks chosen."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -11,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, WIDTH, KeyBlocks
-from shadowkv.ops.select_blocks.triton_steps import in_steps, step_of
+from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS
 
 SPAN = 32
 """Blocks of keys that a program scores."""
@@ -22,7 +20,7 @@ AT_ONCE = 512
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernels cannot serve a case: in shared memory are queries to be sampled and blocks of codes."""
+    """Why the kernels cannot serve a case: in shared memory are sampled queries and blocks of keys."""
     row = triton.next_power_of_2(case.head_dim) * case.dtype.itemsize
     blocks = 4 if case.capability is not None and case.capability >= (9, 0) else 3
     need = blocks * BLOCK * row + 2048
@@ -31,31 +29,11 @@ def supports(case: Case) -> list[str]:
     )
 
 
-def select_blocks(
-    q: Tensor, keys: KeyBlocks, m: int, share: float, most: float, whole: int = 0
-) -> tuple[Tensor, Tensor]:
-    """As the reference; sums are in float32, products exact."""
-    asked = code_queries(q, sample_queries(q), keys.codes.shape[1])
-    scores = score_buffer(asked, m)
-    score_blocks(asked, keys, len(q), m, scores)
-    return choose_blocks(scores, q, m, share, most, whole)
-
-
-class Asked(NamedTuple):
-    """Sampled queries in 127ths of their largest entry, as they are scored together.
-
-    Attributes:
-        codes: int8 [H, parts, rows, w]. A part's rows are the sampled queries of a kv head's query heads, of
-            ``tiles_together``; there may be more of them, which are zero.
-        steps: float32 [H, parts, rows], what a code of 1 stands for.
-        dim: of a query.
-        group: query heads of a kv head.
-    """
-
-    codes: Tensor
-    steps: Tensor
-    dim: int
-    group: int
+def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
+    """As the reference; products are summed in float32."""
+    scores = score_buffer(q, k)
+    score_blocks(q, k, sample_queries(q), scores)
+    return choose_blocks(scores, q, k, share, most, whole)
 
 
 def tiles_together(group: int) -> int:
@@ -63,50 +41,44 @@ def tiles_together(group: int) -> int:
     return max(1, 128 // (group * SAMPLED))
 
 
-def code_queries(q: Tensor, sampled: Tensor, heads: int) -> Asked:
-    """Those of queries [n, H_q, d] that are ``sampled``, rows int32 [H_q, tiles, ``SAMPLED``], of so many kv heads."""
-    group, dim, tiles = q.shape[1] // heads, q.shape[2], sampled.shape[1]
+def score_buffer(q: Tensor, k: Tensor) -> Tensor:
+    """float32 [blocks, H, parts, rows] for ``score_blocks``.
+
+    A part's rows are the sampled queries of a kv head's query heads, of ``tiles_together``; there may be more of them.
+    """
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
     together = tiles_together(group)
-    rows, parts = max(16, triton.next_power_of_2(together * group * SAMPLED)), triton.cdiv(tiles, together)
-    codes = torch.empty(heads, parts, rows, triton.cdiv(dim, WIDTH) * WIDTH, dtype=torch.int8, device=q.device)
-    steps = torch.empty(codes.shape[:3], dtype=torch.float32, device=q.device)
-    _code_queries[(parts, heads, rows // 16)](
-        q, sampled, codes, steps, tiles, *q.stride()[:2], DIM=dim, WIDTH=codes.shape[3], GROUP=group,
-        TOGETHER=together, ROWS=rows, SAMPLED=SAMPLED,
-    )  # fmt: skip
-    return Asked(codes, steps, dim, group)
+    rows = max(16, triton.next_power_of_2(together * group * SAMPLED))
+    parts = triton.cdiv(triton.cdiv(len(q), BLOCK), together)
+    shape = triton.cdiv(len(k), BLOCK), heads, parts, rows
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def score_buffer(asked: Asked, m: int) -> Tensor:
-    """float32 [blocks, H, parts, rows] for ``score_blocks``, of m keys."""
-    heads, parts, rows, _ = asked.codes.shape
-    shape = triton.cdiv(m, BLOCK), heads, parts, rows
-    return torch.empty(shape, dtype=torch.float32, device=asked.codes.device)
-
-
-def score_blocks(asked: Asked, keys: KeyBlocks, n: int, m: int, scores: Tensor) -> None:
+def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
     """Writes log2 of the sums of exponentials of sampled queries over all blocks that a tile may choose, and some
     others.
 
     Args:
-        n, m: numbers of queries and of keys.
+        q, k: [n, H_q, d] and [m, H, d], as ``select_blocks`` gets them; the last dimension is dense.
+        sampled: int32 [H_q, tiles, ``SAMPLED``], rows of ``q``, of ``sample_queries``.
         scores: float32 [blocks, H, parts, rows], of ``score_buffer``; written.
     """
+    n, query_heads, dim = q.shape
     blocks, heads, parts, rows = scores.shape
-    codes, tiles = keys.codes, triton.cdiv(n, BLOCK)
+    group = query_heads // heads
     _score[(parts, heads, triton.cdiv(blocks, SPAN))](
-        *asked[:2], codes, keys.steps, scores, n, m, tiles, asked.dim**-0.5 * math.log2(math.e), *codes.stride()[:2],
-        DIM=asked.dim, DIM_BLOCK=max(32, triton.next_power_of_2(asked.dim)), WIDTH=asked.codes.shape[3],
-        GROUP=asked.group, TOGETHER=tiles_together(asked.group), ROWS=rows, SPAN=SPAN, BLOCK=BLOCK, SAMPLED=SAMPLED,
-        LOCAL=LOCAL_BLOCKS, num_warps=8,
+        q, k, sampled, scores, n, len(k), triton.cdiv(n, BLOCK), dim**-0.5 * math.log2(math.e), *q.stride()[:2],
+        *k.stride()[:2], DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, TOGETHER=tiles_together(group),
+        ROWS=rows, SPAN=SPAN, BLOCK=BLOCK, SAMPLED=SAMPLED, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32,
+        num_warps=8,
     )  # fmt: skip
 
 
-def choose_blocks(scores: Tensor, q: Tensor, m: int, share: float, most: float, whole: int) -> tuple[Tensor, Tensor]:
+def choose_blocks(scores: Tensor, q: Tensor, k: Tensor, share: float, most: float, whole: int) -> tuple[Tensor, Tensor]:
     """What ``select_blocks`` returns, by the scores [blocks, H, parts, rows] that ``score_blocks`` has written; all
     other arguments as ``select_blocks`` gets them."""
-    (n, query_heads, _), (blocks, heads, parts, rows) = q.shape, scores.shape
-    group, tiles = query_heads // heads, triton.cdiv(n, BLOCK)
+    n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
+    group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
     counts = torch.empty(query_heads, tiles, dtype=torch.int32, device=q.device)
     _choose[(tiles, query_heads)](
@@ -154,60 +126,40 @@ def _sample(
         newest = tl.argmax(tl.where(token < n, nearest, float("-inf")), 0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def _code_queries(
-    q, sampled, codes, steps, tiles, q_token, q_head, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    TOGETHER: tl.constexpr, ROWS: tl.constexpr, SAMPLED: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "m", "tiles"])
+def _score(
+    q, k, sampled, scores, n, m, tiles, scale, q_token, q_head, k_token, k_head, DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """16 rows of a part."""
-    part, head = tl.program_id(0), tl.program_id(1)
-    row = tl.program_id(2) * 16 + tl.arange(0, 16)
+    """log2 of the sums of exponentials of sampled queries of a few tiles, over each of a span of blocks of one head."""
+    part, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.arange(0, ROWS)
     tile = part * TOGETHER + row // (SAMPLED * GROUP)
     member, sample = row % (SAMPLED * GROUP) // SAMPLED, row % SAMPLED
     lives = (row < TOGETHER * SAMPLED * GROUP) & (tile < tiles)
     token = tl.load(sampled + ((head * GROUP + member) * tiles + tile) * SAMPLED + sample, mask=lives, other=0)
-    dim = tl.arange(0, WIDTH)[None, :]
-    x = tl.load(
-        q + token.to(tl.int64)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + dim,
-        mask=lives[:, None] & (dim < DIM), other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    largest, bad = tl.max(tl.abs(x), 1), tl.max((x != x).to(tl.int32), 1)
-    place = (head * tl.num_programs(0) + part) * ROWS + row
-    tl.store(codes + place.to(tl.int64)[:, None] * WIDTH + dim, in_steps(x, largest[:, None]))
-    tl.store(steps + place, step_of(largest, bad))
-
-
-@triton.jit(do_not_specialize=["n", "m", "tiles"])
-def _score(
-    asked, steps, codes, block_steps, scores, n, m, tiles, scale, k_token, k_head, DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
-    """log2 of the sums of exponentials of sampled queries of a few tiles, over each of a span of blocks of one head."""
-    part, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
-    tile = part * TOGETHER + row // (SAMPLED * GROUP)
-    lives = (row < TOGETHER * SAMPLED * GROUP) & (tile < tiles)
-    place = (head * tl.num_programs(0) + part) * ROWS + row
-    queries = tl.load(asked + place.to(tl.int64)[:, None] * WIDTH + dim[None, :], mask=(dim < DIM)[None, :], other=0)
-    step = tl.load(steps + place) * scale
+    dim = tl.arange(0, DIM_BLOCK)
+    queries = tl.load(
+        q + token.to(tl.int64)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + dim[None, :],
+        mask=lives[:, None] & (dim < DIM)[None, :], other=0.0,
+    )  # fmt: skip
     last = (m - n + tl.minimum(part * TOGETHER + TOGETHER, tiles) * BLOCK - BLOCK) // BLOCK - LOCAL
     within = tl.arange(0, BLOCK)
     out = scores + ((span.to(tl.int64) * SPAN * tl.num_programs(1) + head) * tl.num_programs(0) + part) * ROWS + row
-    to_next = tl.num_programs(1) * tl.num_programs(0) * ROWS
-    rows = codes + head * k_head + (span * SPAN * BLOCK + within).to(tl.int64)[:, None] * k_token + dim[None, :]
-    for block in range(span * SPAN, tl.minimum(span * SPAN + SPAN, last + 1)):
+    step = tl.num_programs(1) * tl.num_programs(0) * ROWS
+    rows = k + head * k_head + (span * SPAN * BLOCK + within).to(tl.int64)[:, None] * k_token + dim[None, :]
+    for _ in range(span * SPAN, tl.minimum(span * SPAN + SPAN, last + 1)):
         if DIM == DIM_BLOCK:
             keys = tl.load(rows)
         else:
-            keys = tl.load(rows, mask=(dim < DIM)[None, :], other=0)
-        whole = step * tl.load(block_steps + block * tl.num_programs(1) + head)
-        products = tl.dot(queries, tl.trans(keys), out_dtype=tl.int32).to(tl.float32) * whole[:, None]
+            keys = tl.load(rows, mask=(dim < DIM)[None, :], other=0.0)
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else "tf32") * scale
         peak = tl.max(products, 1)
         total = peak + tl.log2(tl.sum(tl.exp2(products - peak[:, None]), 1))
         tl.store(out, total, mask=lives)
         rows += BLOCK * k_token
-        out += to_next
+        out += step
 
 
 @triton.jit(do_not_specialize=["n", "m", "whole", "parts", "blocks"])

@@ -1,1 +1,0 @@
-"""Keys in 8-bit steps of their blocks, by which a sparse prefill chooses blocks."""
