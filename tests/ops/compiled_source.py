@@ -18,3 +18,11 @@ def compiled(source: Path, *flags: str) -> ctypes.CDLL:
     flags = ("-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{CSRC}", *flags)
     subprocess.run([COMPILER, *flags, source, "-o", source.with_suffix(".so")], check=True)
     return ctypes.CDLL(str(source.with_suffix(".so")))
+
+
+def kernel_on_cpu(name: str, folder: Path) -> ctypes.CDLL:
+    """The functions of ``cuda_on_cpu/NAME.cpp``, which run a kernel by turns of a CPU; compiled in a new ``folder``."""
+    source = shutil.copytree(Path(__file__).parent / "cuda_on_cpu", folder / name)
+    return compiled(
+        source / f"{name}.cpp", "-O1", "-Wno-sign-compare", "-fno-extern-tls-init", f"-iquote{source}", f"-I{source}"
+    )

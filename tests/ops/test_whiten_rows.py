@@ -1,20 +1,17 @@
-"""Rows times the inverse of a Cholesky factor: what that says; threads of a CPU run the kernel, too."""
+"""Rows times the inverse of a Cholesky factor: what that says; the kernel runs by turns of a CPU, too."""
 
 import ctypes
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_source import compiled
+from compiled_source import kernel_on_cpu
 from torch import Tensor
 
 from shadowkv.ops.whiten_rows import cuda, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "threads", *(["cuda"] if cuda.available() else [])]
-SOURCES = Path(__file__).parent / "cuda_on_cpu"
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -22,14 +19,14 @@ pytestmark = pytest.mark.usefixtures("seed")
 @pytest.fixture(scope="module")
 def threads(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel, compiled for a CPU."""
-    folder = shutil.copytree(SOURCES, tmp_path_factory.mktemp("source") / "whiten")
-    return compiled(folder / "whiten_rows.cpp", "-O1", "-pthread", f"-I{folder}")
+    return kernel_on_cpu("whiten_rows", tmp_path_factory.mktemp("source"))
 
 
 def by_threads(library: ctypes.CDLL, rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
     out = torch.full_like(rows, float("nan"))
     places = (ctypes.c_void_p(x.data_ptr()) for x in (rows, products, out))
-    library.whiten_rows(*places, *rows.shape, ctypes.c_float(shift))
+    library.whiten_rows.restype = ctypes.c_bool
+    assert library.whiten_rows(*places, *rows.shape, ctypes.c_float(shift)), "threads wait for others that have ended"
     return out
 
 
