@@ -98,23 +98,11 @@ __device__ __noinline__ uint32_t find_bin(SelectShared& shared, uint32_t need) {
   return total;
 }
 
-// kVector: chunks of a load, 4 where rows allow it. kHeads: query heads of a kv head, 0 if not known when compiled.
-template <int kVector, int kHeads, int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_kernel(const SelectTopChunks p) {
-  constexpr int kWarps = kThreads / 32;
-  extern __shared__ __align__(16) uint32_t row_memory[];
-  __shared__ SelectShared shared;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = kHeads ? kHeads : p.group;
-  const int64_t row = blockIdx.x;
-  const int words = (p.chunks + 31) / 32;
-  uint32_t* keys = p.workspace ? p.workspace + row * select_words(p.chunks) : row_memory;
-  uint32_t *above = keys + 32 * words, *equal = above + words; // bit sets: larger than the threshold, equal to it
-  int64_t* selected = p.selected + row * p.k;
-  const uint32_t budget = uint32_t(max(int64_t(0), min(p.budget[row / p.heads], int64_t(p.k))));
-
-  for (int i = thread; i < kBins; i += kThreads) shared.histogram[i] = 0;
-  if (thread == 0) shared.num_listed = 0;
-  for (int head = warp; head < group; head += kWarps) {
+// Logarithms of each head's softmax sum, of those of its parts.
+template <int kThreads>
+__device__ __forceinline__ void find_norms(const SelectTopChunks& p, SelectShared& shared, int64_t row, int group) {
+  const int lane = threadIdx.x % 32;
+  for (int head = threadIdx.x / 32; head < group; head += kThreads / 32) {
     const float* parts = p.lse + (row * group + head) * p.parts;
     float top = -FLT_MAX, sum = 0;
 #pragma unroll 4
@@ -129,14 +117,14 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_k
     for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
     if (lane == 0) shared.norm[head] = most + logf(sum);
   }
-  __syncthreads();
-  if (budget == 0) {
-    for (int i = thread; i < p.k; i += kThreads) selected[i] = -1;
-    return;
-  }
+}
 
-  // Scores, keys, and how many there are of each first digit.
-  int shift = 32 - kDigitBits;
+// Keys of a row's scores, zeros up to a multiple of 32, and how many there are of each first digit.
+template <int kVector, int kThreads>
+__device__ __forceinline__ void make_keys(
+    const SelectTopChunks& p, SelectShared& shared, uint32_t* keys, int64_t row, int group, int words) {
+  constexpr int kShift = 32 - kDigitBits;
+  const int thread = threadIdx.x;
   const float* logits = p.logits + row * group * p.chunks;
 #pragma unroll 2 // with the loads of both under way
   for (int i = thread * kVector; i < p.chunks; i += kThreads * kVector) {
@@ -161,68 +149,76 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_k
     for (int e = 0; e < kVector; ++e) {
       const uint32_t key = rank_key(best[e]);
       keys[i + e] = key;
-      if (key) atomicAdd(&shared.histogram[key >> shift], 1);
+      if (key) atomicAdd(&shared.histogram[key >> kShift], 1);
     }
   }
   for (int i = p.chunks + thread; i < 32 * words; i += kThreads) keys[i] = 0;
-  __syncthreads();
+}
 
-  // The threshold's first digits, as far as all keys are needed for them. Of the keys that begin with `prefix`, `need`
-  // are selected.
+// The k-th largest key, as far as it is known: its first digits, those from bit `shift` on. Of the keys that begin with
+// them, `need` are selected, and of larger ones all.
+template <int kThreads>
+struct Threshold {
+  SelectShared& shared;
+  int shift = 32 - kDigitBits;
   uint32_t prefix = 0, need = 0;
-  const auto narrow = [&](int next) {
+
+  // By one digit, of keys [count] of which `key_of` knows them.
+  template <class KeyOf>
+  __device__ __forceinline__ void narrow(int count, KeyOf key_of) {
+    const int next = max(0, shift - kDigitBits);
+    const uint32_t mask = (1u << (shift - next)) - 1;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const uint32_t key = key_of(i);
+      if (key >> shift == prefix) atomicAdd(&shared.histogram[key >> next & mask], 1);
+    }
+    __syncthreads();
     find_bin<kThreads>(shared, need);
     prefix = prefix << (shift - next) | shared.bin;
     shift = next;
     need -= shared.above;
-  };
-  if (find_bin<kThreads>(shared, budget) <= budget) {
-    shift = 0; // all of them: every key above 0
-  } else {
-    prefix = shared.bin, need = budget - shared.above;
-    while (shift > 0 && shared.inside > kListed) {
-      const int next = max(0, shift - kDigitBits);
-      const uint32_t mask = (1u << (shift - next)) - 1;
-      for (int i = thread; i < p.chunks; i += kThreads) {
-        const uint32_t key = keys[i];
-        if (key >> shift == prefix) atomicAdd(&shared.histogram[key >> next & mask], 1);
-      }
-      __syncthreads();
-      narrow(next);
-    }
   }
 
-  // What is above, and what has to be looked at.
-#pragma unroll 4
-  for (int word = warp; word < words; word += kWarps) {
-    const uint32_t key = keys[32 * word + lane], start = key >> shift;
-    const bool same = need > 0 && start == prefix;
-    const uint32_t larger = __ballot_sync(~0u, start > prefix), alike = __ballot_sync(~0u, same);
-    if (lane == 0) above[word] = larger, equal[word] = shift ? 0 : alike;
-    if (shift && same) shared.listed[atomicAdd(&shared.num_listed, 1)] = {key, uint32_t(32 * word + lane)};
-  }
-  __syncthreads();
-  if (shift) {
-    while (shift > 0) {
-      const int next = max(0, shift - kDigitBits);
-      const uint32_t mask = (1u << (shift - next)) - 1;
-      for (int i = thread; i < shared.num_listed; i += kThreads) {
-        const uint32_t key = shared.listed[i].x;
-        if (key >> shift == prefix) atomicAdd(&shared.histogram[key >> next & mask], 1);
-      }
-      __syncthreads();
-      narrow(next);
+  // As far as all keys are needed for.
+  __device__ __forceinline__ void find(const uint32_t* keys, int chunks, uint32_t budget) {
+    if (find_bin<kThreads>(shared, budget) <= budget) {
+      shift = 0; // all of them: every key above 0
+      return;
     }
-    for (int i = thread; i < shared.num_listed; i += kThreads) {
+    prefix = shared.bin, need = budget - shared.above;
+    while (shift > 0 && shared.inside > kListed) narrow(chunks, [&](int i) { return keys[i]; });
+  }
+
+  // Bit sets of what is larger than it and of what equals it.
+  __device__ __forceinline__ void mark(const uint32_t* keys, uint32_t* above, uint32_t* equal, int words) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (int word = threadIdx.x / 32; word < words; word += kThreads / 32) {
+      const uint32_t key = keys[32 * word + lane], start = key >> shift;
+      const bool same = need > 0 && start == prefix;
+      const uint32_t larger = __ballot_sync(~0u, start > prefix), alike = __ballot_sync(~0u, same);
+      if (lane == 0) above[word] = larger, equal[word] = shift ? 0 : alike;
+      if (shift && same) shared.listed[atomicAdd(&shared.num_listed, 1)] = {key, uint32_t(32 * word + lane)};
+    }
+    __syncthreads();
+    if (shift == 0) return;
+    while (shift > 0) narrow(shared.num_listed, [&](int i) { return shared.listed[i].x; });
+    for (int i = threadIdx.x; i < shared.num_listed; i += kThreads) {
       const uint2 x = shared.listed[i];
       if (x.x >= prefix) atomicOr((x.x > prefix ? above : equal) + x.y / 32, 1u << x.y % 32);
     }
     __syncthreads();
   }
+};
 
-  // Bits to numbers: a thread's words, after those of the threads before it.
+// Bits to numbers: a thread's words, after those of the threads before it. Of `equal`, so many.
+template <int kThreads>
+__device__ __forceinline__ void write_selected(
+    SelectShared& shared, const uint32_t* above, const uint32_t* equal, int words, uint32_t need, int64_t* selected,
+    int k) {
+  constexpr int kWarps = kThreads / 32;
   const int own = (words + kThreads - 1) / kThreads;
-  const int begin = min(thread * own, words), end = min(begin + own, words);
+  const int begin = min(int(threadIdx.x) * own, words), end = min(begin + own, words);
   uint32_t larger = 0, alike = 0, all_larger, all_alike;
   for (int word = begin; word < end; ++word) larger += __popc(above[word]), alike += __popc(equal[word]);
   larger = scan_block<kWarps>(larger, shared.scratch, all_larger);
@@ -236,7 +232,36 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_k
       is_larger ? ++larger : ++alike;
     }
   }
-  for (int i = all_larger + min(all_alike, need) + thread; i < p.k; i += kThreads) selected[i] = -1;
+  for (int i = all_larger + min(all_alike, need) + threadIdx.x; i < k; i += kThreads) selected[i] = -1;
+}
+
+// kVector: chunks of a load, 4 where rows allow it. kHeads: query heads of a kv head, 0 if not known when compiled.
+template <int kVector, int kHeads, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_top_chunks_kernel(const SelectTopChunks p) {
+  extern __shared__ __align__(16) uint32_t row_memory[];
+  __shared__ SelectShared shared;
+  const int group = kHeads ? kHeads : p.group;
+  const int64_t row = blockIdx.x;
+  const int words = (p.chunks + 31) / 32;
+  uint32_t* keys = p.workspace ? p.workspace + row * select_words(p.chunks) : row_memory;
+  uint32_t *above = keys + 32 * words, *equal = above + words; // bit sets: larger than the threshold, equal to it
+  int64_t* selected = p.selected + row * p.k;
+  const uint32_t budget = uint32_t(max(int64_t(0), min(p.budget[row / p.heads], int64_t(p.k))));
+
+  for (int i = threadIdx.x; i < kBins; i += kThreads) shared.histogram[i] = 0;
+  if (threadIdx.x == 0) shared.num_listed = 0;
+  find_norms<kThreads>(p, shared, row, group);
+  __syncthreads();
+  if (budget == 0) {
+    for (int i = threadIdx.x; i < p.k; i += kThreads) selected[i] = -1;
+    return;
+  }
+  make_keys<kVector, kThreads>(p, shared, keys, row, group, words);
+  __syncthreads();
+  Threshold<kThreads> threshold = {shared};
+  threshold.find(keys, p.chunks, budget);
+  threshold.mark(keys, above, equal, words);
+  write_selected<kThreads>(shared, above, equal, words, threshold.need, selected, p.k);
 }
 
 } // namespace shadowkv
