@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.prefill import prefill as steps_of_prefill
-from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes
+from shadowkv.engine.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.free_memory import free_host_bytes
@@ -51,9 +51,10 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parameter.device)
     free -= int(total * (1 - DEFAULT_UTILIZATION["cuda"]))
-    free -= prefill_bytes(loaded.config, capacity, loaded.model.dtype)
+    layouts = [_layout(loaded, spec, capacity) for spec in specs]
+    free -= prefill_bytes(loaded.config, capacity, loaded.model.dtype) + max(map(storing_bytes, layouts))
     device = host = 0
-    for layout in (_layout(loaded, spec, capacity) for spec in specs):
+    for layout in layouts:
         need, unit = _blocks(layout), layout.bytes_per_block()
         device += sum(need[kind] * unit[kind] for kind in ("device", "segment_slots", "states"))
         host += need["host"] * unit["host"]

@@ -22,7 +22,7 @@ import torch
 from harness import open_cache
 from torch import Tensor
 
-from shadowkv.engine.sizing import prefill_bytes
+from shadowkv.engine.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.caches import prefill
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.cache import KVCache
@@ -121,7 +121,7 @@ def measure(decoder: Decoder, kv: str, tokens: int, rounds: int) -> dict[str, An
         "kv": kv, "tokens": tokens, **storing(cache, tokens), "layer_ms": round(layer, 2),
         "layer_of_full_ms": round(plain, 2), "exposed_percent": round(100 * (layer / plain - 1), 2),
         "peak_mib": peak >> 20, "peak_cached_mib": reserved >> 20,
-        "reserved_mib": prefill_bytes(decoder.config, tokens, DTYPE) >> 20,
+        "reserved_mib": prefill_bytes(decoder.config, tokens, DTYPE) + storing_bytes(cache.layout) >> 20,
     }  # fmt: skip
 
 

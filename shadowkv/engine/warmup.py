@@ -1,6 +1,7 @@
 """Warm-up: what compiles or is captured on first use is used once, so that the first prompt is as fast as the tenth.
 
-A few requests go through the engine's own steps, and are aborted before they end, so that nothing of them is kept.
+A few requests go through the engine's own steps. They are aborted before they end, but for one that a later turn goes
+on with; what is kept of that is evicted.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 
 import torch
@@ -69,7 +70,7 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
 
-def _stages(engine: Engine) -> list[Iterator[None]]:
+def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     """Steps of an engine that answers, one after the other: one prompt; a pack of two; one of more than two blocks that
     is long enough to be compressed, if any is, with another that shares its start, whose answers seal a page; and a
     later turn."""
@@ -91,15 +92,16 @@ def _prompt(engine: Engine, length: int) -> list[int]:
     return [token % engine.model_config.vocab_size for token in range(length)]
 
 
-def _pieces(stages: list[Iterator[None]]) -> Generator[int, None, None]:
+def _pieces(stages: list[Generator[None, None, object]]) -> Generator[int, None, None]:
     """Does all of it; yields after a step 0 or, if a stage is done with it, 1."""
     for stage in stages:
-        for _ in stage:
-            yield 0
+        with closing(stage):  # whatever ends this, requests of the stage go before anything is evicted
+            for _ in stage:
+                yield 0
         yield 1
 
 
-def _later_turn(engine: Engine) -> Iterator[None]:
+def _later_turn(engine: Engine) -> Generator[None, None, None]:
     """A prompt's answer to its end, so that both are kept, and what is said behind them."""
     prompt = _prompt(engine, SHORT)
     (answer,) = yield from _answered(engine, [prompt], 2, ends=True)

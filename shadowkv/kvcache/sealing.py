@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.batch import PAGES_AT_ONCE
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import EXCLUDED, SealedTokens
 from shadowkv.kvcache.sequence import Tables
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
-
-PAGES_AT_ONCE = 512
-"""Pages of one layer that are coded at a time, to bound what that takes beside them."""
 
 
 class Sealing:

@@ -88,7 +88,8 @@ def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
 def load_cuda(name: str, *fakes: str) -> bool:
     """Loads the library of a CUDA backend; False where it was not built or there is no GPU.
 
-    Warns if it cannot be loaded. ``fakes`` are ops of ``torch.ops.shadowkv_cuda`` in it that only write to arguments.
+    Warns if it cannot be loaded, or was built from older sources and lacks an op. ``fakes`` are ops of
+    ``torch.ops.shadowkv_cuda`` in it that only write to arguments.
     """
     path = CUDA_FOLDER / f"{name}.so"
     if not path.exists() or not torch.cuda.is_available():
@@ -97,6 +98,9 @@ def load_cuda(name: str, *fakes: str) -> bool:
         torch.ops.load_library(str(path))
     except OSError as error:
         warnings.warn(f"{path} cannot be loaded, reinstall shadowkv: {error}", stacklevel=2)
+        return False
+    if missing := [op for op in fakes if not hasattr(torch.ops.shadowkv_cuda, op)]:
+        warnings.warn(f"{path} is of an older version and lacks {', '.join(missing)}, reinstall shadowkv", stacklevel=2)
         return False
     for op in fakes:
         torch.library.register_fake(f"shadowkv_cuda::{op}", lambda *_: None)

@@ -86,7 +86,7 @@ class Planner:
         weight_bytes_read: of what a step reads: an embedding table that is not the head too gives only rows.
         usable_bytes: of the device beside the weights, negative where those alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            take for each sequence, and some policies to seal, comes on top.
+            take for each sequence, and policies to fit and to seal, comes on top.
         cache_bytes: what is left for the cache.
     """
 

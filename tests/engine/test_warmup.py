@@ -154,8 +154,10 @@ def test_ctrl_c_ends_it_between_two_steps(make: Any, after: int) -> None:
         return step()
 
     engine.step = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    try:
         use_everything_once(engine)
+    except KeyboardInterrupt:  # whose traceback has all frames: nothing may wait for their end
+        assert_unused(engine)
     assert len(steps) == after
     assert_unused(engine)
 

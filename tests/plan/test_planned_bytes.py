@@ -20,10 +20,10 @@ from shadowkv.engine.sizing import (
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.memory import Blocks, OutOfBlocks
-from shadowkv.kvcache.parts.base import FittedTokens
+from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.kvcache.spec import KVSpec
+from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.plan.memory import sequence_bytes
@@ -171,7 +171,7 @@ def test_prefill_reserve_is_the_prompts_and_a_block_in_the_mlp(tokens: int) -> N
     [
         ("full", 0),
         ("turbo", 16 * 12 * 1024**2 + 2 * 2 * 16384 * 1024),  # Gram matrices, and rows centred and multiplied
-        ("snapkv", 100_000 * 4 * (128 + 3 * 64 * 4)),  # one head's keys, and the scores of 64 queries of four heads
+        ("snapkv", 512 * 64 * 8 * (8 * 128 + 12 * 64 * 4)),  # to seal: keys, and the scores of 64 queries of four heads
         ("fp8", 100_000 * 4 * 1024),
         ("shard", 4 * (4 * 100_000 * 1024 + 2**24)),
     ],
@@ -201,6 +201,26 @@ def test_parts_fit_in_what_they_ask_for(seed: str, kv: str, axis: str) -> None:
     asked = part.fitting_bytes(3000)
     assert taken <= asked + 2**19
     assert axis == "values" or asked <= 3 * taken, "far more than it takes"
+
+
+@pytest.mark.parametrize(
+    ("kv", "axis", "pages"),
+    [
+        *((name, "index", 512) for name in ("snapkv", "loki", "infinigen", "triattention")),
+        *(("polar-int4", "keys", 128), ("tq3_0", "values", 128), ("kvarn", "keys", 128)),
+    ],
+)
+def test_parts_seal_in_what_they_ask_for(seed: str, kv: str, axis: str, pages: int) -> None:
+    """A quarter of the pages that are sealed at a time, in a quarter of what is asked for those."""
+    cache = KVCache(make_layout(preset(kv)), ROPE, slots=1, memory=Blocks(device=200, host=8), device="cpu")
+    part, none, count = getattr(cache.parts, axis), torch.zeros(1, dtype=torch.int64), pages // 4
+    rows, number = torch.randn(3, 1, 1, PAGE * count, SHAPE.num_kv_heads, SHAPE.head_dim), torch.arange(count)
+    part.fit(cache.store, slice(0, 1), none, FittedTokens(*rows, none))
+    in_pages = (x.unflatten(2, (-1, PAGE)).flatten(1, 2) for x in rows)
+    tokens = SealedTokens(slice(0, 1), none, PAGE * number, number, number, *in_pages)
+    taken, asked = peak_bytes(lambda: part.seal(cache.store, tokens)), part.sealing_bytes() // 4
+    assert taken <= asked + 2**19
+    assert asked <= 3 * taken, "far more than it takes"
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

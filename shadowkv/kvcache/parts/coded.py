@@ -16,7 +16,8 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
-from shadowkv.ops.codec import RowCodec
+from shadowkv.ops.codec import LANES, CodecId, RowCodec
+from shadowkv.ops.quantise_rows.reference import PAGES_AT_ONCE as CODED_AT_ONCE
 
 KEY_MEAN = "key_mean"
 """The field of states that centred keys lack."""
@@ -69,6 +70,11 @@ class CodedPart(Part):
 
     def fitting_bytes(self, tokens: int) -> int:
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
+
+    def sealing_bytes(self) -> int:
+        """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where PyTorch makes them on a GPU, too."""
+        kernels = (*LANES, CodecId.FP8)
+        return 0 if self.codec_id in kernels else 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def page_fields(self) -> tuple[Field, ...]:
         heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec

@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.batch import PAGES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
 from shadowkv.kvcache.sealed_store import SealedStore
+from shadowkv.kvcache.spec import PAGE
 
 
 class PCA(ScoredIndex):
@@ -39,6 +40,10 @@ class PCA(ScoredIndex):
     def fitting_bytes(self, tokens: int) -> int:
         """One head's keys in float32, as they are and centred."""
         return 2 * 4 * tokens * self.shape.head_dim
+
+    def sealing_bytes(self) -> int:
+        """Keys in float32, centred and projected."""
+        return 12 * PAGES_AT_ONCE * PAGE * self.shape.kv_dim
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)

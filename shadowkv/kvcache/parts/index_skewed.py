@@ -15,11 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import SealedBatch
+from shadowkv.kvcache.batch import PAGES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
 from shadowkv.kvcache.sealed_store import SealedStore
+from shadowkv.kvcache.spec import PAGE
 
 
 class Skewed(ScoredIndex):
@@ -54,6 +55,10 @@ class Skewed(ScoredIndex):
     def fitting_bytes(self, tokens: int) -> int:
         """One head's keys in float32, along their directions, and how large they are there."""
         return 3 * 4 * tokens * self.shape.head_dim
+
+    def sealing_bytes(self) -> int:
+        """Keys in float32, and along their directions."""
+        return 12 * PAGES_AT_ONCE * PAGE * self.shape.kv_dim
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         for head in range(self.shape.num_kv_heads):

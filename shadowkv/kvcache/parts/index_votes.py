@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import OBSERVED, SealedBatch
+from shadowkv.kvcache.batch import OBSERVED, PAGES_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.sealed_store import SealedStore
@@ -52,6 +52,15 @@ class Votes(RankedIndex):
     def fitting_bytes(self, tokens: int) -> int:
         """One head's keys in float32, and its voters' scores of them, as they are and masked, in one layer."""
         return 4 * tokens * (self.shape.head_dim + 3 * OBSERVED * self.shape.group)
+
+    def sealing_bytes(self) -> int:
+        """Keys in float32, and their scores by all voters, relative to those' sums and as shares."""
+        return (
+            PAGES_AT_ONCE
+            * PAGE
+            * self.shape.num_kv_heads
+            * (8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group)
+        )
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")

@@ -78,9 +78,12 @@ class LowRankKeys(KeyPart):
 
     def fitting_bytes(self, tokens: int) -> int:
         """Two float32 copies of the Gram matrices of as many states as are fitted together, room to work in, and rows
-        centred and multiplied."""
-        gram = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2
-        return gram + 2 * min(tokens, ROWS_AT_ONCE) * self.shape.kv_dim * self.dtype.itemsize
+        centred and multiplied, or in float32; of groups of heads, those of a group besides."""
+        gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
+        rows = min(tokens, ROWS_AT_ONCE)
+        if self.spec.key_groups == 1:
+            return gram + 2 * size * rows
+        return gram + 2 * 4 * self.shape.kv_dim * rows + size * tokens // self.spec.key_groups
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
@@ -131,7 +134,7 @@ class LowRankKeys(KeyPart):
 
 def _energy(keys: Tensor, mean: Tensor | None) -> Tensor:
     """Squared norms of keys [M, S, n], without their mean, added up: float32 [M, 1]."""
-    total = keys.float().pow(2).sum((1, 2))
+    total = sum(block.float().pow(2).sum((1, 2)) for block in keys.split(ROWS_AT_ONCE, 1))
     if mean is not None:
         total = total - keys.shape[1] * mean.float().pow(2).sum(1)
     return total.clamp(min=0).unsqueeze(1)

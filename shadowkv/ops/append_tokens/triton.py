@@ -31,7 +31,7 @@ def append_tokens(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "k_pages", "v_pages", "write_page", "write_offset"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "write_page", "write_offset"])
 def _append_tokens(
     k, v, positions, cos, sin, k_pages, v_pages, write_page, write_offset,
     k_row, k_head, v_row, v_head, page_stride, head_stride, token_stride,
