@@ -239,7 +239,8 @@ def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) 
         "# Clients",
         "",
         f"What clients of the OpenAI API could do with a server of `{model}` on {date.today().isoformat()}; "
-        "`python scripts/client_matrix.py` asks them again and writes this page.",
+        "`python scripts/client_matrix.py --out docs/clients.md` asks those that are installed again and writes this "
+        "page.",
         "",
         f"| client | version | {' | '.join(CASES)} |",
         f"| --- | --- |{' --- |' * len(CASES)}",
