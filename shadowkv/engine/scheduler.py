@@ -135,10 +135,12 @@ class Scheduler:
         if not prompt_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if prompt_tokens + max_tokens > limit:
+            full = prompt_tokens >= limit
+            rest = ", which leaves no room for an answer" if full else f" and max_tokens asks for {max_tokens} more"
             raise RequestError(
-                f"this model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens} tokens and "
-                f"max_tokens asks for {max_tokens} more",
-                "prompt" if prompt_tokens >= limit else "max_tokens",
+                f"this model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens} tokens"
+                f"{rest}",
+                "prompt" if full else "max_tokens",
             )
         need = self.cache.demand(prompt_tokens, capacity)
         if not need.within(self.cache.total):

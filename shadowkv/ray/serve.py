@@ -114,12 +114,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_room(args: argparse.Namespace, gpus: float) -> None:
+def check_room(args: argparse.Namespace, gpus: float) -> None:
     """Raises ValueError where this machine has less than the replicas take: Ray would wait for it for ever. A cluster
     may get nodes for them."""
     import ray
 
-    if "RAY_ADDRESS" in os.environ:
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
         return
     there = ray.cluster_resources()
     for flag, each, name in (("--cpus-per-replica", args.cpus_per_replica, "CPU"), ("--gpus-per-replica", gpus, "GPU")):
@@ -142,7 +142,7 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
     if gpus is None:
         there = config.device != "cpu" and ray.cluster_resources().get("GPU", 0)
         gpus = float(config.tensor_parallel_size) if there else 0.0
-    _check_room(args, gpus)
+    check_room(args, gpus)
     most = args.replicas if args.max_replicas is None else args.max_replicas
     scaling = {"min_replicas": args.replicas, "max_replicas": most, "target_ongoing_requests": config.max_num_seqs}
     deployment = serve.deployment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shadowkv.engine.async_engine import AsyncEngine
 from shadowkv.engine.config import EngineConfig
+from shadowkv.ray.serve import check_room
 from shadowkv.serve.api import build_app
 from shadowkv.serve.settings import ServerSettings
 
@@ -218,3 +220,28 @@ def test_what_runs_at_a_signal_to_stop_is_answered(server):
     assert json.loads([*stream][-2])["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(SECONDS) == 143
     assert not any(replica.is_running() for replica in replicas)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gpus", "said"),
+    [
+        (4, 0.0, "--replicas 4 with --cpus-per-replica 1 need 4 CPUs, and this machine has 2"),
+        (1, 0.5, "--replicas 1 with --gpus-per-replica 0.5 need 0.5 GPUs, and this machine has 0"),
+        (2, 0.0, None),
+    ],
+)
+def test_more_replicas_than_this_machine_has_room_for_are_refused(
+    replicas: int, gpus: float, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    args = argparse.Namespace(replicas=replicas, cpus_per_replica=1)
+    if said is None:
+        check_room(args, gpus)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_room(args, gpus)
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")  # which may get nodes for them
+    check_room(args, gpus)
