@@ -5,6 +5,7 @@ Those of Anthropic's API, at its paths, expect another one: ``{"type": "error", 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,9 @@ TAG = "\0"
 
 MAX_REASONS = 5
 """The first ones tell the story."""
+
+LONGEST_GIVEN = 60
+"""Characters of a refused value that an error says."""
 
 MESSAGES_URL = "/v1/messages"
 """Of Anthropic's API; others begin with it."""
@@ -68,11 +72,20 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     """One error for all that pydantic found; its ``param`` is the first one's."""
     reasons = []
     for error in errors[:MAX_REASONS]:
-        param = _param(error)
-        reasons.append(f"{param}: {error['msg']}" if param else error["msg"])
+        param, reason = _param(error), error["msg"] + _given(error)
+        reasons.append(f"{param}: {reason}" if param else reason)
     if len(errors) > MAX_REASONS:
         reasons.append(f"and {len(errors) - MAX_REASONS} more")
     return ApiError("; ".join(reasons), param=_param(errors[0]))
+
+
+def _given(error: Any) -> str:
+    """The value that was refused, where the message does not name it and it is short to say."""
+    value = error.get("input")
+    if error["type"] in ("value_error", "missing") or not isinstance(value, int | float | str):
+        return ""
+    text = json.dumps(value, ensure_ascii=False)
+    return f", not {text}" if len(text) <= LONGEST_GIVEN else ""
 
 
 def _param(error: Any) -> str | None:

@@ -40,7 +40,7 @@ class Converted(Body):
         try:
             self._chat = ChatRequest.model_validate({**given, **self.as_chat()})
         except ValidationError as error:
-            found = error.errors(include_url=False, include_input=False)
+            found = error.errors(include_url=False)
             raise from_validation(found).renamed(self.names) from error
         self.drop()
 

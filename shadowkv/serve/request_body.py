@@ -28,6 +28,6 @@ def validated(value: Any, model: type[B]) -> B:
     try:
         body = model.model_validate(value)
     except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False)) from error
+        raise from_validation(error.errors(include_url=False)) from error
     body.finish()
     return body

@@ -8,8 +8,11 @@ import pytest
 from fake_engine import REPLY
 from replies import events
 
+from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import SHORT_BYTES
 from shadowkv.serve.limits import MAX_UNKNOWN
+from shadowkv.serve.protocol import CompletionRequest
+from shadowkv.serve.request_body import validated
 from shadowkv.serve.unknown import unknown
 
 UNSUPPORTED = {
@@ -185,3 +188,19 @@ def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
     busy = post("chat", messages=[{"role": "user", "content": "BUSY"}], stream=True)
     assert busy.status_code == 503
     assert "Retry-After" in busy.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"n": 129}, "n: Input should be less than or equal to 128, not 129"),
+        ({"temperature": "hot"}, 'temperature: Input should be a valid number, not "hot"'),
+        ({"stream": "maybe"}, 'stream: Input should be a valid boolean, not "maybe"'),
+        ({"temperature": "h" * 100}, "temperature: Input should be a valid number"),
+        ({"top_p": 3}, "top_p: top_p=3.0 must be in (0, 1]"),
+    ],
+)
+def test_a_refused_value_is_said_where_it_is_short(body: dict[str, object], said: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        validated({"prompt": "a", "model": "m", **body}, CompletionRequest)
+    assert caught.value.message == said
