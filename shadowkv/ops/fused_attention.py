@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_blocks import cuda as hopper
-
-TILE = 128
-"""Queries of one head."""
+from shadowkv.ops.select_blocks.reference import BLOCK
 
 FEWEST_TILES = 64
 """Of all query heads, from which on they keep about half of a Hopper's multiprocessors busy: ours is then the faster
@@ -22,7 +20,7 @@ one."""
 
 def is_ours(q: Tensor) -> bool:
     """Whether our kernel serves queries [n, H_q, d]."""
-    tiles = q.shape[1] * -(-len(q) // TILE)
+    tiles = q.shape[1] * -(-len(q) // BLOCK)
     return tiles >= FEWEST_TILES and q.dtype in hopper.DTYPES and q.shape[2] in hopper.DIMS and hopper.available()
 
 

@@ -84,6 +84,8 @@ def _given(error: Any) -> str:
     value = error.get("input")
     if error["type"] in ("value_error", "missing") or not isinstance(value, int | float | str):
         return ""
+    if isinstance(value, str) and len(value) > LONGEST_GIVEN:  # which may be megabytes
+        return ""
     text = json.dumps(value, ensure_ascii=False)
     return f", not {text}" if len(text) <= LONGEST_GIVEN else ""
 

@@ -10,7 +10,8 @@ from shadowkv.ops.attend_blocks import cuda as hopper
 from shadowkv.ops.block_attention import reference
 from shadowkv.ops.causal_attention import cuda as causal
 from shadowkv.ops.causal_attention import reference as causal_reference
-from shadowkv.ops.fused_attention import FEWEST_TILES, TILE, attend, is_ours
+from shadowkv.ops.fused_attention import FEWEST_TILES, attend, is_ours
+from shadowkv.ops.select_blocks.reference import BLOCK
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -30,6 +31,7 @@ def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -
 def fewest_tiles(request, monkeypatch):
     """As it is chosen, and always our kernel where there is one."""
     monkeypatch.setattr("shadowkv.ops.fused_attention.FEWEST_TILES", request.param)
+    return request.param
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
@@ -66,6 +68,7 @@ def test_what_is_ours(fewest_tiles) -> None:
     def ours(n: int, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
         return is_ours(torch.empty(n, 8, dim, device="cuda", dtype=dtype))
 
-    assert ours(FEWEST_TILES * TILE // 8)
+    assert ours(FEWEST_TILES * BLOCK // 8)
+    assert ours(FEWEST_TILES * BLOCK // 8 - BLOCK) == (fewest_tiles == 1)
     assert not ours(4096, dim=256)
     assert not ours(4096, dtype=torch.float32)

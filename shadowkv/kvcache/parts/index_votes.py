@@ -55,12 +55,8 @@ class Votes(RankedIndex):
 
     def sealing_bytes(self) -> int:
         """Keys in float32, and their scores by all voters, relative to those' sums and as shares."""
-        return (
-            PAGES_AT_ONCE
-            * PAGE
-            * self.shape.num_kv_heads
-            * (8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group)
-        )
+        of_head = 8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group
+        return PAGES_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")
