@@ -16,6 +16,6 @@ constexpr int64_t kLloyd3 = 6;
 constexpr int64_t kLloyd2 = 7;
 constexpr int64_t kLatentDense = 16; // low-rank keys, floats
 constexpr int64_t kLatentInt8 = 17;  // bytes
-constexpr int64_t kLatentInt4 = 18;  // two to a byte
+constexpr int64_t kLatentInt4 = 18;  // the strongest bytes, of the others two to one
 
 } // namespace shadowkv::codec

@@ -32,14 +32,14 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
       const Tensor& value_pages, const std::optional<Tensor>& log_weight, double score_scale, int64_t blocks,
       Tensor& out, Tensor& lse, Tensor& partial) {
     STD_TORCH_CHECK(
-        key_codec == codec::kLatentInt8, "attend_latents_sm90 has keys in codec ", codec::kLatentInt8, ", not ",
+        key_codec == codec::kLatentInt4, "attend_latents_sm90 has keys in codec ", codec::kLatentInt4, ", not ",
         key_codec);
-    const int64_t dim = q.size(2), heads = selected.size(1), chunk = latents.size(2), rank = latents.size(3);
+    const int64_t dim = q.size(2), heads = selected.size(1), chunk = latents.size(2), rank = basis.size(1);
     LatentInputs in = {};
     set_queries(in, q, selected, key_pages, log_weight, score_scale, out, lse, chunk);
     set_basis(in, dim, rank, basis, mean, slots, first);
     STD_TORCH_CHECK(dim == 64 || dim == 128, "head dim ", dim, " is not 64 or 128");
-    check(latents, "latents", Dtype::Char, {-1, kPage / chunk, chunk, rank});
+    check(latents, "latents", Dtype::Byte, {-1, kPage / chunk, chunk, (rank + kStrong) / 2});
     check_dense(frequencies, "frequencies", Dtype::Int, {dim / 32, 4, 2, 2});
     check(codes, "codes", Dtype::Byte, {-1, heads, kPage / chunk, chunk, -1});
     check_dense(scale, "scale", Dtype::Half, {-1, heads, kPage, 1}, 1);

@@ -109,6 +109,7 @@ struct AttendSelected {
       check_pages(keys, "keys");
       in.keys = static_cast<const char*>(keys.data_ptr());
       in.key_page = keys.stride(0) * int64_t(keys.element_size());
+      in.key_bytes = int(keys.size(-1) * int64_t(keys.element_size()));
       in.splits = int(splits);
       STD_TORCH_CHECK(
           splits > 0 && in.heads < 65536 && in.batch < 65536, "no room for ", splits, " splits, ", in.batch,
@@ -122,7 +123,14 @@ struct AttendSelected {
         set_basis(in, dim, rank, *basis, mean, *slots, *first);
         check_dense(*far_turns, "far turns", Dtype::Half, {-1, dim / 4, 2, 2});
         check_dense(*near_turns, "near turns", Dtype::Half, {8, dim / 4, 2, 2});
-        check(keys, "latents", kStored, {-1, kPage / chunk, chunk, rank * Key::kBits / (8 * int(keys.element_size()))});
+        const int64_t width = keys.size(-1), bits = width * int64_t(keys.element_size()) * 8;
+        // Of so many in 8 bits and others in fewer, multiples of 32, as the rank is.
+        if constexpr (Key::kLeast < Key::kBits) in.strong = int((bits - rank * Key::kLeast) / (Key::kBits - Key::kLeast));
+        check(keys, "latents", kStored, {-1, kPage / chunk, chunk, -1});
+        STD_TORCH_CHECK(
+            in.strong >= 0 && in.strong <= rank && in.strong % 32 == 0 &&
+                bits == (rank - in.strong) * Key::kLeast + in.strong * Key::kBits,
+            "latents of rank ", rank, " have no rows of ", width, " elements");
         in.far_turns = static_cast<const uint2*>(far_turns->data_ptr());
         in.near_turns = static_cast<const uint2*>(near_turns->data_ptr());
         in.rank = int(rank);

@@ -109,7 +109,7 @@ class Stored {
       : rows_(axis.rows, (axis.name + "s").c_str(), selected.size(1)),
         places_(axis.places, (axis.name + "_places").c_str(), axis.slots ? 3 : 2, selected.size(0)) {
     const std::string name = axis.name + "s";
-    form.codec = axis.codec, form.width = shadowkv::row_width(axis.codec, width);
+    form.codec = axis.codec, form.width = shadowkv::row_width(axis.codec, width, axis.rows.size(4));
     TORCH_CHECK(form.width >= 0, "attend_selected on CPUs knows no codec ", axis.codec, " of ", name);
     TORCH_CHECK(
         form.width > 0 && axis.rows.size(4) == form.width, name, " of ", axis.rows.size(4), " elements are none of ",

@@ -68,7 +68,7 @@ static void read_rows(
 static void read_keys(const SelectedForm& form, const SelectedChunk* chunks, int64_t count, const SelectedScratch& s) {
   if (form.basis.data == nullptr) return read_rows(form, form.keys, &SelectedChunk::key, chunks, count, s.keys);
   for (int64_t i = 0; i < count; ++i)
-    read_latents(form.keys, chunks[i].key.rows, form.chunk * form.keys.width, s.latents + i * form.chunk * form.rank);
+    read_latents(form.keys, chunks[i].key.rows, form.chunk, form.rank, s.latents + i * form.chunk * form.rank);
   rebuild(form, chunks, count * form.chunk, s);
 }
 

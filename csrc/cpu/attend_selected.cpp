@@ -12,12 +12,12 @@ namespace shadowkv {
 #define SHADOWKV_KERNEL "attend_chunks.inc.h"
 #include "instruction_sets.inc.h"
 
-int64_t row_width(int64_t codec, int64_t dim) {
+int64_t row_width(int64_t codec, int64_t dim, int64_t stored) {
   switch (codec) {
     case codec::kDense:
     case codec::kLatentDense:
     case codec::kLatentInt8: return dim;
-    case codec::kLatentInt4: return dim % 2 ? 0 : dim / 2;
+    case codec::kLatentInt4: return dim % 2 == 0 && dim / 2 <= stored && stored <= dim ? stored : 0;
     case codec::kLloyd8: return dim % 8 ? 0 : dim;
     case codec::kLloyd4:
     case codec::kRotated4: return dim % 16 ? 0 : dim / 2;

@@ -39,8 +39,8 @@ struct SelectedForm {
 };
 
 // Elements that a codec stores of a row of `dim` dimensions, or of latents of that rank: 0 where it takes no such rows,
-// -1 where it is unknown.
-int64_t row_width(int64_t codec, int64_t dim);
+// -1 where it is unknown. `stored` are there, which the codec decides on where rows of one rank may differ.
+int64_t row_width(int64_t codec, int64_t dim, int64_t stored);
 
 // Where a chunk is, in elements.
 struct StoredChunk {

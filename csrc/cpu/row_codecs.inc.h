@@ -75,18 +75,24 @@ static void with_row_codec(int64_t codec, const Use& use) {
   }
 }
 
-// Latents of shadowkv/kvcache/codecs/latents.py as floats: `count` stored elements.
-static void read_latents(const StoredRows& from, int64_t offset, int64_t count, float* __restrict to) {
-  if (from.codec != codec::kLatentInt4) return read(from.rows, offset, count, to);
-  const uint8_t* __restrict pairs = static_cast<const uint8_t*>(from.rows.data) + offset;
-  int64_t i = 0;
-  for (; i + BLOCK / 2 <= count; i += BLOCK / 2) {
-    uint8_t codes[BLOCK];
-    spread(pairs + i, codes);
-    for (int j = 0; j < BLOCK; ++j) to[2 * i + j] = static_cast<float>(codes[j] - 8);
-  }
-  for (; i < count; ++i) {
-    to[2 * i] = static_cast<float>((pairs[i] & 15) - 8);
-    to[2 * i + 1] = static_cast<float>((pairs[i] >> 4) - 8);
+// Latents of shadowkv/kvcache/codecs/latents.py as floats: `rows` of them, each of so many rank dimensions.
+static void read_latents(const StoredRows& from, int64_t offset, int64_t rows, int64_t rank, float* __restrict to) {
+  if (from.codec != codec::kLatentInt4) return read(from.rows, offset, rows * rank, to);
+  const int64_t strong = 2 * from.width - rank, pairs = from.width - strong;
+  const uint8_t* __restrict row = static_cast<const uint8_t*>(from.rows.data) + offset;
+  for (; rows > 0; --rows, row += from.width, to += rank) {
+    for (int64_t i = 0; i < strong; ++i) to[i] = static_cast<float>(row[i] - 128);
+    const uint8_t* __restrict weak = row + strong;
+    float* __restrict rest = to + strong;
+    int64_t i = 0;
+    for (; i + BLOCK / 2 <= pairs; i += BLOCK / 2) {
+      uint8_t codes[BLOCK];
+      spread(weak + i, codes);
+      for (int j = 0; j < BLOCK; ++j) rest[2 * i + j] = static_cast<float>(codes[j] - 8);
+    }
+    for (; i < pairs; ++i) {
+      rest[2 * i] = static_cast<float>((weak[i] & 15) - 8);
+      rest[2 * i + 1] = static_cast<float>((weak[i] >> 4) - 8);
+    }
   }
 }

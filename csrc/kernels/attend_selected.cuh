@@ -25,7 +25,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   const AttendTile<Shape> tile(shared, rank);
 
   // The first tile's page names are on their way while the tables are filled.
-  TileWalk<Shape> walk(in, tile, rank);
+  TileWalk<Shape> walk(in, tile);
   const int64_t slot = Shape::kLow ? in.slots[batch] : 0;
   const int first = Shape::kLow ? int(in.first[batch]) : 0;
   walk.advance();

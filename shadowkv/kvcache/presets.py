@@ -17,8 +17,8 @@ PRESETS: dict[str, KVSpec] = {
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
     # Ours: every key found by its own sketch, values in 3 bits; where no bus is crossed single tokens are selected, and
     # half of the budget is sampled.
-    "turbo": KVSpec(keys="low-rank-int8", index="sketch", values="rotated", chunk=1, sampled=0.5),
-    "turbo-host": KVSpec(keys="low-rank-int8", index="sketch", values="rotated", place="host", chunk=8),
+    "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, sampled=0.5),
+    "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
     # Quest: arXiv:2406.10774; its pages of 16 tokens are our chunks.
     "quest": KVSpec(index="min-max", chunk=16),
     # StreamingLLM: arXiv:2309.17453; sink and newest tokens. The paper's cache: budget=1020.

@@ -8,6 +8,7 @@ refuse one that they do not know. Ids of ``csrc/codecs.h``, which has those that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import ClassVar
 
@@ -47,6 +48,10 @@ UNIFORM = (CodecId.ROTATED_4BIT, CodecId.ROTATED_3BIT, CodecId.ROTATED_2BIT)
 LANES = (*UNIFORM, CodecId.LLOYD_8BIT, CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
 """Those whose codes lie in lanes (``shadowkv.kvcache.codecs.packing``)."""
 LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
+
+STRONG = 32
+"""Rank dimensions, the strongest of a group of kv heads, that ``low-rank-int4`` keeps in 8 bits. The Hopper
+kernel has it in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
 
 
 def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
@@ -200,8 +205,8 @@ class LatentCodec(ABC):
 
     Attributes:
         id, name: unique among codecs; the name is that of the policy's axis ``keys``, and begins with ``low-rank``.
-        largest: the largest code, which is symmetric about 0; None for latents that are not quantised. Codes are in
-            units of a step per rank dimension, which is folded into the basis.
+        largest: the largest code of any rank dimension, which is symmetric about 0; None for latents that are not
+            quantised. Codes are in units of a step per rank dimension, which is folded into the basis.
         rank_multiple: what the rank must be a multiple of.
         bits: of a code on average, where rank dimensions have widths of their own, which a state learns; their basis
             is in 8 bits. None where all are alike.
@@ -213,13 +218,23 @@ class LatentCodec(ABC):
     rank_multiple: int = 1
     bits: int | None = None
 
+    def of_groups(self, ranks: Sequence[int]) -> LatentCodec:
+        """The codec of latents of groups of kv heads with these ranks: the strongest of all groups first, up to
+        ``STRONG`` of each, then the others."""
+        return self
+
+    def largest_codes(self, rank: int, device: torch.device) -> Tensor:
+        """The largest code of each rank dimension that can be stored, float32 [rank]; of quantised latents."""
+        assert self.largest is not None, f"{self.name} latents are not quantised"
+        return torch.full((rank,), float(self.largest), device=device)
+
     @abstractmethod
     def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Elements of a token and their dtype, where the cache's own is ``dtype``."""
 
     @abstractmethod
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
-        """Stored elements [..., w] of float latents [..., r]; whole numbers are clipped at ``largest``.
+        """Stored elements [..., w] of float latents [..., r]; whole numbers are clipped at ``largest_codes``.
 
         Args:
             widths: where there are any, bits of each rank dimension, uint8 [..., r], leading axes those of the latents

@@ -14,6 +14,7 @@ from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.reference import gather_selected
@@ -243,21 +244,30 @@ def test_triton_kernels_refuse_a_format_that_they_do_not_know() -> None:
         rebuild_rows(keys, 0, out, False)
 
 
-def test_four_bit_latents_lie_two_to_a_byte() -> None:
-    codec, latents = Int4Latents(), torch.tensor([[-9.0, -7.0, -0.4, 3.6, 7.4, 100.0]])
+def test_weak_latents_lie_two_to_a_byte_behind_the_strong_ones() -> None:
+    codec, latents = Int4Latents(2), torch.tensor([[-200.0, 99.6, -9.0, -7.0, -0.4, 3.6, 7.4, 100.0]])
     stored = codec.encode(latents)
-    assert stored.tolist() == [[1 | 1 << 4, 8 | 12 << 4, 15 | 15 << 4]]
-    assert codec.decode(stored, 6).tolist() == [[-7, -7, 0, 4, 7, 7]]
+    assert stored.tolist() == [[1, 228, 1 | 1 << 4, 8 | 12 << 4, 15 | 15 << 4]]
+    assert codec.decode(stored, 8).tolist() == [[-127, 100, -7, -7, 0, 4, 7, 7]]
     every = torch.arange(-7, 8).repeat_interleave(15), torch.arange(-7, 8).repeat(15)
     both = torch.stack(every, dim=-1).float()
-    assert torch.equal(codec.decode(codec.encode(both), 2).float(), both)
+    assert torch.equal(Int4Latents(0).decode(Int4Latents(0).encode(both), 2).float(), both)
+    bytes_of_all = torch.arange(-127, 128).float()[:, None]
+    assert torch.equal(Int4Latents().decode(Int4Latents().encode(bytes_of_all), 1).float(), bytes_of_all)
 
 
-def test_four_bit_latents_take_half_a_byte_each() -> None:
+def test_weak_latents_take_half_a_byte_each() -> None:
+    model = ModelShape(2, 2, 2, 64)
     fields = [
-        build_parts(resolve(preset(f"turbo:keys=low-rank-int{bits},rank=16"), SHAPE), SHAPE, torch.bfloat16).keys
-        for bits in (8, 4)
+        build_parts(resolve(preset(f"turbo:keys=low-rank-int{bits},rank={rank}"), model), model, torch.bfloat16).keys
+        for bits, rank in ((8, 40), (4, 40), (4, 16))
     ]
-    assert [part.bytes_per_token() for part in fields] == [16, 8]
+    assert [part.bytes_per_token() for part in fields] == [40, 32 + 4, 16]
+
+
+def test_the_strongest_of_every_group_of_heads_have_a_byte() -> None:
+    codec = LATENT_CODECS["low-rank-int4"].of_groups([64, 40, 8])
+    assert codec.largest_codes(112, torch.device("cpu")).tolist() == [127] * 72 + [7] * 40
+    assert codec.field(112, torch.bfloat16) == (72 + 20, torch.uint8)
     with pytest.raises(ValueError, match="needs a rank that is a multiple of 2, not 15"):
         resolve(preset("turbo:keys=low-rank-int4,rank=15"), SHAPE)

@@ -13,6 +13,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_ba
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shadowkv.kvcache.codecs import latents
 from shadowkv.kvcache.codecs.latents import Int4Latents, MixedLatents
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import SealedTokens
@@ -31,12 +32,12 @@ def widths_of(*widths: int) -> torch.Tensor:
     return torch.tensor(widths, dtype=torch.uint8)
 
 
-def test_with_four_bits_everywhere_the_bytes_are_those_of_four_bit_latents() -> None:
+def test_with_four_bits_everywhere_the_bytes_are_those_of_weak_latents() -> None:
     latents = 5 * torch.randn(3, 50, 12)
     fours = torch.full((12,), 4, dtype=torch.uint8)
     stored = CODEC.encode(latents, fours)
-    assert torch.equal(stored, Int4Latents().encode(latents))
-    assert torch.equal(CODEC.decode(stored, 12, fours), Int4Latents().decode(stored, 12))
+    assert torch.equal(stored, Int4Latents(0).encode(latents))
+    assert torch.equal(CODEC.decode(stored, 12, fours), Int4Latents(0).decode(stored, 12))
     assert CODEC.encode(torch.tensor([-7.0, 7.0]), widths_of(4, 4)).tolist() == [0xF1]
     assert CODEC.encode(torch.tensor([-9.0, 9.0]), widths_of(4, 4)).tolist() == [0xF1]  # and never 0x00
 
@@ -125,6 +126,7 @@ def rebuilt_error(kv: str) -> float:
 
 def test_bits_go_where_the_variance_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocate, "__defaults__", (8, 4.0))
+    monkeypatch.setattr(latents, "STRONG", 0)
     mixed, flat = (rebuilt_error(f"full:keys=low-rank-{kind},rank=32") for kind in ("mixed", "int4"))
     assert mixed < 0.6 * flat < 0.1
 

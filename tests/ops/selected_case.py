@@ -119,7 +119,8 @@ class Case:
                 latents[row] = codec.encode(steps[row], widths[slot])
             latents = latents.masked_fill(~used, 99)
         elif codec.largest:
-            latents, basis = codec.encode(codec.largest / 3 * latents), basis * 3 / codec.largest
+            largest = codec.largest_codes(rank, latents.device) / 3
+            latents, basis = codec.encode(largest * latents), basis / largest[:, None, None]
             latents = latents.masked_fill(~used, 99)
         else:
             latents = latents.masked_fill(~used, torch.nan).to(dtype)

@@ -13,7 +13,7 @@ from shadowkv.ops.attend_coded import cuda as attend_coded
 from shadowkv.ops.attend_coded import cuda_fp8
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
-from shadowkv.ops.codec import CodecId
+from shadowkv.ops.codec import STRONG, CodecId
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
@@ -68,6 +68,7 @@ SHARED = {
     "kernels/attend_coded/queries.cuh": {"kCodedQueries": attend_coded.QUERIES},
     "kernels/attend_latents_sm90/shape.cuh": {
         "kLatentTile": cuda_sm90.TILE,
+        "kStrong": STRONG,
         "kLatentConsumers": (cuda_sm90.CONSUMERS, 2),
     },
     "kernels/block_copies.cuh": {"kBlock": select_blocks.BLOCK},

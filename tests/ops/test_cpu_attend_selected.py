@@ -46,7 +46,7 @@ FORMS = st.fixed_dictionaries(
         "dim": st.sampled_from([64, 128, 256]),
         "chunk": st.sampled_from([1, 2, 4, 8, 16, 32]),
         "keys": st.sampled_from(["rows", "3", "low-rank", "low-rank-int8", "low-rank-int4"]),
-        "rank": st.integers(2, 40),
+        "rank": st.integers(2, 80),
         "values": st.sampled_from(["rows", "4", "3", "2"]),
         "buffered": st.booleans(),
         "sampled": st.booleans(),

@@ -33,7 +33,7 @@ def ascending(args: tuple) -> tuple:
 @pytest.mark.parametrize("values", CODES)
 def test_every_group_over_ragged_selections(seed, group, dim, values):
     for tokens in ([700, 0, 64, 129, 8], [1000]):
-        args = problem(3, group, dim, "int8", values, tokens=tokens)
+        args = problem(3, group, dim, "int4", values, tokens=tokens)
         check(args, attend(args))
 
 
@@ -45,7 +45,7 @@ def test_every_group_over_ragged_selections(seed, group, dim, values):
 def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, blocks, group, dim, values):
     """In runs that begin within a unit too, and go on over units that lack tiles."""
     tokens = [3000, 77, 1500, 0, 1200]
-    args = problem(2, group, dim, "int8", values, tokens=tokens, rank=96, chunk=chunk, count=648 // chunk)
+    args = problem(2, group, dim, "int4", values, tokens=tokens, rank=96, chunk=chunk, count=648 // chunk)
     whole = cuda_sm90.runs
     monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, blocks or most))
     log_weight = log_weights(args[3])
@@ -58,7 +58,7 @@ def test_chunks_weigh_what_they_stand_for(seed, monkeypatch, chunk, blocks, grou
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("values", CODES)
 def test_every_rank(seed, rank, dim, values):
-    args = problem(2, 4, dim, "int8", values, tokens=[900, 300], rank=rank, mean=rank != 96)
+    args = problem(2, 4, dim, "int4", values, tokens=[900, 300], rank=rank, mean=rank != 96)
     check(args, attend(args))
 
 
@@ -66,7 +66,7 @@ def test_every_rank(seed, rank, dim, values):
 @pytest.mark.parametrize("group", [4, 7])
 @pytest.mark.parametrize("values", CODES)
 def test_every_chunk_size(seed, chunk, group, values):
-    args = problem(2, group, 128, "int8", values, tokens=[1500, 77, 640], rank=160, chunk=chunk, count=700 // chunk)
+    args = problem(2, group, 128, "int4", values, tokens=[1500, 77, 640], rank=160, chunk=chunk, count=700 // chunk)
     check(args, attend(ascending(args)))
 
 
@@ -76,7 +76,7 @@ def test_every_chunk_size(seed, chunk, group, values):
 def test_runs_of_any_length(seed, monkeypatch, blocks, group, values):
     """A block meets many units and a unit many blocks."""
     tokens = [1500, 0, 77, 640, 1200, 1, 64, 900]
-    args = problem(3, group, 128, "int8", values, tokens=tokens, rank=160, chunk=1, count=1000)
+    args = problem(3, group, 128, "int4", values, tokens=tokens, rank=160, chunk=1, count=1000)
     whole = cuda_sm90.runs
     monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, blocks))
     check(args, attend(args))
@@ -84,7 +84,7 @@ def test_runs_of_any_length(seed, monkeypatch, blocks, group, values):
 
 @pytest.mark.parametrize("values", CODES)
 def test_more_tiles_than_threads(seed, monkeypatch, values):
-    args = problem(1, 4, 128, "int8", values, tokens=[9000], rank=160, chunk=1, count=8500)
+    args = problem(1, 4, 128, "int4", values, tokens=[9000], rank=160, chunk=1, count=8500)
     whole = cuda_sm90.runs
     monkeypatch.setattr(cuda_sm90, "runs", lambda units, tiles, most: whole(units, tiles, 1))
     check(args, attend(args))
@@ -93,33 +93,33 @@ def test_more_tiles_than_threads(seed, monkeypatch, values):
 @pytest.mark.parametrize("last", [2**17, 2**18])
 def test_far_positions(seed, last):
     args = problem(
-        2, 4, 128, "int8", "3-bit codes", tokens=[2048, 2048], rank=160, first=last // 64 - 32, theta=500000.0
+        2, 4, 128, "int4", "3-bit codes", tokens=[2048, 2048], rank=160, first=last // 64 - 32, theta=500000.0
     )
     assert last - 200 < args[3].max() * 8 < last
     check(args, attend(args))
 
 
 def test_scales_in_the_pages_of_the_codes(seed):
-    q, keys, values, selected = problem(2, 4, 128, "int8", "3-bit codes", tokens=[900, 300], rank=160)
+    q, keys, values, selected = problem(2, 4, 128, "int4", "3-bit codes", tokens=[900, 300], rank=160)
     args = (q, keys, replace(values, scale_pages=values.pages), selected)
     check(args, attend(args))
 
 
 def test_mean_in_float(seed):
-    q, keys, values, selected = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], rank=160)
+    q, keys, values, selected = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], rank=160)
     args = (q, replace(keys, mean=keys.mean.float()), values, selected)
     check(args, attend(args))
 
 
 def test_magnitude_of_the_rotation(seed):
     rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
-    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **rope)
+    args = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], **rope)
     check(args, attend(args))
 
 
 @pytest.mark.parametrize("values", CODES)
 def test_captured_call_equals_the_eager_one(seed, values):
-    args = problem(2, 4, 128, "int8", values, tokens=[900, 300], rank=160)
+    args = problem(2, 4, 128, "int4", values, tokens=[900, 300], rank=160)
     eager = cuda_sm90.attend_selected(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -133,6 +133,6 @@ def test_captured_call_equals_the_eager_one(seed, values):
 
 @pytest.mark.parametrize("values", CODES)
 def test_the_op_runs_it(seed, monkeypatch, values):
-    args = problem(2, 4, 128, "int8", values, tokens=[900, 300], rank=160)
+    args = problem(2, 4, 128, "int4", values, tokens=[900, 300], rank=160)
     monkeypatch.setattr(cuda_sm90, "attend_selected", lambda *given: "this one")
     assert cuda.attend_selected(*args) == "this one"

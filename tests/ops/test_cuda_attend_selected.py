@@ -111,7 +111,7 @@ def problem(
     else:
         width, dtype = latents.field(rank, torch.bfloat16)
         key = Field("latents", (chunks, chunk, width), dtype)
-        step = 3 / latents.largest if latents.largest else 1
+        step = 3 / latents.largest_codes(rank, torch.device("cpu")) if latents.largest else torch.ones(rank)
     value = [Field("values", (heads, chunks, chunk, dim), torch.bfloat16)]
     codec = codec_of(values)
     if codec is not None:
@@ -154,7 +154,7 @@ def problem(
         k = DenseRows(views["keys"], pages)
     else:
         states = 5 + len(tokens)
-        basis = (step * torch.randn(states, rank, heads, dim) / rank**0.5).to(DEVICE, torch.bfloat16)
+        basis = (step[:, None, None] * torch.randn(states, rank, heads, dim) / rank**0.5).to(DEVICE, torch.bfloat16)
         means = torch.randn(states, heads, dim).to(DEVICE, torch.bfloat16) if mean else None
         slots = torch.randperm(states)[: len(tokens)].to(DEVICE)
         starts = PAGE * torch.randint(0, 4, slots.shape, device=DEVICE)

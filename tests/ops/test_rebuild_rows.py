@@ -155,7 +155,8 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         rank, quantised = rank - rank % codec.rank_multiple, codec.largest is not None
         width, stored = codec.field(rank, dtype)
         latents = arena(64 // chunk, chunk, width, dtype=stored)
-        codes = (codec.largest or 127) / 4 * torch.randn(PAGES, 64 // chunk, chunk, rank, device=DEVICE)
+        largest = codec.largest_codes(rank, DEVICE) if quantised else 127
+        codes = largest / 4 * torch.randn(PAGES, 64 // chunk, chunk, rank, device=DEVICE)
         pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8, device=DEVICE)
         widths = pairs[torch.randint(3, (9, rank // 2), device=DEVICE)].flatten(1) if codec.bits else None
         latents[pages[0]] = (codec.encode(codes) if widths is None else codec.encode(codes, widths[4])).to(stored)

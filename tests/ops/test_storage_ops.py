@@ -89,9 +89,11 @@ def low_rank_keys(rows: int, columns: int, decay: float) -> torch.Tensor:
 
 def basis_of(ops, keys, rank):
     """Basis, kept energy and largest latents of one matrix, which is found together with another."""
-    basis, kept, largest = (found[1] for found in ops.low_rank_basis(torch.stack((torch.randn_like(keys), keys)), rank))
-    assert kept.shape == largest.shape == (rank,)
-    return basis, kept.sum(), largest
+    found = ops.low_rank_basis(torch.stack((torch.randn_like(keys), keys)), rank)
+    basis, variance, largest, total = (x[1] for x in found)
+    assert variance.shape == largest.shape == (rank,)
+    assert_close(total, keys.double().square().sum(1).mean())
+    return basis, variance.sum() / total.clamp(min=1e-30), largest
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(300, 64, 8), (97, 96, 20), (64, 48, 48), (70, 64, 1)])

@@ -21,8 +21,9 @@ def basis_of(backend, keys, rank, mean=None):
     """Basis, kept energy and largest latents of one matrix, which is found together with another."""
     other = torch.randn_like(keys.float()).to(keys.dtype)
     means = None if mean is None else torch.stack((mean, -mean))
-    basis, kept, largest = (found[0] for found in backend.low_rank_basis(torch.stack((keys, other)), rank, means))
-    return basis, kept.sum(), largest
+    found = backend.low_rank_basis(torch.stack((keys, other)), rank, means)
+    basis, variance, largest, total = (x[0] for x in found)
+    return basis, variance.sum() / total.clamp(min=1e-30), largest
 
 
 def energy(keys: torch.Tensor, basis: torch.Tensor, mean: torch.Tensor | None = None) -> float:

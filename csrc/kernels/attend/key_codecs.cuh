@@ -1,10 +1,12 @@
 // Formats of keys, each a class that the kernel is made with:
 //   kId       its number
 //   kStored   how PyTorch has its bytes
-//   kBits     of a number of a row
+//   kBits     of a number of a row, at most
 //   kRebuilt  whether rows are latents, which a product with a basis makes keys of. These have besides
 //   kHalf     whether they and the basis are multiplied as half, or as bf16
-//   decode    eight latents that follow each other, the first one at p in shared memory, two by two
+//   kLeast    bits of a latent at least
+//   decode    latents 32 step + 8 t to the seventh behind it of a row in shared memory, two by two; the first `strong` of
+//             the row are in 8 bits, where the others have fewer
 #pragma once
 
 #include "codecs.h"
@@ -27,9 +29,10 @@ struct LatentBf16 {
   static constexpr Stored kStored = Stored::kBf16;
   static constexpr int kBits = 16;
   static constexpr bool kRebuilt = true, kHalf = false;
+  static constexpr int kLeast = kBits;
 
-  __device__ static __forceinline__ void decode(const char* p, uint32_t (&x)[4]) {
-    const uint4 y = *reinterpret_cast<const uint4*>(p);
+  __device__ static __forceinline__ void decode(const char* row, int step, int t, int, uint32_t (&x)[4]) {
+    const uint4 y = *reinterpret_cast<const uint4*>(row + step * 64 + t * 16);
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
 };
@@ -39,11 +42,17 @@ struct LatentInt8 {
   static constexpr Stored kStored = Stored::kInt8;
   static constexpr int kBits = 8;
   static constexpr bool kRebuilt = true, kHalf = true;
+  static constexpr int kLeast = kBits;
 
-  __device__ static __forceinline__ void decode(const char* p, uint32_t (&x)[4]) {
-    const uint2 y = *reinterpret_cast<const uint2*>(p);
-    x[0] = to_half<0>(y.x ^ 0x80808080u), x[1] = to_half<1>(y.x ^ 0x80808080u);
-    x[2] = to_half<0>(y.y ^ 0x80808080u), x[3] = to_half<1>(y.y ^ 0x80808080u);
+  __device__ static __forceinline__ void decode(const char* row, int step, int t, int, uint32_t (&x)[4]) {
+    const uint2 y = *reinterpret_cast<const uint2*>(row + step * 32 + t * 8);
+    to_halves({y.x ^ 0x80808080u, y.y ^ 0x80808080u}, x);
+  }
+
+  // Eight int8 as half; `biased` holds them plus 128.
+  __device__ static __forceinline__ void to_halves(uint2 biased, uint32_t (&x)[4]) {
+    x[0] = to_half<0>(biased.x), x[1] = to_half<1>(biased.x);
+    x[2] = to_half<0>(biased.y), x[3] = to_half<1>(biased.y);
   }
 
   // Two of four int8 as half, exactly; `biased` holds them plus 128. 0x6400 | u is 1024 + u.
@@ -54,16 +63,18 @@ struct LatentInt8 {
   }
 };
 
-// Two to a byte, the lower rank in its lower half, plus 8.
+// The strong ones in a byte, plus 128; of the others two in one, the lower rank in its lower half, plus 8.
 struct LatentInt4 {
   static constexpr int64_t kId = codec::kLatentInt4;
   static constexpr Stored kStored = Stored::kBytes;
-  static constexpr int kBits = 4;
+  static constexpr int kBits = 8, kLeast = 4;
   static constexpr bool kRebuilt = true, kHalf = true;
 
   // 1024 + u of the lower four bits of a byte, 1024 + 16 u of the others: times 1 and 1 / 16, less 1032 and 72.
-  __device__ static __forceinline__ void decode(const char* p, uint32_t (&x)[4]) {
-    const uint32_t y = *reinterpret_cast<const uint32_t*>(p);
+  __device__ static __forceinline__ void decode(const char* row, int step, int t, int strong, uint32_t (&x)[4]) {
+    if (step * 32 < strong)
+      return LatentInt8::to_halves(*reinterpret_cast<const uint2*>(row + step * 32 + t * 8), x);
+    const uint32_t y = *reinterpret_cast<const uint32_t*>(row + strong / 2 + step * 16 + t * 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t both = mask_and_set<0x00f0000fu, 0x64006400u>(__byte_perm(y, 0, i * 0x0101 | 0x4040));

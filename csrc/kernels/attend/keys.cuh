@@ -112,13 +112,13 @@ struct WarpKeys<Shape, true> {
         far[m][half] = in.far_turns + int64_t(at / 8) * (Shape::kDim / 4) + t;
         far_turn[m][half] = __ldg(far[m][half]);
         near[m][half] = tables.near_turns + at % 8 * Shape::kTurnRow + t * 8;
-        const char* from = tile.keys + token * tile.key_row + t * Key::kBits;
+        const char* row = tile.keys + token * tile.key_row;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           if (!Shape::kExactRank && step * 32 >= rank) continue;
           // The ranks of a product may come in any order: a quad's lanes take 8 of each 32, four per product.
           uint32_t x[4];
-          Key::decode(from + step * 4 * Key::kBits, x);
+          Key::decode(row, step, t, in.strong, x);
           a[m][2 * step][half] = x[0], a[m][2 * step][2 + half] = x[1];
           a[m][2 * step + 1][half] = x[2], a[m][2 * step + 1][2 + half] = x[3];
         }

@@ -12,7 +12,7 @@ struct TileWalk {
   static constexpr int kTokens = Shape::kTokens;
   const AttendInputs& in;
   const AttendTile<Shape>& to;
-  const int head = blockIdx.y, batch = blockIdx.z, lane = threadIdx.x % 32, rank;
+  const int head = blockIdx.y, batch = blockIdx.z, lane = threadIdx.x % 32;
   const int64_t* const selected = in.selected + (int64_t(batch) * in.heads + head) * in.chunks;
   const int64_t* const key_pages = in.key_pages + batch * in.key_pages_row;
   const bool buffered = in.value_slots != nullptr;
@@ -23,8 +23,7 @@ struct TileWalk {
   int chunk = chunk_at(tile), position, key_page, value_page; // of the lane's token; pages are -1 if there is none
   __half scale[Shape::kScales]; // of the lane's token in the tile that was started last
 
-  __device__ __forceinline__ TileWalk(const AttendInputs& in_, const AttendTile<Shape>& to_, int rank_)
-      : in(in_), to(to_), rank(rank_) {}
+  __device__ __forceinline__ TileWalk(const AttendInputs& in_, const AttendTile<Shape>& to_) : in(in_), to(to_) {}
 
   __device__ __forceinline__ int index_in(int tile) const { return uint32_t(tile * kTokens + lane) >> in.log_chunk; }
   __device__ __forceinline__ int chunk_at(int tile) const {
@@ -54,7 +53,7 @@ struct TileWalk {
       const int row = position & (kPage - 1);
       const bool there = key_page >= 0;
       to.key_rows[lane] =
-          there ? in.keys + key_page * in.key_page + (Shape::kLow ? row : head * kPage + row) * Shape::key_bytes(rank)
+          there ? in.keys + key_page * in.key_page + (Shape::kLow ? row : head * kPage + row) * in.key_bytes
                 : in.keys;
       const int value_row = buffered ? within : head * kPage + row;
       to.value_rows[lane] =
@@ -75,8 +74,11 @@ struct TileWalk {
     __syncwarp();
     if (valid) {
       constexpr int kUnits = (Shape::key_bytes(Shape::kRank) + 31) / 32;
-      constexpr bool kWhole = (!Shape::kLow || Shape::kExactRank) && Shape::key_bytes(Shape::kRank) % 32 == 0;
-      const int bytes = Shape::key_bytes(rank) - (Shape::key_bytes(32) % 32 ? lane % 2 * 16 : 0);
+      constexpr bool kWhole = [] {
+        if constexpr (Shape::kLow) return Shape::kExactRank && Shape::Key::kLeast == Shape::Key::kBits;
+        return true;
+      }() && Shape::key_bytes(Shape::kRank) % 32 == 0;
+      const int bytes = in.key_bytes - lane % 2 * 16;
 #pragma unroll
       for (int i = 0; i < Shape::kTiles; ++i) {
         const int token = 16 * i + lane / 2; // two lanes share a 32-byte sector

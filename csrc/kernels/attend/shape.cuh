@@ -33,6 +33,7 @@ struct AttendInputs {
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_slot, mean_slot;
   float score_scale; // of q k in the exponent to base 2
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
+  int key_bytes, strong; // of a token's key; of latents those in 8 bits where the others have fewer
   bool mean_is_float;
 };
 
@@ -60,11 +61,12 @@ struct AttendShape {
   static constexpr int kMergeRow = kDim + 4;                    // floats
   static constexpr int kTurnRow = kDim * 2 + 32;                // bytes of cos and sin of one position, and a gap
 
-  // Bytes of a token's key, where it is kept.
+  // Bytes of a token's key, where it is kept, at most.
   __host__ __device__ static constexpr int key_bytes(int rank) { return (kLow ? rank : kDim) * Key::kBits / 8; }
   // A row of latents in shared memory: an odd multiple of what the four lanes of a quad read, against bank conflicts.
   __host__ __device__ static constexpr int key_row(int rank) {
-    return kLow ? (rank / 32 | 1) * 4 * Key::kBits : kPlainRow;
+    if constexpr (!kLow) return kPlainRow;
+    else return (key_bytes(rank) / (4 * Key::kLeast) | 1) * 4 * Key::kLeast;
   }
   __host__ __device__ static constexpr int basis_bytes(int rank) { return kLow ? rank * kBasisRow : 0; }
   // Shared memory: basis, mean, turns, query fragments; per warp a tile of keys, of values and where its rows are.

@@ -48,7 +48,7 @@ __device__ __forceinline__ void consume_latents(
       }
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
       uint32_t a[Shape::kSteps][4];
-      load_latents<Shape>(a, memory.stage(stage) + warp * 16 * Shape::kRank);
+      load_latents<Shape>(a, memory.stage(stage) + warp * 16 * Shape::kLatentRow);
       float s[4] = {}; // scores: (tokens g, g + 8; queries 2t, 2t + 1)
       // One after the other: turns made while the product is under way, or this tile's values while the next one's is,
       // took longer (87 and 90 against 82 us at 63 rows of 960 tokens on an H200).
@@ -65,7 +65,7 @@ __device__ __forceinline__ void consume_latents(
         keys.score(s, queries + h * 1024);
       }
       TileValues<Shape> values;
-      values.load(memory.stage(stage) + kLatentTile * Shape::kRank + warp * 16 * Shape::kCodeRow, places);
+      values.load(memory.stage(stage) + kLatentTile * Shape::kLatentRow + warp * 16 * Shape::kCodeRow, places);
       __syncwarp();
       if (lane == 0) arrive(memory.stage_empty(stage));
       stage += Shape::kConsumers;

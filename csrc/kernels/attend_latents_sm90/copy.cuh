@@ -26,9 +26,10 @@ struct RowTurns {
 // scales that the finder fetches into the cache, won nothing, and without copies the rest takes 80 us.
 template <class Shape>
 __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentMemory<Shape>& memory) {
-  constexpr int kRank = Shape::kRank, kCodeRow = Shape::kCodeRow, kRing = Shape::kRing;
+  constexpr int kCodeRow = Shape::kCodeRow, kRing = Shape::kRing;
+  constexpr int kLatentBytes = Shape::kLatentBytes, kLatentRow = Shape::kLatentRow;
   constexpr int kCodeUnit = kCodeRow % 16 == 0 ? 16 : 8;
-  using Latents = RowTurns<kRank, 16>;
+  using Latents = RowTurns<kLatentBytes, 16>;
   using Codes = RowTurns<kCodeRow, kCodeUnit>;
   const int lane = threadIdx.x % 32;
   const char* latents[Latents::kTurns];
@@ -38,7 +39,7 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
     const int token = Latents::token(i), unit = Latents::unit(i);
     latents[i] = in.latents + unit * 16;
     latents_place[i] = token * 16;
-    latents_to[i] = token * kRank + (unit + token % 2 * Shape::kOddShift) % Latents::kUnits * 16;
+    latents_to[i] = token * kLatentRow + unit * 16;
   }
   const char* codes[Codes::kTurns];
   uint32_t codes_place[Codes::kTurns], codes_to[Codes::kTurns];
@@ -47,7 +48,7 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
     codes[i] = in.codes + Codes::unit(i) * kCodeUnit;
     codes_place[i] = Codes::token(i) * 16 + 8;
     const int token = Codes::token(i);
-    codes_to[i] = kLatentTile * kRank +
+    codes_to[i] = kLatentTile * kLatentRow +
         (Shape::kSwapped ? row_at<Shape>(token) + (Codes::unit(i) * kCodeUnit ^ moved_at<Shape>(token))
                          : (32 * i + lane) * kCodeUnit);
   }
@@ -63,19 +64,22 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
     const uint32_t into = memory.stage(stage);
 #pragma unroll
     for (int round = 0; round < Latents::kRounds; round += Latents::kAtOnce) {
-      uint32_t place[Latents::kAtOnce][Latents::kTurns];
+      uint64_t from[Latents::kAtOnce][Latents::kTurns];
 #pragma unroll
       for (int r = 0; r < Latents::kAtOnce; ++r) {
 #pragma unroll
-        for (int i = 0; i < Latents::kTurns; ++i)
-          place[r][i] = load_shared4(places + latents_place[i] + (round + r) * Latents::kTokens * 16);
+        for (int i = 0; i < Latents::kTurns; ++i) {
+          const uint32_t place = places + latents_place[i] + (round + r) * Latents::kTokens * 16;
+          from[r][i] = uint64_t(load_shared4(place)) * 32;
+          if constexpr (kLatentBytes % 32) from[r][i] += (load_shared4(place + 12) & kPage - 1) * kLatentBytes;
+        }
       }
 #pragma unroll
       for (int r = 0; r < Latents::kAtOnce; ++r) {
 #pragma unroll
         for (int i = 0; i < Latents::kTurns; ++i)
           copy16_async(
-              into + latents_to[i] + (round + r) * Latents::kTokens * kRank, latents[i] + uint64_t(place[r][i]) * 32);
+              into + latents_to[i] + (round + r) * Latents::kTokens * kLatentRow, latents[i] + from[r][i]);
       }
     }
 #pragma unroll

@@ -22,7 +22,7 @@ __device__ __forceinline__ void fill_unit(
 
   // The basis as half, 32 dimensions and the 32 they rotate with in a row; first as it is. A thread has the same eight
   // dimensions of all rows that it moves, and their ranks are the sum of what the thread and the pass make of it.
-  constexpr int kRowsAtOnce = kThreads / 8, kPasses = kRank / kRowsAtOnce, kWhole = kRank / 64 * 64;
+  constexpr int kRowsAtOnce = kThreads / 8, kPasses = kRank / kRowsAtOnce, kWeak = kRank - kStrong;
   const int my_row = thread / 8, my_unit = (thread ^ my_row) % 8;
   const auto dim_of = [](int half, int unit) { return unit / 4 * (kDim / 2) + half * 32 + unit % 4 * 8; };
   const uint32_t into = shared_address(memory.basis(unit)) + thread * 16;
@@ -40,7 +40,8 @@ __device__ __forceinline__ void fill_unit(
 #pragma unroll(kPasses % 5 == 0 ? 10 : 8) // not all of 16 or 20 passes: registers are scarce
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * kRowsAtOnce;
-    const int rank = rank_of(row, row >= kWhole) + rank_of(my_row, row >= kWhole);
+    const bool strong = row >= kWeak; // they come first in memory and last in the product
+    const int rank = rank_of(row, strong) + rank_of(my_row, strong) + (strong ? -kWeak : kStrong);
 #pragma unroll
     for (int half = 0; half < Shape::kHalves; ++half)
       copy16_async(into + half * Shape::kRows * 128 + row * 128, from + int64_t(rank) * (in.heads * kDim) + half * 32);
@@ -85,10 +86,12 @@ __device__ __forceinline__ void fill_unit(
       const uint32_t at = into + half * Shape::kRows * 128 + pass * kRowsAtOnce * 128;
       const uint4 loaded = load_shared16(at);
       uint32_t x[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      const float too_much = pass * kRowsAtOnce >= kWeak ? 1024 + 128 : 1024 + 8; // of a code
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 both = unpack_bf16(x[j]);
-        sum_of[2 * j] += both.x, sum_of[2 * j + 1] += both.y;
+        sum_of[2 * j] = fmaf(too_much, both.x, sum_of[2 * j]);
+        sum_of[2 * j + 1] = fmaf(too_much, both.y, sum_of[2 * j + 1]);
         x[j] = bits(__float22half2_rn(both));
       }
       store_shared16(at, make_uint4(x[0], x[1], x[2], x[3]));
@@ -103,13 +106,13 @@ __device__ __forceinline__ void fill_unit(
   sync_threads(barrier, kThreads);
 #pragma unroll
   for (int m = 0; m < kMeans; ++m) {
-    // What the product of the bytes has too much, in two halves whose first factor is 64. The product's other rows,
+    // What the product of the codes has too much, in two halves whose first factor is 64. The product's other rows,
     // here and behind, meet zeros: all they need is to be finite.
     const int i = thread + m * kThreads;
     if (i >= kDim) break;
     float sum = 0;
     for (int w = 0; w < kThreads / 32; ++w) sum += sums[w * kDim + i];
-    const float x = (mean[m] - 1152.f * sum) / 64.f;
+    const float x = (mean[m] - sum) / 64.f;
     const __half high = __float2half(x);
     char* const row = memory.basis(unit) + (i / 64 * Shape::kRows + kRank) * 128 + i % 8 * 2;
 #pragma unroll

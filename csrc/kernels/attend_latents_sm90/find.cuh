@@ -10,7 +10,7 @@ namespace shadowkv {
 // is walked without a break between units; tiles without tokens are left out.
 template <class Shape>
 __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run run, const LatentMemory<Shape>& memory) {
-  constexpr int kRank = Shape::kRank, kBatch = 4;
+  constexpr int kBatch = 4, kLatentBytes = Shape::kLatentBytes;
   const int lane = threadIdx.x % 32;
   struct Place {
     int batch, head, row, tile; // row: where the unit's chunks begin in `selected`
@@ -73,7 +73,8 @@ __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run ru
           const bool found = chunk[i][half] >= 0;
           const int position = position_of(chunk[i][half], half);
           const uint32_t row = position & kPage - 1;
-          const uint32_t latent = key_page[i][half] * in.latent_page + row * (kRank / 32);
+          const uint32_t latent =
+              key_page[i][half] * in.latent_page + (kLatentBytes % 32 == 0 ? row * (kLatentBytes / 32) : 0);
           const uint32_t code = value_page[i][half] * in.code_page + here.head * (kPage * Shape::kCodeRow / 32) +
               (Shape::kCodeRow % 32 == 0 ? row * (Shape::kCodeRow / 32) : 0);
           const uint32_t scale = value_page[i][half] * in.scale_page + here.head * (kPage / 16) + row / 16;

@@ -7,29 +7,26 @@
 
 namespace shadowkv {
 
-// A warp's 16 rows of latents as the products' first factors: bytes plus 128 in the mantissas of 1024.
+// A warp's 16 rows of latents as the products' first factors: codes in the mantissas of 1024, the strong ones last.
 template <class Shape>
 __device__ __forceinline__ void load_latents(uint32_t (&a)[Shape::kSteps][4], uint32_t rows) {
-  constexpr int kSteps = Shape::kSteps;
+  constexpr int kWeak = (Shape::kRank - kStrong) / 16; // steps of the product
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t row = rows + (half * 8 + g) * Shape::kRank;
-    uint32_t raw[kSteps];
+    const uint32_t row = rows + (half * 8 + g) * Shape::kLatentRow;
 #pragma unroll
-    for (int i = 0; i < kSteps / 4; ++i) {
-      const uint4 x = load_shared16(row + i * 64 + t * 16 + g % 2 * Shape::kOddShift * 16);
-      raw[4 * i] = x.x, raw[4 * i + 1] = x.y, raw[4 * i + 2] = x.z, raw[4 * i + 3] = x.w;
-    }
-    if constexpr (kSteps % 4 == 2) {
-      const uint2 x = load_shared8(row + t * 8 + (Shape::kOddShift && g % 2 ? 0 : kSteps / 4 * 64));
-      raw[kSteps - 2] = x.x, raw[kSteps - 1] = x.y;
+    for (int step = 0; step < kWeak; step += 2) {
+      const uint32_t x = load_shared4(row + kStrong + step * 8 + t * 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) // latents i and i + 4 of the lane's eight
+        a[step + i / 2][half + i % 2 * 2] = mask_and_set<0x000f000fu, 0x64006400u>(x >> 4 * i);
     }
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t x = raw[step] ^ 0x80808080u;
-      a[step][half] = __byte_perm(x, 0x64646464u, 0x4140);
-      a[step][2 + half] = __byte_perm(x, 0x64646464u, 0x4342);
+    for (int step = 0; step < kStrong / 16; ++step) {
+      const uint32_t x = load_shared4(row + step * 16 + t * 4);
+      a[kWeak + step][half] = __byte_perm(x, 0x64646464u, 0x4140);
+      a[kWeak + step][half + 2] = __byte_perm(x, 0x64646464u, 0x4342);
     }
   }
 }

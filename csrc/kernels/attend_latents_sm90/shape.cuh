@@ -9,6 +9,7 @@
 namespace shadowkv {
 
 constexpr int kLatentTile = 64; // tokens of a tile, 16 a warp
+constexpr int kStrong = 32;     // rank dimensions in 8 bits, the first; the others have 4
 constexpr int kLastTile = -2;   // as a position: there are no more tiles
 
 // Warpgroups of a block that attend, by whether a kv head has four query heads or fewer.
@@ -19,7 +20,7 @@ constexpr int kLatentConsumers = kFew ? 3 : 2;
 struct LatentInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
   const int64_t* selected;   // [batch, heads, chunks], -1s last
-  const char* latents;       // pages of [64, rank] int8
+  const char* latents;       // pages of [64] rows of latents
   const char* codes;         // pages of [heads, 64, dim] codes
   const char* scale;         // pages of [heads, 64] half
   const int64_t* key_pages;  // [batch, entries]
@@ -91,12 +92,12 @@ struct LatentShape {
   static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those they rotate with
   static constexpr int kSteps = kRank / 16;   // of the product
   static constexpr int kRows = kRank + 8;     // of the basis, then the mean
+  static constexpr int kLatentBytes = (kRank + kStrong) / 2; // of a token, in memory
+  // And from one token to the next in a stage: four bytes of each lane of eight rows are in different banks.
+  static constexpr int kLatentRow = (kLatentBytes / 16 | 1) * 16;
   static constexpr int kCodeRow = Value::row_bytes(kDim); // bytes
   static constexpr bool kSwapped = kCodeRow == 32 || kCodeRow == 64; // some tokens' rows with the next one's, see row_at
   static constexpr int kMergeRow = kDim + 4;  // floats
-  // The 16-byte units of odd tokens' latents are rotated by so many, where that keeps two tokens' halves of a line in
-  // different banks.
-  static constexpr int kOddShift = kRank % 128 == 32 && kRank > 32 ? 2 : 0;
 
   // Registers: a multiprocessor's are 512 for four warpgroups, or 504 for three.
   static constexpr int kConsumers = kLatentConsumers<kFew>;
@@ -113,7 +114,7 @@ struct LatentShape {
   static constexpr int kRing = 12, kRingBytes = kRing * kLatentTile * 16;
   static constexpr int kFixedBytes =
       2 * kUnitBytes + kConsumers * kMergeBytes + kSumBytes + kRingBytes + kDim * 2 + 512;
-  static constexpr int kStageBytes = kLatentTile * (kRank + kCodeRow);
+  static constexpr int kStageBytes = kLatentTile * (kLatentRow + kCodeRow);
   static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
@@ -144,8 +145,8 @@ struct LatentMemory {
   }
   __device__ float* sums() const { return merge(Shape::kConsumers); }
   // Of each token of a tile: where its latents, scale and codes begin, in 32 bytes each, and its position, or -1. Where
-  // rows of codes are no multiples of 32 bytes, their head's do. The scale, with its neighbour, then replaces where the
-  // codes begin.
+  // rows of latents are no multiples of 32 bytes, their page does, where those of codes are not, their head. The scale,
+  // with its neighbour, then replaces where the codes begin.
   __device__ uint32_t places(int slot) const {
     return shared_address(sums()) + Shape::kSumBytes + slot * kLatentTile * 16;
   }
@@ -167,12 +168,11 @@ struct LatentMemory {
   __device__ uint32_t frequencies() const { return stage(0) - Shape::kDim * 2; }
 };
 
-// The rank in a row of the product's second factor, of 64 or, in the tail, 32: lanes read 16 bytes each of 64 ranks, or
-// 8 each of the last 32, and each four bytes are a lane's share of one product of 16 ranks. Bits only change places.
-__device__ constexpr int rank_of(int row, bool tail) {
-  const int low = (row >> 3 & 1) << 1 | (row & 1);
-  if (tail) return (row & ~31) | (row >> 1 & 3) << 3 | (row >> 4 & 1) << 2 | low;
-  return (row & ~63) | (row >> 1 & 3) << 4 | (row >> 4 & 3) << 2 | low;
+// Which of 32 ranks is in a row of the product's second factor, of two products of 16: a lane has a word of eight codes
+// that follow each other, or of those that are strong one of four for each product. What is above 32 only adds to it.
+__device__ constexpr int rank_of(int row, bool strong) {
+  const int lane = row >> 1 & 3, step = row >> 4 & 1, half = row >> 3 & 1, other = row & 1;
+  return (row & ~31) + (strong ? step * 16 + lane * 4 + half * 2 + other : lane * 8 + other * 4 + step * 2 + half);
 }
 
 // Where a byte of a token's codes is among those of 16 tokens. Lanes read of every second token at once, from different

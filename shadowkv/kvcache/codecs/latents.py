@@ -1,12 +1,14 @@
-"""Latents as they are, in whole steps of 8 or 4 bits, or of widths that a prompt is given."""
+"""Latents as they are, in whole steps of 8 bits, of 8 and 4 bits, or of widths that a prompt is given."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shadowkv.ops.codec import CodecId, LatentCodec
+from shadowkv.ops.codec import STRONG, CodecId, LatentCodec
 
 
 class DenseLatents(LatentCodec):
@@ -36,28 +38,45 @@ class Int8Latents(LatentCodec):
 
 
 class Int4Latents(LatentCodec):
-    """Two to a byte, latent 2 i in the low four bits of byte i and 2 i + 1 in the high ones, both plus 8.
+    """Principal components are unequal: the strongest, the first ``strong``, have a byte each, 128 more than the
+    latent; of the others two have one, latent 2 i in its low four bits and 2 i + 1 in the high ones, both plus 8.
 
     Codes without a sign are put into the mantissa of a float of 1024 or 16 times that by one mask and one or, for both
-    latents of a byte at a time, and an addition takes what is too much away.
+    latents of a byte at a time, and what is too much is taken away later.
+
+    Attributes:
+        strong: rank dimensions in 8 bits, or all where there are no more.
     """
 
-    id, name, largest, rank_multiple = CodecId.LATENT_INT4, "low-rank-int4", 7, 2
+    id, name, largest, rank_multiple = CodecId.LATENT_INT4, "low-rank-int4", 127, 2
+
+    def __init__(self, strong: int = STRONG) -> None:
+        self.strong = strong
+
+    def of_groups(self, ranks: Sequence[int]) -> Int4Latents:
+        return Int4Latents(sum(min(STRONG, rank) for rank in ranks))
+
+    def largest_codes(self, rank: int, device: torch.device) -> Tensor:
+        return torch.where(torch.arange(rank, device=device) < self.strong, 127.0, 7.0)
 
     def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        return rank // 2, torch.uint8
+        return (rank + min(self.strong, rank)) // 2, torch.uint8
 
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
-        codes = (latents.round().clamp(-self.largest, self.largest) + 8).to(torch.uint8).unflatten(-1, (-1, 2))
-        return codes[..., 0] | codes[..., 1] << 4
+        largest = self.largest_codes(latents.shape[-1], latents.device)
+        codes = torch.minimum(torch.maximum(latents.round(), -largest), largest) + largest + 1
+        strong, weak = codes.to(torch.uint8)[..., : self.strong], codes.to(torch.uint8)[..., self.strong :]
+        return torch.cat((strong, weak[..., ::2] | weak[..., 1::2] << 4), dim=-1)
 
     def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
-        return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+        strong = 2 * stored.shape[-1] - rank
+        codes, pairs = stored[..., :strong], stored[..., strong:]
+        weak = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+        return torch.cat((codes.to(torch.int16) - 128, weak.to(torch.int16) - 8), dim=-1).to(torch.int8)
 
 
 class MixedLatents(LatentCodec):
-    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average: a row of bits, each byte's lowest first, so that with
-    4 bits for all of them the bytes are those of ``low-rank-int4`` (Shard).
+    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average: a row of bits, each byte's lowest first (Shard).
 
     A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). What bits are left of half a byte for
     each rank dimension are zero.

@@ -9,7 +9,7 @@ from shadowkv.kvcache.batch import SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import allocate
-from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys
+from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys, kept_energy
 from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
@@ -54,9 +54,9 @@ class MixedLowRankKeys(LowRankKeys):
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
         mean = keys.mean(1, dtype=torch.float32).to(self.dtype)
-        basis, kept, largest = self.subspaces(store, keys, mean)
+        basis, variance, largest, total = self.subspaces(store, keys, mean)
         assert self.codec.bits is not None
-        widths = allocate(kept, self.codec.bits * self.rank)
+        widths = allocate(variance, self.codec.bits * self.rank)
         most = ((1 << widths.int() >> 1) - 1).clamp(min=1)
         step = HEADROOM * largest.clamp(min=1e-12) / most
         unit = basis.abs().amax(2).clamp(min=1e-12) / LARGEST
@@ -65,7 +65,7 @@ class MixedLowRankKeys(LowRankKeys):
             "basis_step": unit * step,
             "latent_bits": widths,
             "key_mean": mean,
-            KEPT_ENERGY: kept.sum(1),
+            KEPT_ENERGY: kept_energy(variance, total),
         }
         for name, found in learned.items():
             state = store.state[name][layers]

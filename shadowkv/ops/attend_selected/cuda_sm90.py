@@ -1,4 +1,4 @@
-"""Attention over selected tokens from int8 latents and coded values on Hopper: ``attend_latents_sm90.cuh``."""
+"""Attention over selected tokens from latents and coded values on Hopper: ``attend_latents_sm90.cuh``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
-from shadowkv.ops.codec import UNIFORM, CodecId
+from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
 from shadowkv.ops.extension import load_cuda
 
 TILE = 64
@@ -32,13 +32,15 @@ def available() -> bool:
 
 def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
     """Whether this kernel is made for these arguments, as ``cuda.attend_selected`` gets them."""
+    rank = keys.basis.shape[1]
     return (
         available()
-        and keys.codec.id == CodecId.LATENT_INT8
+        and keys.codec.id == CodecId.LATENT_INT4
         and values.codec.id in KERNELS
         and (values.scale_pages is None or values.scale_pages.data_ptr() == values.pages.data_ptr())
         and q.shape[2] in (64, 128)
-        and keys.latents.shape[3] <= MOST_RANK
+        and rank <= MOST_RANK
+        and 2 * keys.latents.shape[3] == rank + STRONG  # of one group of heads
         and keys.latents.stride(0) % 32 == values.codes.stride(0) % 32 == values.scale.stride(0) % 16 == 0
     )
 

@@ -35,7 +35,9 @@ def available() -> bool:
     return torch.cuda.is_available()
 
 
-def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def low_rank_basis(
+    keys: Tensor, rank: int, mean: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference, but centred keys are rounded to their dtype; and the basis before its latents are taken."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))
@@ -43,13 +45,14 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
         centred = block if mean is None else block - mean.to(block.dtype).unsqueeze(1)
         gram += _product(centred.transpose(1, 2), centred)
     gram.nan_to_num_(0.0, 0.0, 0.0)
+    total = gram.diagonal(dim1=1, dim2=2).sum(1) / keys.shape[1]
     basis, kept = _leading(gram, rank)
     rounded, largest = basis.to(keys.dtype), basis.new_zeros(len(keys), rank)
     middle = 0 if mean is None else rounded.float() @ mean.float().unsqueeze(2)
     for block in keys.split(step, dim=1):
         latents = _product(rounded, block.transpose(1, 2)) - middle
         largest = torch.maximum(largest, torch.linalg.vector_norm(latents, float("inf"), dim=2))
-    return basis, kept, largest
+    return basis, kept * total.unsqueeze(1), largest, total
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

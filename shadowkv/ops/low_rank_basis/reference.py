@@ -8,7 +8,9 @@ from torch import Tensor
 ROWS_AT_ONCE = 65536
 
 
-def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def low_rank_basis(
+    keys: Tensor, rank: int, mean: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Top right singular vectors of M matrices ``keys``, less ``mean`` if that is given.
 
     Args:
@@ -17,8 +19,9 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
         mean: [M, n].
 
     Returns:
-        basis float32 [M, rank, n] with orthonormal rows, strongest first; and of each row, float32 [M, rank], the
-        share of the squared norm that it keeps, and the largest absolute latent (keys x transposed basis).
+        basis float32 [M, rank, n] with orthonormal rows, strongest first; of each row, float32 [M, rank], the mean
+        square and the largest absolute value of its latents (keys x transposed basis); and the mean squared norm of
+        keys, float32 [M].
     """
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     for block in keys.split(ROWS_AT_ONCE, dim=1):
@@ -26,13 +29,12 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
         gram.baddbmm_(wide.transpose(1, 2), wide)
     # Keys that overflowed (NaN, infinity) must not stop everybody: their sequence's logits say so soon enough.
     values, vectors = torch.linalg.eigh(gram.nan_to_num_(0.0, 0.0, 0.0))
-    values = values.clamp(min=0)
-    kept = values[:, -rank:].flip(1) / values.sum(1, keepdim=True).clamp(min=1e-30)
+    values = values.clamp(min=0) / keys.shape[1]
     basis = vectors[:, :, -rank:].flip(2).transpose(1, 2).contiguous()
     largest = basis.new_zeros(len(keys), rank)
     for block in keys.split(ROWS_AT_ONCE, dim=1):
         largest = torch.maximum(largest, (_centred(block, mean) @ basis.transpose(1, 2)).abs().amax(1))
-    return basis, kept, largest
+    return basis, values[:, -rank:].flip(1), largest, values.sum(1)
 
 
 def _centred(block: Tensor, mean: Tensor | None) -> Tensor:

@@ -46,12 +46,13 @@ def project_latents(
         return
     if mean is None or step is None:  # anything stands in for what is not read
         mean = step = basis
+    packed = codec.id == CodecId.LATENT_INT4
     block = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
         keys, basis, mean, step, slots, latents, pages,
         *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2], *latents.stride()[:2],
-        SHARED=len(slots) == 1, LARGEST=float(codec.largest or 0), PACKED=codec.id == CodecId.LATENT_INT4,
-        HEADS=heads, DIM=dim, RANK=rank, RANK_BLOCK=block,
+        SHARED=len(slots) == 1, LARGEST=float(codec.largest or 0), PACKED=packed,
+        STRONG=2 * latents.shape[4] - rank if packed else rank, HEADS=heads, DIM=dim, RANK=rank, RANK_BLOCK=block,
         STRETCH=32 if dim % 32 == 0 else 16, num_warps=8 if block > 64 else 4, num_stages=4,
     )  # fmt: skip
 
@@ -60,10 +61,10 @@ def project_latents(
 def _project_latents(
     keys, basis, mean, step, slots, latents, pages,
     key_layer, key_page, key_token, key_head, basis_layer, basis_slot, mean_layer, mean_slot, step_layer, step_slot,
-    latent_layer, latent_page, SHARED: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, STRETCH: tl.constexpr,
+    latent_layer, latent_page, SHARED: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr, STRONG: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """One page of one layer."""
+    """One page of one layer. Of packed latents those from STRONG on, if there are any, are in 4 bits."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, within = tl.arange(0, TOKENS), tl.arange(0, STRETCH)
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
@@ -84,15 +85,19 @@ def _project_latents(
         size = tl.load(step + layer * step_layer + slot * step_slot + rank, mask=rank < RANK, other=1.0)
         centre = tl.load(mean + layer * mean_layer + slot * mean_slot + rank, mask=rank < RANK, other=0.0)
         ratio = (total - centre[None, :]) / (size * size)[None, :]
+        largest = tl.where(rank < STRONG, LARGEST, 7.0)[None, :]
         # Ties to even, as torch.round: adding and taking off 1.5 * 2^23 drops the fraction.
-        ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
+        ratio = tl.minimum(tl.maximum(ratio, -largest), largest)
         whole = (ratio + 12582912.0) - 12582912.0
-        if PACKED:  # two to a byte, the even one in the low four bits, both plus 8
-            code = tl.reshape((whole + 8.0).to(tl.int32), (TOKENS, RANK_BLOCK // 2, 2))
-            pair = tl.sum(code << (4 * tl.arange(0, 2))[None, None, :], 2).to(tl.uint8)
-            byte = tl.program_id(2) * (RANK_BLOCK // 2) + tl.arange(0, RANK_BLOCK // 2)
-            where = token[:, None] * (RANK // 2) + byte[None, :]
-            tl.store(target + where, pair, mask=(byte < RANK // 2)[None, :])
+        if PACKED:  # codes plus half of what they may be, the strong ones in a byte, two others to one
+            code = (whole + (largest + 1.0)).to(tl.int32)
+            WIDTH: tl.constexpr = (RANK + STRONG) // 2
+            where = target + token[:, None] * WIDTH
+            tl.store(where + rank[None, :], code.to(tl.uint8), mask=(rank < STRONG)[None, :])
+            two = tl.reshape(code, (TOKENS, RANK_BLOCK // 2, 2))
+            pair = tl.sum(two << (4 * tl.arange(0, 2))[None, None, :], 2).to(tl.uint8)
+            byte = tl.program_id(2) * (RANK_BLOCK // 2) + tl.arange(0, RANK_BLOCK // 2) + STRONG // 2
+            tl.store(where + byte[None, :], pair, mask=((byte >= STRONG) & (byte < WIDTH))[None, :])
         else:
             where = token[:, None] * RANK + rank[None, :]
             tl.store(target + where, whole.to(tl.int8), mask=(rank < RANK)[None, :])

@@ -205,9 +205,13 @@ def decoded_latents(
         high = tl.load(rows + byte + 1, mask=wanted & (byte + 1 < WIDTH), other=0).to(tl.int32)
         codes = ((low | (high << 8)) >> (begin % 8)[None, :]) & ((1 << width) - 1)[None, :]
         return codes - ((1 << width) // 2)[None, :]
-    elif PACKED:  # two to a byte, the even one in the low four bits, both plus 8
-        both = tl.load(rows + (rank // 2)[None, :], mask=wanted, other=0).to(tl.int32)
-        return ((both >> (rank % 2 * 4)[None, :]) & 15) - 8
+    elif PACKED:  # plus half of what they may be, the strong ones in a byte, two others to one
+        STRONG: tl.constexpr = 2 * WIDTH - RANK
+        strong = rank < STRONG
+        byte = tl.where(strong, rank, (rank + STRONG) // 2)
+        stored = tl.load(rows + byte[None, :], mask=wanted, other=0).to(tl.int32)
+        weak = (stored >> (rank % 2 * 4)[None, :]) & 15
+        return tl.where(strong[None, :], stored - 128, weak - 8)
     else:
         return tl.load(rows + rank[None, :], mask=wanted, other=0)
 
