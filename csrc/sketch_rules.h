@@ -13,7 +13,8 @@ constexpr int kMostQueries = 8; // of a kv head, in CUDA
 constexpr int kQueryPlanes = 4; // bits of the rounder whole numbers of a query
 constexpr int kRun = 8;         // tokens that are looked at together
 constexpr int kPageRuns = kPage / kRun;
-constexpr uint16_t kExcluded = 0x8000; // -0, the scale of a token that may not be selected
+constexpr int kScaleShift = 7;   // a scale's code, shifted so far, is the bits of a half
+constexpr uint8_t kExcluded = 0; // the code of a token that may not be selected
 
 constexpr int kKeptShare = 16;   // one of so many runs is looked at closely,
 constexpr int kKeptFactor = 4;   // and so many times the tokens of the budget at least,

@@ -34,7 +34,7 @@ struct SketchArguments {
     check(unit, "unit", 2, at::kFloat);
     check(signs, "signs", 4, at::kByte);
     check(rest, "rest", 4, at::kByte);
-    check(scale, "scale", 3, at::kHalf);
+    check(scale, "scale", 3, at::kByte);
     check(pages, "pages", 2, at::kLong);
     check(num_pages, "num_pages", 1, at::kLong);
     batch = whole.size(0), heads = signs.size(1), bytes = signs.size(3), columns = pages.size(1);
@@ -79,7 +79,7 @@ struct SketchArguments {
     return {
         signs.const_data_ptr<uint8_t>() + head * signs.stride(1),
         rest.const_data_ptr<uint8_t>() + head * rest.stride(1),
-        static_cast<const shadowkv::Float16*>(scale.const_data_ptr()) + head * scale.stride(1),
+        scale.const_data_ptr<uint8_t>() + head * scale.stride(1),
         signs.stride(0), signs.stride(2), rest.stride(0), rest.stride(2), scale.stride(0)};
   }
 };
@@ -89,7 +89,8 @@ Tensor sign_scores(
     const Tensor& num_pages) {
   const SketchArguments in(whole, unit, signs, signs, scale, pages, num_pages);
   const int64_t runs = shadowkv::kPageRuns * in.columns;
-  Tensor scores = at::full({in.batch, in.heads, runs}, -std::numeric_limits<double>::infinity(), scale.options());
+  Tensor scores =
+      at::full({in.batch, in.heads, runs}, -std::numeric_limits<double>::infinity(), unit.options().dtype(at::kHalf));
   auto* out = static_cast<shadowkv::Float16*>(scores.mutable_data_ptr());
   const int64_t blocks = (in.columns + PAGES_PER_TASK - 1) / PAGES_PER_TASK, tasks = in.batch * in.heads * blocks;
   shadowkv::share_tasks(tasks, [&](const auto& next) {

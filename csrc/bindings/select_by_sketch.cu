@@ -26,7 +26,7 @@ void select_by_sketch(
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes});
   check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes});
-  check_field(scale, "scale", Dtype::Half, {-1, heads, kPage});
+  check_field(scale, "scale", Dtype::Byte, {-1, heads, kPage});
   STD_TORCH_CHECK(
       chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks of ", chunk, " tokens, not 1, 2, 4 or 8");
   check_dense(coarse, "coarse", Dtype::Half, {batch, heads, kPageRuns * columns});
@@ -59,7 +59,7 @@ void select_by_sketch(
   p.rest = static_cast<const uint8_t*>(rest.const_data_ptr());
   p.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
   p.signs_stride = uint32_t(signs.stride(0)), p.rest_stride = uint32_t(rest.stride(0));
-  p.scale_stride = uint32_t(2 * scale.stride(0));
+  p.scale_stride = uint32_t(scale.stride(0));
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());

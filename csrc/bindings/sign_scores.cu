@@ -22,7 +22,7 @@ void sign_scores(
   check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes});
-  check_field(scale, "scale", Dtype::Half, {-1, heads, kPage});
+  check_field(scale, "scale", Dtype::Byte, {-1, heads, kPage});
   check_dense(pages, "pages", Dtype::Long, {batch, columns}, 1);
   check_dense(num_pages, "num_pages", Dtype::Long, {batch});
   check_dense(scores, "scores", Dtype::Half, {batch, heads, kPageRuns * columns});
@@ -33,8 +33,8 @@ void sign_scores(
   p.planes = static_cast<const uint32_t*>(planes.const_data_ptr());
   p.unit = static_cast<const float*>(unit.const_data_ptr()), p.sum = static_cast<const int*>(sum.const_data_ptr());
   p.signs = static_cast<const uint8_t*>(signs.const_data_ptr());
-  p.scale = static_cast<const __half*>(scale.const_data_ptr());
-  p.signs_stride = uint32_t(signs.stride(0)), p.scale_stride = uint32_t(2 * scale.stride(0));
+  p.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
+  p.signs_stride = uint32_t(signs.stride(0)), p.scale_stride = uint32_t(scale.stride(0));
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.scores = static_cast<__half*>(scores.mutable_data_ptr());

@@ -19,6 +19,8 @@ int bin_of(Float16 x) {
   return (bits & 0x8000 ? static_cast<uint16_t>(~bits) : bits | 0x8000) >> 5;
 }
 
+float decode_scale(uint8_t code) { return to_float({static_cast<uint16_t>(code << kScaleShift)}); }
+
 bool is_nothing(Float16 x) { return x.bits == 0xfc00; }
 
 // Which of some numbers are selected, and with what chance, in multiples of 2^-bits.
@@ -149,11 +151,11 @@ void score_runs(
     const SketchScorer& scorer, const SketchPlanes& planes, const int64_t* pages, int64_t count, Float16* best) {
   for (int64_t page = 0; page < count; ++page) {
     const uint8_t* signs = planes.signs + pages[page] * planes.signs_page;
-    const Float16* scale = planes.scale + pages[page] * planes.scale_page;
+    const uint8_t* scale = planes.scale + pages[page] * planes.scale_page;
     for (int64_t run = 0; run < kPage; run += kRun) {
       float most = NOTHING;
       for (int64_t token = run; token < run + kRun; ++token)
-        most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * to_float(scale[token]));
+        most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * decode_scale(scale[token]));
       *best++ = to_float16(std::clamp(most, -LARGEST, LARGEST));
     }
   }
@@ -185,14 +187,14 @@ void select_chunks(
     const int64_t page = in.pages[run * kRun / kPage], first = run * kRun % kPage;
     const uint8_t* signs = planes.signs + page * planes.signs_page + first * planes.signs_row;
     const uint8_t* rest = planes.rest + page * planes.rest_page + first * planes.rest_row;
-    const Float16* scale = planes.scale + page * planes.scale_page + first;
+    const uint8_t* scale = planes.scale + page * planes.scale_page + first;
     const float weight = -kept.log_chance(run);
     for (int64_t chunk = 0; chunk < per_run; ++chunk) {
       float most = NOTHING;
       for (int64_t token = chunk * in.chunk; token < (chunk + 1) * in.chunk; ++token) {
-        if (scale[token].bits == kExcluded) continue;
+        if (scale[token] == kExcluded) continue;
         const float product = scorer.with_both(signs + token * planes.signs_row, rest + token * planes.rest_row);
-        most = std::max(most, product * to_float(scale[token]));
+        most = std::max(most, product * decode_scale(scale[token]));
       }
       numbers.push_back(run * per_run + chunk);
       scores.push_back(most);

@@ -16,7 +16,7 @@ constexpr int64_t MOST_PLANE_BYTES = 32;  // of a key, whose sums fit in 16 bits
 struct SketchPlanes {
   const uint8_t* signs;  // [pages, 64, bytes]
   const uint8_t* rest;   // [pages, 64, bytes]; not read where only signs are scored
-  const Float16* scale;  // [pages, 64]
+  const uint8_t* scale;  // [pages, 64], codes
   int64_t signs_page, signs_row, rest_page, rest_row, scale_page;
 };
 

@@ -111,7 +111,7 @@ struct SelectBySketch {
 template <int kBytes>
 struct Stage {
   static constexpr int kPlane = kBatch * kRun * kBytes;
-  static constexpr int kRest = kPlane, kScale = 2 * kPlane, kSize = kScale + kBatch * kRun * 2;
+  static constexpr int kRest = kPlane, kScale = 2 * kPlane, kSize = kScale + kBatch * kRun;
 };
 
 __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
@@ -120,9 +120,9 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
   return x;
 }
 
-__device__ __forceinline__ uint32_t load_shared2(uint32_t from) {
+__device__ __forceinline__ uint32_t load_shared1(uint32_t from) {
   uint32_t x;
-  asm volatile("{\n.reg .u16 x;\nld.shared.u16 x, [%1];\ncvt.u32.u16 %0, x;\n}" : "=r"(x) : "r"(from));
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
   return x;
 }
 
@@ -290,7 +290,7 @@ struct SliceLine {
 template <int kBytes>
 struct RunCodes {
   static constexpr int kHalves = (kBytes + 15) / 16; // words of a token
-  uint32_t sign[kHalves][kBatch], low[kHalves][kBatch], scale;
+  uint32_t sign[kHalves][kBatch], low[kHalves][kBatch], scale; // its code
 };
 
 // Where a lane writes in its warp's stages, and where it reads.
@@ -305,10 +305,10 @@ struct RunStages {
     const uint32_t stages = shared_address(memory) + warp * kStages * Stage::kSize;
     run = lane / kRun, token = lane % kRun;
     to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
-    to_scale = stages + Stage::kScale + run * 16;
+    to_scale = stages + Stage::kScale + run * kRun;
     // Of 16 bytes or more, ldmatrix takes addresses where the lane copied to.
     codes_here = kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes;
-    scale_here = stages + Stage::kScale + t * 16 + g * 2;
+    scale_here = stages + Stage::kScale + t * kRun + g;
   }
 
   // A batch of runs to a stage: lane 8 r + i copies token i of run r, lane 8 r its scales.
@@ -323,7 +323,7 @@ struct RunStages {
       copy_token<kBytes>(
           to_codes + slot * Stage::kSize + Stage::kRest, p.rest + uint64_t(name) * p.rest_stride + codes);
       if (token == 0)
-        copy16_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + of_page * (2 * kRun));
+        copy8_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + of_page * kRun);
     }
     close_copy_group();
   }
@@ -334,7 +334,7 @@ struct RunStages {
     __syncwarp(); // all lanes' copies are there
     load_plane<kBytes>(codes.sign, codes_here + slot * Stage::kSize);
     load_plane<kBytes>(codes.low, codes_here + slot * Stage::kSize + Stage::kRest);
-    codes.scale = load_shared2(scale_here + slot * Stage::kSize);
+    codes.scale = load_shared1(scale_here + slot * Stage::kSize);
     __syncwarp(); // all lanes are done with the stage
   }
 };
@@ -471,7 +471,7 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kBytes == 32 ? 2 : kScoreBlo
       if (first >= own.left) return;
 
       float score = queries.best_product(codes);
-      score = fmaf(score, __half2float(__ushort_as_half(uint16_t(codes.scale))), 0.f); // never -0
+      score = fmaf(score, __half2float(__ushort_as_half(uint16_t(codes.scale << kScaleShift))), 0.f); // never -0
 #pragma unroll
       for (int i = 0; i < 3; ++i)
         if (i < log_chunk) score = fmaxf(score, __shfl_xor_sync(~0u, score, 4 << i));

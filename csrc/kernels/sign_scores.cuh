@@ -1,7 +1,7 @@
 // Scores of runs of 8 tokens by the signs of a 2-bit key sketch, with binary tensor cores. The sum over a token's
 // positive dimensions of a query in whole numbers is that of 4 popcounts of its sign word with the query's bit planes,
 // each times a power of 2: nothing is unpacked, and what is left to do per score is a chain of 4 multiply-adds. At head
-// dim 128 that is bound by memory: 18 bytes a token and head, which a warp copies in whole lines to shared memory ahead.
+// dim 128 that is bound by memory: 17 bytes a token and head, which a warp copies in whole lines to shared memory ahead.
 // At head dim 64 instructions bound it: issuing such a multiplication takes the time of four others. Equal shares of all
 // pages for just as many blocks as are resident were slower than runs of 16 pages.
 #pragma once
@@ -24,8 +24,7 @@ struct SignScores {
   const uint32_t* planes; // [B, H G, 4, W]
   const float* unit;      // [B, H G], of which the whole numbers count sixteen
   const int* sum;         // [B, H G]
-  const uint8_t* signs;
-  const __half* scale;
+  const uint8_t *signs, *scale;
   uint32_t signs_stride, scale_stride; // from one page name to the next, in bytes
   const int64_t* pages;                // [B, P]
   int64_t pages_stride;                // of a row, in names
@@ -49,7 +48,7 @@ __device__ constexpr float plane_weight(int plane) {
 template <int kWords>
 struct SignStage {
   static constexpr int kPages = 4;
-  static constexpr int kToken = 4 * kWords, kRun = 8 * kToken, kPageBytes = kPage * kToken, kScaleBytes = kPage * 2;
+  static constexpr int kToken = 4 * kWords, kRun = 8 * kToken, kPageBytes = kPage * kToken, kScaleBytes = kPage;
   static constexpr int kBytes = kPages * (kPageBytes + kScaleBytes);
   static constexpr int kCount = kWords == 8 ? 2 : 3; // stages of a warp
 
@@ -64,11 +63,17 @@ struct SignStage {
     }
   }
 
-  // 8 lanes copy the scales of each page.
+  // 8 lanes copy the scales of each page. `from`: 8 bytes a lane after the page's first.
   static __device__ __forceinline__ void copy_scales(uint32_t stage, const uint8_t* from, int lane) {
-    copy16_async(stage + kPages * kPageBytes + lane * 16, from);
+    copy8_async(stage + kPages * kPageBytes + lane * 8, from);
   }
 };
+
+// Eight scales as halves.
+__device__ __forceinline__ uint4 decode_scales(uint2 codes) {
+  const auto two = [](uint32_t four, uint32_t selector) { return __byte_perm(four, 0, selector) << kScaleShift; };
+  return {two(codes.x, 0x4140), two(codes.x, 0x4342), two(codes.y, 0x4140), two(codes.y, 0x4342)};
+}
 
 // c[16 x 8] = number of bits that are set in both the row of a[16 x 128] and the column of b[128 x 8]. Words:
 // a0: (g, t) a1: (g + 8, t); b: (t, g); c0, c1: (g, 2t..) c2, c3: (g + 8, 2t..).
@@ -110,7 +115,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
   extern __shared__ __align__(128) uint8_t stages[];
   const uint8_t* own_stages = stages + threadIdx.y * (Stage::kCount * Stage::kBytes);
   const uint8_t* signs = p.signs + head * Stage::kPageBytes + lane * 16;
-  const uint8_t* scale = reinterpret_cast<const uint8_t*>(p.scale) + head * Stage::kScaleBytes + lane % 8 * 16;
+  const uint8_t* scale = p.scale + head * Stage::kScaleBytes + lane % 8 * 8;
   const auto copy = [&](int step, int slot) {
     if (step < steps) {
       const uint32_t stage = shared_address(own_stages + slot * Stage::kBytes);
@@ -170,8 +175,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
 #pragma unroll(kSets == 1 ? 2 : 1) // more at once would take too many registers
     for (int r = 0; r < Stage::kPages; ++r) {
       const uint32_t from = shared_address(stage) + r * Stage::kPageBytes;
-      const uint4 scales = *reinterpret_cast<const uint4*>(
-          stage + Stage::kPages * Stage::kPageBytes + r * Stage::kScaleBytes + g * 16);
+      const uint4 scales = decode_scales(*reinterpret_cast<const uint2*>(
+          stage + Stage::kPages * Stage::kPageBytes + r * Stage::kScaleBytes + g * 8));
       const __half* factor = reinterpret_cast<const __half*>(&scales);
       float top[kSets];
 #pragma unroll

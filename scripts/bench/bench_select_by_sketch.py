@@ -22,6 +22,7 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.select_by_sketch import cuda, reference
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, encode_scale
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
 OTHER_BYTES = 16 * 1024
@@ -49,7 +50,7 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
         Field("other", (OTHER_BYTES,), torch.uint8),
         Field("signs", (heads, PAGE, plane_bytes(dim)), torch.uint8),
         Field("rest", (heads, PAGE, plane_bytes(dim)), torch.uint8),
-        Field("scale", (heads, PAGE), torch.float16),
+        Field("scale", (heads, PAGE), torch.uint8),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     tier = Tier("device", 1, size, rows * columns, device)
@@ -58,8 +59,8 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int
     names = torch.tensor(tier.allocate(rows * columns)).cuda()
     for some in names.split(4096):
         excluded = torch.rand(len(some), heads, PAGE // chunk, device=device) < 0.01
-        scale = 0.3 + torch.rand(len(some), heads, PAGE, device=device).half()
-        views["scale"][some] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), -0.0)
+        scale = encode_scale(0.3 + torch.rand(len(some), heads, PAGE, device=device))
+        views["scale"][some] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), EXCLUDED_SCALE)
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     coarse = (5 + 2 * torch.randn(rows, heads, 8 * columns, device=device)).half()
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
@@ -82,7 +83,7 @@ def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) ->
     """Bytes of coarse scores and of the kept runs of one row."""
     pages, wanted = torch.tensor([tokens // PAGE]), torch.tensor([budget])
     runs = int(reference.kept_runs(pages, wanted, chunk))
-    return heads * (tokens // 8 * 2 + runs * 8 * (2 * plane_bytes(dim) + 2))
+    return heads * (tokens // 8 * 2 + runs * 8 * (2 * plane_bytes(dim) + 1))
 
 
 def check(args: tuple, selected: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Sign scores on a GPU: time of a call, bytes of the index read per second, and both against the memory's speed.
 
 ``python scripts/bench/bench_sign_scores.py [--out file.json]``: pages lie shuffled in an arena among other bytes, as in
-the KV cache. Counted bytes: signs and scales of all valid pages; the floor is those at 4.5 TB/s. Float16 scores, 1/72
+the KV cache. Counted bytes: signs and scales of all valid pages; the floor is those at 4.5 TB/s. Float16 scores, 1/68
 as many bytes at head dim 128, are written besides. Times are medians over replays of a CUDA graph of several calls,
 each right after one of ``sketch_queries``, which is included and also timed alone. Every shape is checked against the
 reference first, on its first rows.
@@ -42,7 +42,7 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
         Field("signs", (heads, PAGE, queries_reference.plane_bytes(dim)), torch.uint8),
-        Field("scale", (heads, PAGE), torch.float16),
+        Field("scale", (heads, PAGE), torch.uint8),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256
     tier = Tier("device", 1, size, rows * columns, device)
@@ -50,7 +50,7 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
     views = {name: layers[0] for name, layers in tier.views(fields).items()}
     names = torch.tensor(tier.allocate(rows * columns)).cuda()
     for some in names.split(4096):
-        views["scale"][some] = 0.3 + torch.rand(len(some), heads, PAGE, device=device).half()
+        views["scale"][some] = reference.encode_scale(0.3 + torch.rand(len(some), heads, PAGE, device=device))
     pages = names[torch.randperm(len(names), device=device)].view(rows, columns)
     q = torch.randn(rows, heads * group, dim, device=device).bfloat16()
     counts = torch.randint(columns // 8, columns + 1, (rows,)) if ragged else torch.full((rows,), columns)
@@ -78,7 +78,7 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     check(args, call())
     time = microseconds([call] * 10)
     queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, slots)] * 10)
-    moved = int(args[6].sum()) * heads * PAGE * (queries_reference.plane_bytes(dim) + 2)
+    moved = int(args[6].sum()) * heads * PAGE * (queries_reference.plane_bytes(dim) + 1)
     floor = moved / READ_SPEED * 1e6
     row: Row = {
         "rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged,

@@ -68,7 +68,7 @@ def _paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Ten
 
 
 def _sign_scores(whole: Tensor, unit: Tensor, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    return scale.new_empty(len(pages), signs.shape[1], PAGE // RUN * pages.shape[1])
+    return unit.new_empty(len(pages), signs.shape[1], PAGE // RUN * pages.shape[1], dtype=torch.float16)
 
 
 def _select_by_sketch(whole: Tensor, unit: Tensor, coarse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
+from shadowkv.ops.sign_scores.reference import decode_scale, pack_sketch, plane_bits
 
 HEADS, GROUP, DIM = 2, 3, 64
 OPS = Ops("cpu")
@@ -46,7 +46,8 @@ def test_scores_of_queries_like_those_observed_have_smaller_errors(seed):
     def error(observed: Tensor) -> float:
         key_map, query_map = sketch_maps(observed, HEADS, rotation, OPS)
         signs, rest, scale = pack_sketch(keys @ key_map)
-        sketched = (2 * plane_bits(signs, DIM) + plane_bits(rest, DIM)).float().sub(1.5) * scale.float().unsqueeze(-1)
+        codes = 2 * plane_bits(signs, DIM) + plane_bits(rest, DIM)
+        sketched = codes.float().sub(1.5) * decode_scale(scale).unsqueeze(-1)
         new = queries[64:]
         return float((products(new, sketched @ query_map.transpose(1, 2)) - products(new, keys)).square().mean())
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
-from shadowkv.kvcache.memory import Blocks, OutOfBlocks
+from shadowkv.kvcache.memory import Blocks, Field, OutOfBlocks
 from shadowkv.kvcache.outline import Link
+from shadowkv.kvcache.parts.index_sketch import Sketch
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.snapshot import Snapshot, SnapshotHeader
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -215,8 +216,11 @@ def test_cuts(header: SnapshotHeader) -> None:
             assert (one.first, one.reach - one.end) == (whole.first, whole.reach - whole.end)
 
 
-FORM = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923acec"
+FORM = "a8161e7373f4ab7f4b0cd90473c708ae0940864543840f9f4f24f07afeab4fa4"
 """Of the policy below, as long as its snapshots are read."""
+
+FLOAT16_SCALES = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923acec"
+"""Of the same when scales of the sketch were float16; such files are not read."""
 
 
 def test_caches_say_what_they_store_alike() -> None:
@@ -234,6 +238,17 @@ def test_caches_say_what_they_store_alike() -> None:
 
 def test_the_form_is_that_of_files_from_before() -> None:
     assert make_cache(preset("turbo", rank=16)).form == FORM
+
+
+def test_a_field_of_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = Sketch.page_fields
+
+    def former_fields(part: Sketch) -> tuple[Field, ...]:
+        signs, rest, scale = fields(part)
+        return signs, rest, replace(scale, dtype=torch.float16)
+
+    monkeypatch.setattr(Sketch, "page_fields", former_fields)
+    assert make_cache(preset("turbo", rank=16)).form == FLOAT16_SCALES
 
 
 def test_bytes_that_are_not_the_headers_are_refused() -> None:

@@ -23,6 +23,7 @@ from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch
 from shadowkv.ops.select_top_chunks import cuda as select_top_chunks
 from shadowkv.ops.sign_scores import cpu as sign_scores_cpu
+from shadowkv.ops.sign_scores import reference as sign_scores
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries_cuda
 from shadowkv.ops.sketch_queries import reference as sketch_queries
@@ -34,7 +35,8 @@ SHARED = {
         "kMostQueries": sketch_queries_cuda.GROUP,
         "kQueryPlanes": sketch_queries.PLANES,
         "kRun": RUN,
-        "kExcluded": select_by_sketch.EXCLUDED & 0xFFFF,
+        "kScaleShift": sign_scores.SCALE_SHIFT,
+        "kExcluded": sign_scores.EXCLUDED_SCALE,
         "kKeptShare": select_by_sketch.KEPT_SHARE,
         "kKeptFactor": select_by_sketch.KEPT_OVER_BUDGET,
         "kKeptLeast": select_by_sketch.KEPT_LEAST,

@@ -20,7 +20,7 @@ from shadowkv.ops.select_by_sketch import cpu as cpu_selection
 from shadowkv.ops.select_by_sketch import reference as reference_selection
 from shadowkv.ops.sign_scores import cpu as cpu_scores
 from shadowkv.ops.sign_scores import reference as reference_scores
-from shadowkv.ops.sign_scores.reference import pack_sketch
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, encode_scale, pack_sketch
 from shadowkv.ops.sketch_queries.reference import plane_bytes, sketch_queries
 
 pytestmark = pytest.mark.skipif(not load_cpu(), reason="the C++ extension is not built")
@@ -154,7 +154,7 @@ def sketch_case() -> dict[str, Tensor]:
         "coarse": torch.randn(2, 1, 16).half(),
         "signs": plane[0],
         "rest": plane[1],
-        "scale": torch.rand(3, 1, 64).half(),
+        "scale": torch.randint(248, (3, 1, 64), dtype=torch.uint8),
         "pages": torch.tensor([[0, 2], [1, 99]]),
         "num_pages": torch.tensor([2, 1]),
         "counts": torch.tensor([[10, 8], [2, 0], [20, 9], [5, 0]]),
@@ -180,6 +180,8 @@ def test_the_fakes_have_the_shapes_of_the_ops():
 def test_sign_scores_are_those_of_the_reference_to_the_last_bit(seed):
     keys, q = torch.randn(40, 2, 64, 96), torch.randn(3, 10, 96)
     signs, _, scale = pack_sketch(keys)
+    scale[7] = torch.arange(128, dtype=torch.uint8).view(2, 64)  # every code
+    scale[8] = torch.arange(120, 248, dtype=torch.uint8).view(2, 64)
     maps, slots = torch.linalg.qr(torch.randn(1, 2, 96, 96)).Q, torch.zeros(3, dtype=torch.int64)
     places = torch.randint(40, (3, 150)), torch.tensor([150, 0, 101])
     args = sketch_queries(q, maps, slots), signs, scale, *places
@@ -191,8 +193,8 @@ def test_selections_are_those_of_the_reference(seed, dim, chunk):
     rows, pages = 16, 90
     arena = torch.randint(256, (pages, 2, 64, 3 * plane_bytes(dim)), dtype=torch.uint8)  # planes of a page lie together
     signs, rest = arena[..., : plane_bytes(dim)], arena[..., plane_bytes(dim) : 2 * plane_bytes(dim)]
-    scale = (torch.rand(pages, 2, 64) + 0.5).half()
-    scale[3, 1, 8:24] = -0.0
+    scale = encode_scale(torch.rand(pages, 2, 64) + 0.5)
+    scale[3, 1, 8:24] = EXCLUDED_SCALE
     maps, slots = torch.linalg.qr(torch.randn(1, 2, dim, dim)).Q, torch.zeros(rows, dtype=torch.int64)
     queries = sketch_queries(3 * torch.randn(rows, 6, dim), maps, slots)
     places = torch.stack([torch.randperm(pages) for _ in range(rows)]), torch.randint(pages + 1, (rows,))
@@ -218,7 +220,7 @@ def test_selections_are_those_of_the_reference(seed, dim, chunk):
 
 def test_queries_that_are_not_finite_select_something_of_their_own_row_alone(seed):
     signs, rest = torch.randint(256, (2, 90, 2, 64, 8), dtype=torch.uint8)
-    scale, places = (torch.rand(90, 2, 64) + 0.5).half(), (torch.randperm(90).expand(3, -1), torch.full((3,), 90))
+    scale, places = encode_scale(torch.rand(90, 2, 64) + 0.5), (torch.randperm(90).expand(3, -1), torch.full((3,), 90))
     q = torch.randn(3, 2, 64)
     q[1, 0, 5], q[1, 1, 7] = torch.nan, torch.inf
     queries = sketch_queries(q, torch.eye(64).expand(1, 2, 64, 64), torch.zeros(3, dtype=torch.int64))
@@ -240,7 +242,8 @@ def test_queries_that_are_not_finite_select_something_of_their_own_row_alone(see
         (RuntimeError, r"whole has shape \[2, 3, 8, 16\]", {"whole": torch.zeros(2, 3, 8, 16, dtype=torch.int8)}),
         (RuntimeError, r"unit has shape \[2, 4\]", {"unit": torch.zeros(2, 4)}),
         (RuntimeError, r"signs has shape .*, rest", {"rest": torch.zeros(3, 2, 64, 8, dtype=torch.uint8)}),
-        (RuntimeError, r"scale has shape \[3, 2, 64\]", {"scale": torch.zeros(3, 2, 64).half()}),
+        (RuntimeError, r"scale has shape \[3, 2, 64\]", {"scale": torch.zeros(3, 2, 64, dtype=torch.uint8)}),
+        (RuntimeError, "scale is Half, not Byte", {"scale": torch.zeros(3, 1, 64).half()}),
         (RuntimeError, r"pages has shape \[1, 2\]", {"pages": torch.zeros(1, 2, dtype=torch.int64)}),
         (RuntimeError, r"coarse has shape \[2, 1, 8\]", {"coarse": torch.zeros(2, 1, 8).half()}),
         (RuntimeError, r"counts has shape \[3, 2\]", {"counts": torch.zeros(3, 2, dtype=torch.int64)}),

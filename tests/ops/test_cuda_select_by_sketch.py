@@ -10,7 +10,7 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.sampling import CAUTION, Sampling, by_chance
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores import cuda as scoring
-from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, decode_scale, pack_sketch, plane_bits
 from shadowkv.ops.sketch_queries import cuda as making
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sketch_queries
 
@@ -40,7 +40,7 @@ def problem(
         Field("other", (100,), torch.uint8),
         Field("signs", (heads, 64, plane_bytes(dim)), torch.uint8),
         Field("rest", (heads, 64, plane_bytes(dim)), torch.uint8),
-        Field("scale", (heads, 64), torch.float16),
+        Field("scale", (heads, 64), torch.uint8),
     ]
     size = -(-sum(field.nbytes for field in fields) // 256) * 256 + 512
     tier = Tier("device", 1, size, sum(counts) + 2, device)
@@ -52,7 +52,7 @@ def problem(
         signs, rest, scale = pack_sketch(torch.randn(len(own), heads, 64, dim, device=device))
         excluded = torch.rand(len(own), heads, 64 // chunk, device=device) < 0.2
         views["signs"][own], views["rest"][own] = signs, rest
-        views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), -0.0)
+        views["scale"][own] = scale.masked_fill(excluded.repeat_interleave(chunk, -1), EXCLUDED_SCALE)
     coarse = torch.full((len(counts), heads, 8 * columns), -math.inf, dtype=torch.float16, device=device)
     for row, count in enumerate(counts):
         pages[row, :count], names = names[:count], names[count:]
@@ -72,7 +72,7 @@ def chunk_scores(args: tuple, row: int) -> Tensor:
         levels = 2 * plane_bits(signs[some], bits).float() + plane_bits(rest[some], bits) - 1.5
         scores = torch.einsum("hgd,nhtd->hgnt", whole, levels).mul_(unit[..., None, None]).amax(1)
         own = scale[some].transpose(0, 1)
-        scores = (scores * own.float()).masked_fill(own.view(torch.int16) == reference.EXCLUDED, -math.inf)
+        scores = (scores * decode_scale(own)).masked_fill(own == EXCLUDED_SCALE, -math.inf)
         parts.append(scores.unflatten(-1, (-1, chunk)).amax(-1))
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
@@ -229,9 +229,14 @@ def test_queries_and_keys_of_zero(seed):
     check((queries_of(torch.zeros(2, 8, 128, device="cuda")), *args[1:]))
 
 
+def larger(scale: Tensor, steps: int) -> None:
+    """Makes scales 2**(steps / 8) times as large, or the largest, where there are any."""
+    scale.copy_((scale.int() + steps).clamp(max=247).where(scale != EXCLUDED_SCALE, scale))
+
+
 def test_scores_beyond_float16(seed):
     args = problem([90, 70], [40, 5], 50)
-    args[4].mul_(60000).clamp_(-65504, 65504)  # finite, as scales are; both leave -0 what it is
+    larger(args[4], 126)
     selected, _ = cuda.select_by_sketch(*args)
     assert (selected >= 0).sum(-1).tolist() == [[40, 40], [5, 5]]
 
@@ -240,7 +245,7 @@ def test_samples_of_scores_beyond_float16(seed):
     """All of them are the largest number, and as likely as each other."""
     args = problem([40, 20], [40, 5], 60)
     args[0].unit.mul_(20)
-    args[4].mul_(10000)
+    larger(args[4], 106)
     selected, log_weight = cuda.select_by_sketch(*args, Sampling(torch.tensor([20, 30]).cuda(), torch.arange(2).cuda()))
     for row, wanted in enumerate((60, 35)):
         slope = reference.CHUNK_SHARPNESS * reference.log_sharpness(args[0], 2)[row, :, None]
@@ -255,7 +260,7 @@ def test_samples_of_scores_beyond_float16(seed):
 
 def test_all_chunks_excluded(seed):
     args = problem([90, 70], [40, 5], 50)
-    args[4][args[5][0]] = -0.0
+    args[4][args[5][0]] = EXCLUDED_SCALE
     check(args)
     assert (cuda.select_by_sketch(*args)[0][0] == -1).all()
 

@@ -138,7 +138,7 @@ def no_codes_to_write(ops: Ops) -> None:
 
 
 def no_sketches_to_write(ops: Ops) -> None:
-    planes, scale = bytes_of(2, 1, N, H, 64, 8), floats(1, N, H, 64, dtype=torch.float16)
+    planes, scale = bytes_of(2, 1, N, H, 64, 8), bytes_of(1, N, H, 64)
     state = floats(1, 3, H, D, dtype=torch.float32), floats(1, 3, H, D, D, dtype=torch.bfloat16)
     unchanged(ops.sketch_keys, planes, scale)(floats(1, 0, 64, H, D), *state, whole(0), *planes, scale, whole(0))
 
@@ -155,7 +155,7 @@ def no_pages_to_rebuild(ops: Ops) -> None:
 def sketch(rows: int, columns: int) -> tuple:
     maps = torch.eye(D, device=DEVICE, dtype=torch.bfloat16).expand(1, H, D, D).contiguous()
     queries = sketch_queries(floats(rows, H * G, D), maps, whole(rows))
-    return queries, *bytes_of(2, N, H, 64, 8), floats(N, H, 64, dtype=torch.float16), whole(rows, columns), whole(rows)
+    return queries, *bytes_of(2, N, H, 64, 8), bytes_of(N, H, 64), whole(rows, columns), whole(rows)
 
 
 def nothing_to_score(ops: Ops) -> None:

@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import EXCLUDED, KEPT_LEAST, KEPT_SHARE, kept_runs
+from shadowkv.ops.select_by_sketch.reference import KEPT_LEAST, KEPT_SHARE, kept_runs
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
-from shadowkv.ops.sign_scores.reference import pack_sketch, plane_bits
+from shadowkv.ops.sign_scores.reference import (
+    EXCLUDED_SCALE,
+    LARGEST_SCALE,
+    decode_scale,
+    encode_scale,
+    pack_sketch,
+    plane_bits,
+)
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 from shadowkv.ops.sketch_queries.reference import sketch_queries as sketch
+
+NAN_SCALE = 255
+"""A code that no scale has, which decodes to NaN."""
 
 dims = pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 
@@ -25,7 +35,35 @@ def sketch_queries(q: Tensor, matrix: Tensor) -> SketchQueries:
 
 def unpacked(signs: Tensor, rest: Tensor, scale: Tensor, dim: int) -> Tensor:
     """The keys that a sketch stands for, float64 [..., d], times the rotation."""
-    return (2.0 * plane_bits(signs, dim) + plane_bits(rest, dim) - 1.5).double() * scale.double().unsqueeze(-1)
+    levels = 2.0 * plane_bits(signs, dim) + plane_bits(rest, dim) - 1.5
+    return levels.double() * decode_scale(scale).double().unsqueeze(-1)
+
+
+def test_every_code_of_a_scale_is_a_number_of_its_own_and_made_of_that_again():
+    codes = torch.arange(248, dtype=torch.uint8)
+    scales = decode_scale(codes)
+    assert scales.dtype == torch.float32 and scales.isfinite().all()
+    assert (scales.diff() > 0).all()
+    assert (scales[EXCLUDED_SCALE], scales[1], scales[8], scales[-1]) == (0, 2**-17, 2**-14, LARGEST_SCALE)
+    assert torch.equal(encode_scale(scales[1:]), codes[1:])
+    assert decode_scale(torch.tensor([NAN_SCALE], dtype=torch.uint8)).isnan()
+
+
+def test_scales_are_the_nearest_that_there_are():
+    scales = torch.logspace(math.log10(6.2e-5), math.log10(57344), 100_000, dtype=torch.float64).float()
+    found = decode_scale(encode_scale(scales))
+    error = (found / scales - 1).abs()
+    assert error.max() <= 1 / 16 + 2**-11
+    assert 0.02 < error.square().mean().sqrt() < 0.027
+    every = decode_scale(torch.arange(1, 248, dtype=torch.uint8))
+    nearest = (every - scales[::100, None]).abs().amin(1)
+    assert ((found - scales)[::100].abs() <= nearest + 2**-10 * scales[::100]).all()  # both sides of a tie are near
+
+
+def test_scales_that_are_no_such_numbers_have_the_least_code_or_the_largest():
+    scales = torch.tensor([0.0, -0.0, -3.0, math.nan, -math.nan, -math.inf, 1e-30, 63000.0, 65504.0, 1e30, math.inf])
+    assert encode_scale(scales).tolist() == [1] * 7 + [247] * 4
+    assert encode_scale(torch.empty(2, 0)).shape == (2, 0)
 
 
 @dims
@@ -42,7 +80,7 @@ def test_the_rotation_is_orthogonal_and_always_the_same(dim):
 def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
     keys, matrix = (3 * torch.randn(2, 5, dim)).to(dtype), random_rotation(dim, "sketch")
     signs, rest, scale = pack_sketch(keys.float() @ matrix)
-    assert (signs.dtype, rest.dtype, scale.dtype) == (torch.uint8, torch.uint8, torch.float16)
+    assert (signs.dtype, rest.dtype, scale.dtype) == (torch.uint8, torch.uint8, torch.uint8)
     assert signs.shape == rest.shape == (2, 5, math.ceil(dim / 64) * 8)
     assert not signs[..., dim // 8 :].any()
     assert not rest[..., dim // 8 :].any()
@@ -56,9 +94,10 @@ def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
 
         assert [2 * bit(signs, at) + bit(rest, at) for at in range(dim)] == levels.tolist()
         assert [bit(signs, at) for at in range(dim)] == (x[place] >= 0).tolist()
-        estimate = (scale[place].float() * (levels - 1.5)) @ x[place]
-        torch.testing.assert_close(estimate, keys[place].float().square().sum(), rtol=1e-3, atol=0)
-        assert torch.equal(unpacked(signs, rest, scale, dim)[place], scale[place].double() * (levels - 1.5).double())
+        factor = decode_scale(scale[place])
+        estimate = factor * (levels - 1.5) @ x[place]
+        torch.testing.assert_close(estimate, keys[place].float().square().sum(), rtol=0.064, atol=0)
+        assert torch.equal(unpacked(signs, rest, scale, dim)[place], factor.double() * (levels - 1.5).double())
 
 
 def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):
@@ -68,12 +107,10 @@ def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):
     assert 0.11 < error < 0.15  # the best 4-level quantiser leaves 0.119 of a Gaussian's variance
 
 
-def test_a_key_of_zero_has_scale_zero_and_a_huge_one_a_finite_scale():
-    keys = torch.zeros(2, 64)
-    keys[1, 5] = 1e15
-    scale = pack_sketch(keys @ random_rotation(64, "sketch"))[2]
-    assert scale[0] == 0
-    assert scale[1] == torch.finfo(torch.float16).max
+def test_a_key_of_zero_or_not_finite_has_the_least_scale_and_a_huge_one_the_largest():
+    keys = torch.zeros(5, 64)
+    keys[1, 5], keys[2, 5], keys[3, 5], keys[4, 5] = 1e15, math.nan, math.inf, -math.inf
+    assert pack_sketch(keys @ random_rotation(64, "sketch"))[2].tolist() == [1, 247, 1, 1, 1]
 
 
 @dims
@@ -107,7 +144,7 @@ def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> t
     names = torch.randperm(len(pages) * most + 1)[: len(pages) * most].view(len(pages), most)
     signs, rest, scale = pack_sketch(torch.randn(len(pages) * most + 1, heads, 64, dim) @ matrix)
     for row, count in enumerate(pages):
-        scale[names[row, count:]] = math.nan
+        scale[names[row, count:]] = NAN_SCALE
     q = 2 * torch.randn(len(pages), heads * group, dim)
     mapped = (q.unflatten(1, (heads, -1)) @ maps).flatten(1, 2).double()
     step = mapped.abs().amax(-1, keepdim=True) / 127
@@ -121,7 +158,7 @@ def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> t
         "num_pages": torch.tensor(pages),
     }
     excluded = (torch.rand(*scale.shape[:2], 64 // chunk) < 0.2).repeat_interleave(chunk, -1)
-    args["scale"] = scale.masked_fill(excluded & scale.isfinite(), -0.0)
+    args["scale"] = scale.masked_fill(excluded & (scale != NAN_SCALE), EXCLUDED_SCALE)
     return args, rounded.unflatten(1, (heads, -1))
 
 
@@ -143,7 +180,7 @@ def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(
         count = int(args["num_pages"][b])
         assert (scores[b, :, 8 * count :] == -math.inf).all()
         own = args["pages"][b, :count]
-        levels = (2.0 * plane_bits(args["signs"][own], dim) - 1) * args["scale"][own].float().unsqueeze(-1)
+        levels = (2.0 * plane_bits(args["signs"][own], dim) - 1) * decode_scale(args["scale"][own]).unsqueeze(-1)
         tokens = levels.transpose(0, 1).flatten(1, 2).double()  # [H, tokens, d]
         unit = args["queries"].unit[b].double().view(heads, -1, 1)
         whole = args["queries"].whole[b, ..., : dim // 8].flatten(-2).unflatten(0, (heads, -1)).double()
@@ -157,7 +194,7 @@ def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(ops, seed)
     del args["rest"]
     zeros = sketch_queries(torch.zeros(1, 2, 64), random_rotation(64, "sketch"))
     assert not ops.sign_scores(**args | {"queries": zeros}).any()
-    assert ops.sign_scores(**args | {"scale": torch.full_like(args["scale"], 65504.0)}).isfinite().all()
+    assert ops.sign_scores(**args | {"scale": torch.full_like(args["scale"], 247)}).isfinite().all()
 
 
 @pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
@@ -178,7 +215,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, 
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):
             scores = (tokens[:, h].flatten(0, 1) @ queries[b, h].T).amax(-1).unflatten(0, (-1, chunk)).amax(-1)
-            excluded = args["scale"][own, h].flatten().view(torch.int16) == EXCLUDED
+            excluded = args["scale"][own, h].flatten() == EXCLUDED_SCALE
             scores[excluded.unflatten(0, (-1, chunk)).all(-1)] = -math.inf
             kept = coarse[b, h, :runs].sort(descending=True).values[: int(keep[b])]
             allowed = (coarse[b, h, :runs] >= kept.min()) if len(kept) else torch.zeros(runs, dtype=torch.bool)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.sampling import CAUTION, Sampling, by_chance, mix, row_seeds
-from shadowkv.ops.select_by_sketch.reference import EXCLUDED, kept_runs, sampled_runs
-from shadowkv.ops.sign_scores.reference import pack_sketch, sign_scores
+from shadowkv.ops.select_by_sketch.reference import kept_runs, sampled_runs
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, pack_sketch, sign_scores
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 TIMES = 400
@@ -103,7 +103,7 @@ def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Te
     keys = torch.randn(pages, 2, 64, dim) + torch.randn(2, 1, dim)
     excluded = (torch.rand(pages, 2, 64 // chunk) < 0.1).repeat_interleave(chunk, -1)
     signs, rest, scale = pack_sketch(keys)
-    scale = scale.masked_fill(excluded, -0.0)
+    scale = scale.masked_fill(excluded, EXCLUDED_SCALE)
     q = torch.randn(1, 6, dim)  # longer ones have logits whose estimates have heavy tails
     logits = torch.einsum("hgd,phtd->hgpt", q.view(2, 3, dim), keys).flatten(2) * dim**-0.5
     eye, slots = torch.eye(dim).bfloat16().expand(1, 2, -1, -1), torch.zeros(times, dtype=torch.int64)
@@ -238,4 +238,3 @@ def test_seeds_of_rows_are_hashes_of_request_position_and_segment():
 def test_the_hash_is_lowbias32():
     assert mix(torch.tensor([0, 1, 2**32 + 1])).tolist() == [0, *([int(mix(torch.tensor(1)))] * 2)]
     assert math.isclose(float(mix(torch.arange(4096)).double().mean()), 2**31, rel_tol=0.05)
-    assert EXCLUDED == -(2**15)

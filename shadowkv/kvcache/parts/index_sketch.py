@@ -24,7 +24,7 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
-from shadowkv.ops.sign_scores.reference import RUN
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 ISOTROPIC = 0.85
@@ -52,7 +52,7 @@ class Sketch(IndexPart):
         return (
             Field("sketch_signs", plane, torch.uint8),
             Field("sketch_rest", plane, torch.uint8),
-            Field("sketch_scale", plane[:2], torch.float16),
+            Field("sketch_scale", plane[:2], torch.uint8),
         )
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
@@ -89,7 +89,7 @@ class Sketch(IndexPart):
     def exclude(self, store: SealedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
         scale = store.page["sketch_scale"][layers, pages]
         marked = excluded.repeat_interleave(self.spec.chunk, dim=-1)
-        store.write("sketch_scale", layers, pages, scale.masked_fill(marked, -0.0))
+        store.write("sketch_scale", layers, pages, scale.masked_fill(marked, EXCLUDED_SCALE))
 
     def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.sampling import Sampling, by_chance
-from shadowkv.ops.sign_scores.reference import RUN, plane_bits
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 16
@@ -30,9 +30,6 @@ their share."""
 
 SAMPLED_SHARE = 4
 """One in this many of these runs is sampled, where anything is."""
-
-EXCLUDED = torch.tensor(-0.0, dtype=torch.float16).view(torch.int16).item()
-"""Bits of -0, the scale of a token that may not be selected."""
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
@@ -100,7 +97,7 @@ def select_by_sketch(
         queries: B rows of H_q heads.
         coarse: float16 [B, H, 8 P], of ``sign_scores``.
         signs, rest: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
-        scale: float16 [N, H, 64], -0 for tokens that may not be selected.
+        scale: uint8 [N, H, 64], codes of which 0 is that of tokens that may not be selected.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P.
         budget: int64 [B], top-k chunks, at most so many of a row that samples (see ``by_chance``); with the sampled
@@ -153,8 +150,8 @@ def select_by_sketch(
     codes = 2 * plane_bits(of_runs(signs), bits) + plane_bits(of_runs(rest), bits)
     levels = (codes.float() - 1.5).flatten(2, 3)  # [B, H, tokens, 8 S]
     scales = of_runs(scale).flatten(2)
-    scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2) * scales.float()
-    scores = scores.masked_fill(scales.view(torch.int16) == EXCLUDED, float("-inf"))
+    scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2) * decode_scale(scales)
+    scores = scores.masked_fill(scales == EXCLUDED_SCALE, float("-inf"))
     scores = scores.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
     per_run = RUN // chunk
     scores = scores.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))

@@ -21,6 +21,15 @@ STEP = 0.9957
 RUN = 8
 """Tokens that are found together by their signs."""
 
+SCALE_SHIFT = 7
+"""A scale's code, shifted so far, is the bits of a float16: 5 bits of exponent, 3 of mantissa, no sign."""
+
+LARGEST_SCALE = 61440.0
+"""The largest finite one, of code 247."""
+
+EXCLUDED_SCALE = 0
+"""Code of a token that may not be selected; keys have others."""
+
 PAGES_AT_ONCE = 512
 """Pages unpacked at a time, to bound the copies."""
 
@@ -33,8 +42,9 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the signs (1 for positive) and the lower bits of codes
-        from 0 to 3: bit j of byte b < d/8 is that of dimension j d/8 + b, other bytes are 0; and float16 [...] scales,
-        0 for a key that is 0. ``x`` is about (code - 1.5) * scale.
+        from 0 to 3: bit j of byte b < d/8 is that of dimension j d/8 + b, other bytes are 0; and scales uint8 [...], as
+        ``encode_scale`` makes them. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least
+        scale.
     """
     norm = x.norm(dim=-1, keepdim=True)
     sigma = (norm / math.sqrt(x.shape[-1])).clamp_min(torch.finfo(torch.float32).tiny)
@@ -42,7 +52,29 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     overlap = (x * (codes - 1.5)).sum(-1)
     scale = (norm.squeeze(-1).square() / overlap).where(overlap > 0, 0)
     whole = codes.to(torch.uint8)
-    return _plane(whole >> 1), _plane(whole & 1), scale.clamp(max=torch.finfo(torch.float16).max).half()
+    return _plane(whole >> 1), _plane(whole & 1), encode_scale(scale)
+
+
+def encode_scale(scale: Tensor) -> Tensor:
+    """Scales in one byte: a step reads those of all tokens, and 3 bits of mantissa err far less than signs do.
+
+    An unsigned float with 5 bits of exponent: the upper 8 of the lower 15 bits of a float16.
+
+    Args:
+        scale: float32 [...].
+
+    Returns:
+        uint8 [...] from 1 to 247, rounded to nearest after a rounding to float16. From 2**-14 to the largest, 61440,
+        they are off by a 16th at the most; below by 2**-18, but for the least, 2**-17, which 0, what is negative and
+        NaN have, too.
+    """
+    half = scale.nan_to_num(0.0).clamp(0.0, LARGEST_SCALE).half().view(torch.int16)
+    return (((half >> SCALE_SHIFT - 1) + 1) >> 1).clamp(min=1).to(torch.uint8)
+
+
+def decode_scale(codes: Tensor) -> Tensor:
+    """Scales float32 [...] of codes uint8 [...], as ``encode_scale`` makes them; 0 of ``EXCLUDED_SCALE``."""
+    return (codes.to(torch.int16) << SCALE_SHIFT).view(torch.float16).float()
 
 
 def _plane(bits: Tensor) -> Tensor:
@@ -68,7 +100,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     Args:
         queries: B rows of H_q heads.
         signs: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
-        scale: float16 [N, H, 64].
+        scale: uint8 [N, H, 64], as ``encode_scale`` makes them; what is excluded counts as a score of 0.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P; all their tokens count.
 
@@ -81,7 +113,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     for names in pages.split(max(1, PAGES_AT_ONCE // max(1, batch)), dim=1):
         levels = 2 * plane_bits(signs[names], bits).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, 8 S]
         scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2)  # products of whole numbers: exact
-        scores *= scale[names].transpose(1, 2).flatten(2).float()
+        scores *= decode_scale(scale[names]).transpose(1, 2).flatten(2)
         parts.append(scores.unflatten(-1, (-1, RUN)).amax(-1))
     best = torch.cat(parts, dim=-1).clamp(*(sign * torch.finfo(torch.float16).max for sign in (-1, 1))).half()
     beyond = torch.arange(best.shape[-1], device=best.device) >= PAGE // RUN * num_pages[:, None, None]

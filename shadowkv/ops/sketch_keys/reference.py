@@ -25,7 +25,7 @@ def sketch_keys(
         maps: bfloat16 [L, slots, H, d, d], what the keys of each sequence and kv head are multiplied by.
         slots: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.
         signs, rest: uint8 [L, N, H, 64, S], views over all pages.
-        scale: float16 [L, N, H, 64].
+        scale: uint8 [L, N, H, 64].
         pages: int64 [n], which of the N take them.
     """
     centred = (keys - mean[:, slots].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]

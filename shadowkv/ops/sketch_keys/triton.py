@@ -9,11 +9,14 @@ from torch import Tensor
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS
-from shadowkv.ops.sign_scores.reference import STEP
+from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 TOKENS = tl.constexpr(PAGE)
 """Of a page, for kernels."""
+
+SHIFT, LARGEST = tl.constexpr(SCALE_SHIFT), tl.constexpr(LARGEST_SCALE)
+"""Of scales."""
 
 
 def supports(case: Case) -> list[str]:
@@ -87,8 +90,11 @@ def _sketch_keys(
         step = tl.maximum(STEP * tl.sqrt(square), 1e-37)
         code = tl.minimum(tl.maximum(tl.floor(y / step[:, None]) + 2, 0.0), 3.0)
         overlap = tl.sum(tl.where(used, y * (code - 1.5), 0.0), 1)
-        length = tl.where(overlap > 0, square / tl.where(overlap > 0, overlap, 1.0), 0.0)
-        tl.store(scale_row + head * TOKENS, tl.minimum(length, 65504.0).to(tl.float16))
+        length = square / tl.where(overlap > 0, overlap, 1.0)
+        # A NaN, as of keys that are not finite, is not above 0.
+        length = tl.where((overlap > 0) & (length > 0), tl.minimum(length, LARGEST), 0.0)
+        half = length.to(tl.float16).to(tl.int16, bitcast=True)
+        tl.store(scale_row + head * TOKENS, tl.maximum(((half >> SHIFT - 1) + 1) >> 1, 1).to(tl.uint8))
         whole = tl.reshape(tl.where(used, code.to(tl.int32), 0), (TOKENS, 8, BYTES))
         # Both planes in one sum: the signs in the upper half.
         both = tl.sum((((whole >> 1) << 8) | (whole & 1)) << bit, 1)
