@@ -64,7 +64,8 @@ MOST_ENTRIES = 32767
 """Chunks that the buffer can number."""
 
 LEAST_WASTE = 0.02
-"""Share of a block that may be lost to pages that do not fill it."""
+"""Share of a block that may be lost to sealed pages that do not fill it, and half of what exact ones may lose: what fills
+a device are long sequences."""
 
 SPARE_SEGMENTS = 16
 """One of so many sequences may have a second segment while as many sequences are there as can be."""
@@ -76,7 +77,7 @@ def pack(exact: int, sealed: int) -> tuple[int, int, int]:
     for count in range(1, 9):
         other = max(1, round(count * exact / sealed))
         size = max(count * exact, other * sealed)
-        waste = 1 - min(count * exact, other * sealed) / size
+        waste = 1 - min((size + count * exact) / 2, other * sealed) / size
         if waste < least:
             best, least = (count, other, size), waste
         if least <= LEAST_WASTE:

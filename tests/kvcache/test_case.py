@@ -57,7 +57,7 @@ def test_the_numbers_of_a_case() -> None:
     case = case_of(Layout(preset("turbo-host"), shape, torch.bfloat16, 65536 + 32), rope, torch.device("cpu"))
     assert (case.dtype, case.head_dim, case.group) == (torch.bfloat16, 128, 4)
     assert (case.rope_dim, case.interleaved) == (64, True)
-    assert (case.chunk, case.rank, case.key_codec, case.value_codec) == (8, 160, 17, 2)
+    assert (case.chunk, case.rank, case.key_codec, case.value_codec) == (8, 160, 18, 2)
     assert (case.max_pages, case.max_selected) == (1024, 65536 // 64 // 8 + 1)
     assert case.fetched_bytes == 8 * 48
     assert (case.capability, case.block_memory) == (None, 0)
