@@ -4,7 +4,6 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill, sealed_batch
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, latents
-from shadowkv.kvcache.parts import keys_low_rank
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.attend_selected.reference import gather_selected
@@ -25,14 +24,12 @@ def keys_error(kind: str) -> tuple[float, int]:
     return float((rebuilt[1] - rebuilt[0]).norm() / rebuilt[0].norm()), largest
 
 
-def test_four_bits_have_eighteen_times_the_step_of_eight_where_they_are_not_cut(monkeypatch) -> None:
+def test_four_bits_have_eighteen_times_the_step_of_eight(monkeypatch) -> None:
     monkeypatch.setattr(latents, "STRONG", 0)
-    (fine, _), (clipped, most) = keys_error("low-rank-int8"), keys_error("low-rank-int4")
-    monkeypatch.setattr(keys_low_rank, "CLIP", 100.0)
-    coarse, largest = keys_error("low-rank-int4")
-    assert (most, largest) == (7, 6)  # 7 are for what is larger than all of the prompt
+    (fine, _), (coarse, largest) = keys_error("low-rank-int8"), keys_error("low-rank-int4")
+    assert largest == 6  # 7 are for what is larger than all of the prompt
     # Centred keys differ from plain ones in what the subspace leaves out, too.
-    assert 3 * fine < clipped < coarse < 0.5
+    assert 3 * fine < coarse < 0.5
 
 
 def test_signs_alone_choose_the_runs_with_the_best_scores() -> None:

@@ -26,11 +26,6 @@ KEPT_ENERGY = "kept_energy"
 HEADROOM = 1.25
 """What latents of generated tokens may be larger than all of the prompt's."""
 
-CLIP = 3.0
-"""Deviations at which latents in 4 bits are cut: finer steps lose less than what is cut off. On natural text keys then
-have a squared error of 0.0072 of their norm (SmolLM2-135M, rank 96, 16 rank dimensions in 8 bits), of 0.0079 with 4
-deviations and of 0.0093 where nothing of the prompt is cut."""
-
 
 class LowRankKeys(KeyPart):
     """Latents in the form of their codec.
@@ -97,11 +92,8 @@ class LowRankKeys(KeyPart):
         basis, variance, largest, total = self.subspaces(store, keys, mean)
         learned = {KEPT_ENERGY: kept_energy(variance, total)}
         if mean is not None and self.codec.largest is not None:
-            codes = self.codec.largest_codes(self.rank, keys.device)
             # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
-            reach = HEADROOM * largest
-            reach = reach.where(codes == self.codec.largest, torch.minimum(reach, CLIP * variance.sqrt()))
-            step = reach.clamp(min=1e-12) / codes
+            step = HEADROOM * largest.clamp(min=1e-12) / self.codec.largest_codes(self.rank, keys.device)
             basis = (basis * step.unsqueeze(2)).to(self.dtype)
             of_latents = (basis.float() @ mean.float().unsqueeze(2)).squeeze(2)
             learned |= {"key_mean": mean, "latent_step": step, "latent_mean": of_latents}
