@@ -24,7 +24,7 @@ KEPT_ENERGY = "kept_energy"
 """The field of states that has the share of the keys' squared norm that the subspace keeps."""
 
 HEADROOM = 1.25
-"""What latents of generated tokens may be larger than all of the prompt's."""
+"""What latents of generated tokens may be larger than all of the prompt's, where a code has 8 bits."""
 
 
 class LowRankKeys(KeyPart):
@@ -93,7 +93,9 @@ class LowRankKeys(KeyPart):
         learned = {KEPT_ENERGY: kept_energy(variance, total)}
         if mean is not None and self.codec.largest is not None:
             # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
-            step = HEADROOM * largest.clamp(min=1e-12) / self.codec.largest_codes(self.rank, keys.device)
+            codes = self.codec.largest_codes(self.rank, keys.device)
+            room = torch.where(codes == self.codec.largest, HEADROOM, 1.0)  # which 4 bits do not have
+            step = room * largest.clamp(min=1e-12) / codes
             basis = (basis * step.unsqueeze(2)).to(self.dtype)
             of_latents = (basis.float() @ mean.float().unsqueeze(2)).squeeze(2)
             learned |= {"key_mean": mean, "latent_step": step, "latent_mean": of_latents}
