@@ -34,6 +34,7 @@ from shadowkv.models.stored import Stored
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
 from shadowkv.ops.registry import Ops
+from shadowkv.wording import SettingsError
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -111,13 +112,13 @@ def load_model(
         MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
     """
     if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+        raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
     name = _name(source)
     device = torch.device(device)
     weights_dtype = _dtype(dtype, device)
 
     # Before anything is fetched or read.
-    check_hardware(quantization, device, weights_dtype, "--quantization fp8:", "leave the flag out")
+    check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
     def runnable(config: ModelConfig) -> ModelConfig:
         who = f"{source}: its weights are quantised in fp8, and"
@@ -126,7 +127,7 @@ def load_model(
 
     if load_format == "dummy":
         if adapter is not None:
-            raise ValueError("an adapter has no meaning with load_format='dummy'")
+            raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
         config = runnable(load_config(source, max_model_len, rope_theta))
         shard = Shard(config, group.rank, group.size)
         check_memory(Decoder(shard.config, weights_dtype, "meta", group=group), device)
@@ -199,7 +200,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not one of auto, float32, bfloat16, float16")
+        raise SettingsError(f"dtype={dtype!r} is not one of auto, float32, bfloat16, float16", ["dtype"])
     return found
 
 

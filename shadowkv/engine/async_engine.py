@@ -25,6 +25,7 @@ from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class AsyncEngine:
         Raises EngineBusy if too many wait, EngineDead if the engine has stopped.
         """
         if len(self._sinks) - self.engine.num_running >= self.max_queued_seqs:
-            raise EngineBusy(f"{self.max_queued_seqs} requests are waiting already")
+            raise EngineBusy(f"no more than {counted(self.max_queued_seqs, 'request')} may wait (--max-queued-seqs)")
         name = request.request_id
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
 
@@ -191,9 +192,9 @@ class AsyncEngine:
         """
         self._check_directory()
         if request.prompt is None or not request.prompt.shareable:
-            tokens = len(request.prompt_token_ids)
+            tokens = counted(len(request.prompt_token_ids), "token")
             raise RequestError(
-                f"the prompt has {tokens} tokens; pages of {PAGE} are saved, as many as come before its last token",
+                f"the prompt has {tokens}; pages of {PAGE} are saved, as many as come before its last token",
                 "prompt",
             )
         try:
