@@ -39,6 +39,10 @@ class EngineDead(RuntimeError):
     """The engine's thread has ended; no request can be served."""
 
 
+class EngineStopped(EngineDead):
+    """It has ended because it was told to."""
+
+
 class EngineBusy(RuntimeError):
     """As many requests wait as may."""
 
@@ -79,7 +83,7 @@ class AsyncEngine:
             self.shutdown()
             raise
         if self._error is not None:
-            raise EngineDead(self._reason()) from self._error
+            raise self._end() from self._error
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops the thread after the step at work; requests in flight get EngineDead."""
@@ -116,7 +120,7 @@ class AsyncEngine:
         try:
             self._commands.put(lambda: begin(answer))
             if not self.is_alive:
-                raise EngineDead(self._reason())
+                raise self._end()
             return await asyncio.wait_for(asyncio.wrap_future(answer), seconds)
         finally:
             answer.cancel()
@@ -163,7 +167,7 @@ class AsyncEngine:
         self._commands.put(lambda: self._add(request))
         if not self.is_alive:
             self._sinks.pop(name, None)
-            raise EngineDead(self._reason())
+            raise self._end()
         finished = False
         try:
             while not finished:
@@ -282,9 +286,9 @@ class AsyncEngine:
             self._stopped = True
             self._warm.set()
             for sink in list(self._sinks.values()):
-                sink(EngineDead(self._reason()))
+                sink(self._end())
             for answer in list(self._answers):
-                settle(answer, EngineDead(self._reason()))
+                settle(answer, self._end())
             self._close()
 
     def _close(self) -> None:
@@ -307,8 +311,11 @@ class AsyncEngine:
                 return False
             command()
 
-    def _reason(self) -> str:
-        return f"the engine has died: {self._error}" if self._error else "the engine has been shut down"
+    def _end(self) -> EngineDead:
+        """Why nothing is served any more."""
+        if self._error:
+            return EngineDead(f"the engine has died: {self._error}")
+        return EngineStopped("the engine has been shut down")
 
 
 def _raise(error: Exception) -> None:
