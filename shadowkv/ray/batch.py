@@ -44,7 +44,7 @@ DEAD = 70
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answers the file; returns the exit code."""
-    args = _parse(argv)
+    args = parse(argv)
     set_up_log()
     exit_on_signals()
     try:
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of a command line; ends the process with a line where they cannot be."""
     parser = Parser(prog="shadowkv ray batch", description=__doc__)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in the OpenAI batch format")

@@ -48,7 +48,7 @@ def test_server(name: str) -> None:
     template = deployment["spec"]["template"]
     [container] = template["spec"]["containers"]
     assert container["name"] == container_name
-    args = module._parse(container["args"])
+    args = module.parse(container["args"])
     EngineConfig.from_args(args)  # raises where flags do not go together
     settings = ServerSettings.from_args(args)
 
@@ -70,7 +70,7 @@ def test_commented_flag() -> None:
     [flag] = re.findall(r"# - (--tensor-parallel-size=\S+)", text)
     [container] = of_kind("kubernetes.yaml", "Deployment")["spec"]["template"]["spec"]["containers"]
     args = [one for one in container["args"] if not one.startswith("--kv-")]
-    config = EngineConfig.from_args(shadowkv.serve.__main__._parse([*args, flag]))
+    config = EngineConfig.from_args(shadowkv.serve.__main__.parse([*args, flag]))
     assert config.tensor_parallel_size == 2
 
 
@@ -93,7 +93,7 @@ def test_volumes_and_users(name: str) -> None:
 def test_where_engines_run(name: str) -> None:
     """Pods with a GPU have the directory of segments, and a home whose cache is a volume."""
     [container] = of_kind(name, "Deployment")["spec"]["template"]["spec"]["containers"]
-    directory = SERVERS[name][0]._parse(container["args"]).kv_disk_dir
+    directory = SERVERS[name][0].parse(container["args"]).kv_disk_dir
     containers = [one for pod in pods(name) for one in pod["containers"]]
     [engine] = [one for one in containers if "nvidia.com/gpu" in one["resources"]["limits"]]
     paths = {mount["mountPath"] for mount in engine["volumeMounts"]}
@@ -104,7 +104,7 @@ def test_ray_cluster() -> None:
     """The front asks for the workers that there are, of their size, by Ray's version and the operator's name."""
     cluster = of_kind("kuberay.yaml", "RayCluster")
     [front] = of_kind("kuberay.yaml", "Deployment")["spec"]["template"]["spec"]["containers"]
-    args = shadowkv.ray.serve._parse(front["args"])
+    args = shadowkv.ray.serve.parse(front["args"])
     [group] = cluster["spec"]["workerGroupSpecs"]
     assert group["replicas"] == args.replicas
     assert group["rayStartParams"] == {"num-cpus": str(args.cpus_per_replica), "num-gpus": "1"}
