@@ -6,9 +6,16 @@ import argparse
 from pathlib import Path
 
 from shadowkv.command_line import Parser
-from shadowkv.engine.config import DTYPES, LOAD_FORMATS, QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig
+from shadowkv.engine.config import (
+    DTYPES,
+    LOAD_FORMATS,
+    QUANTIZATION_HELP,
+    QUANTIZATIONS,
+    EngineConfig,
+    parse_budget,
+)
 from shadowkv.eval import niah
-from shadowkv.eval.checks import budget, variation
+from shadowkv.eval.checks import variation
 from shadowkv.kvcache.presets import POLICY_HELP
 
 SUITE_DATA = {
@@ -70,7 +77,7 @@ def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv.add_argument(
         "--budget",
         nargs="+",
-        type=budget,
+        type=parse_budget,
         metavar="BUDGET",
         help="selected tokens a step, a fraction (0.0156) or a count (2048); full has none (default: each policy's)",
     )

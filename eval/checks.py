@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 
-from shadowkv.engine.config import parse_budget
 from shadowkv.eval.vary import Variation
 from shadowkv.kvcache.presets import preset
 
@@ -40,17 +38,6 @@ def check(args: argparse.Namespace) -> None:
             bad.append(f"--kv {kv}: {error}")
     if bad:
         raise ValueError("; ".join(bad))
-
-
-def budget(text: str) -> float | int:
-    """A share of the context, or a number of tokens."""
-    try:
-        value = parse_budget(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
-    if not 0 < value < math.inf or (isinstance(value, float) and value > 1):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
-    return value
 
 
 def variation(text: str) -> Variation:

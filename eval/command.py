@@ -34,7 +34,8 @@ def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
     try:
         (_compare if args.suite == "fidelity" else _evaluate)(args, command_line(arguments))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        longest = "--prompt-tokens + --new-tokens" if args.suite == "fidelity" else "--length"
+        print(f"error: {one_line(error, max_model_len=longest)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on from {args.out}", file=sys.stderr)

@@ -20,6 +20,7 @@ from shadowkv.eval.metrics import score
 from shadowkv.eval.policies import Policy
 from shadowkv.eval.sample import Sample
 from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import counted
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Forks:
         need = sum(map(len, turns)) + len(turns) * sample.max_new_tokens
         if need > self.loaded.config.max_position:
             raise ValueError(
-                f"sample {sample.id} of {sample.task} needs {need} tokens, more than the "
+                f"sample {sample.id} of {sample.task} needs {counted(need, 'token')}, more than the "
                 f"{self.loaded.config.max_position} that {self.loaded.name} takes"
             )
         return Prompts(sample, turns, need)

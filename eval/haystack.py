@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shadowkv.wording import counted
+
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 
@@ -83,7 +85,7 @@ class Filler:
             sentences.append(sentence)
         while (excess := self.count(text := build(sentences)) - limit) > 0:
             if not sentences:
-                raise ValueError(f"not even the question fits: it is {excess} tokens longer than {limit}")
+                raise ValueError(f"not even the question fits: it is {counted(excess, 'token')} longer than {limit}")
             while excess > 0 and sentences:
                 excess -= self._tokens(sentences.pop())
         return text

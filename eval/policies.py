@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shadowkv.engine.config import refused_policy
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import KVSpec
@@ -36,7 +37,7 @@ class Policy:
 def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: ModelShape) -> list[Policy]:
     """Policies as ``preset`` reads them, once each: under their own budget, else under every one of ``budgets``.
 
-    Full attention has no budget. Raises ValueError for what cannot be.
+    Full attention has no budget. Raises SettingsError for what cannot be.
     """
     from shadowkv.kvcache.parts import resolve  # which loads PyTorch: --help does without
 
@@ -46,7 +47,11 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
         own = spec.budget is not None or spec.index == "none" or not budgets
         for budget in (spec.budget,) if own else budgets:
             label = kv if budget is None else f"{kv}@{budget}"
-            policies[label] = Policy(label, kv, resolve(preset(spec, budget=budget), shape))
+            try:
+                resolved = resolve(preset(spec, budget=budget), shape)
+            except ValueError as error:
+                raise refused_policy(error, name, budget=None if own else budget) from error
+            policies[label] = Policy(label, kv, resolved)
     return list(policies.values())
 
 

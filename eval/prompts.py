@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.wording import counted
 
 # A prompt this full is not filled further. Steps aim between it and 1: the next step would cost a tokenisation.
 FULL = 0.97
@@ -75,7 +76,7 @@ class PromptFitter:
         prompt = self.frame(question.text, question.answer_prefix)
         tokens = shortest = self.count(prompt)
         if tokens > self.budget:
-            raise TooShortError(f"the shortest prompt has {tokens} tokens, the length leaves {self.budget}")
+            raise TooShortError(f"the shortest prompt has {counted(tokens, 'token')}, the length leaves {self.budget}")
         fits, fails, units, steps = least, most + 1 if most is not None else None, max(self._start, least + 1), 0
         while tokens < FULL * self.budget and (fails is None or fails - fits > 1):
             units = max(units, fits + 1) if fails is None else min(max(units, fits + 1), fails - 1)

@@ -11,6 +11,7 @@ from shadowkv.eval.files import Prediction
 from shadowkv.eval.metrics import score
 from shadowkv.eval.policies import Policy
 from shadowkv.eval.sample import Sample
+from shadowkv.wording import counted
 
 
 class Remote:
@@ -83,5 +84,6 @@ class Remote:
         need = self.count_tokens(text) + sample.max_new_tokens
         if self.max_model_len is not None and need > self.max_model_len:
             raise ValueError(
-                f"sample {sample.id} of {sample.task} needs {need} tokens, the server takes {self.max_model_len}"
+                f"sample {sample.id} of {sample.task} needs {counted(need, 'token')}, the server takes "
+                f"{self.max_model_len}"
             )

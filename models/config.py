@@ -9,6 +9,7 @@ from shadowkv.models.files import in_words
 from shadowkv.models.hf_fields import MAX_POSITIONS
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
+from shadowkv.wording import SettingsError, counted
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,19 @@ class ModelConfig:
             config = replace(config, rope=replace(config.rope, theta=rope_theta), max_position=position)
         if config.sliding_window is not None and config.max_position > config.sliding_window:
             if max_model_len is not None and max_model_len > config.sliding_window:
-                raise ValueError(
-                    f"max_model_len={max_model_len} is more than the sliding window of {config.sliding_window} tokens "
+                window = counted(config.sliding_window, "token")
+                raise SettingsError(
+                    f"max_model_len={max_model_len} is more than the sliding window of {window} "
                     f"that this {config.architecture} model attends to; windows are not supported: use "
-                    f"max_model_len <= {config.sliding_window}"
+                    f"max_model_len <= {config.sliding_window}",
+                    ["max_model_len"],
                 )
             config = replace(config, max_position=config.sliding_window)
         if max_model_len is not None and max_model_len > config.max_position:
-            raise ValueError(
-                f"max_model_len={max_model_len} is more than the {config.max_position} positions this "
-                f"{config.architecture} model is made for; an adapter that extends it needs rope_theta too"
+            positions = counted(config.max_position, "position")
+            raise SettingsError(
+                f"max_model_len={max_model_len} is more than the {positions} this "
+                f"{config.architecture} model is made for; an adapter that extends it needs rope_theta too",
+                ["max_model_len", "rope_theta"],
             )
         return config

@@ -37,5 +37,5 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
     if capability < LEAST_CAPABILITY:
         return f"{least}, and {torch.cuda.get_device_name(device)} ({device}) has {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
-        return f"fp8 goes with --dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"fp8 goes with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,8 +34,12 @@ from shadowkv.models.stored import Stored
 from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
 from shadowkv.ops.registry import Ops
+from shadowkv.wording import SettingsError
 
 LOAD_FORMATS = ("auto", "dummy")
+
+Runnable = Callable[[ModelConfig], ModelConfig]
+"""Refuses a config that cannot run here; returns it as it will be run."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +115,13 @@ def load_model(
         MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
     """
     if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+        raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
     name = _name(source)
     device = torch.device(device)
     weights_dtype = _dtype(dtype, device)
 
     # Before anything is fetched or read.
-    check_hardware(quantization, device, weights_dtype, "--quantization fp8:", "leave the flag out")
+    check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
     def runnable(config: ModelConfig) -> ModelConfig:
         who = f"{source}: its weights are quantised in fp8, and"
@@ -126,7 +130,7 @@ def load_model(
 
     if load_format == "dummy":
         if adapter is not None:
-            raise ValueError("an adapter has no meaning with load_format='dummy'")
+            raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
         config = runnable(load_config(source, max_model_len, rope_theta))
         shard = Shard(config, group.rank, group.size)
         check_memory(Decoder(shard.config, weights_dtype, "meta", group=group), device)
@@ -138,23 +142,11 @@ def load_model(
         runnable(load_config(source, max_model_len, rope_theta))
     path = resolve(source, weights=True)
     sampling = read_sampling(path) if path.is_dir() else {}
-    tensors: Iterator[tuple[str, Stored]]
-    in_fp8: FP8Weights | None = None
-    forms: dict[str, str] = {}
+    files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, rope_theta, runnable)
+    config, shapes, tensors = files.config, files.shapes, files.tensors
+    whole = config.quantization is None and group.size == 1
+    forms = dict(files.forms) if whole and _keeps_blocks(device) else {}
     notes: tuple[str, ...] = ()
-    if path.suffix == ".gguf":
-        file = GGUFFile(path)
-        config = runnable(config_from_gguf(file, max_model_len, rope_theta))
-        tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
-        shapes, tensors = gguf_shapes(file), stream_gguf(file, config)
-        if config.quantization is None and group.size == 1 and _keeps_blocks(device):
-            forms = gguf_forms(file)
-    else:
-        config, kind = _config_from_directory(path, max_model_len, rope_theta)
-        config = runnable(config)
-        tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
-        weights = SafetensorsWeights(path) if kind is None else (in_fp8 := FP8Weights(path, kind))
-        shapes, tensors = weights.shapes, weights.stream()
     # All that can be found wrong is found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
@@ -170,9 +162,44 @@ def load_model(
     model = Decoder(shard.config, weights_dtype, device, runs, group)
     # A bar, where it goes to a terminal.
     fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
-    if in_fp8 is not None:
-        notes = in_fp8.notes(quantised(model, targets))
-    return LoadedModel(config, shard, model, tokenizer, name, notes, sampling)
+    if files.in_fp8 is not None:
+        notes = files.in_fp8.notes(quantised(model, targets))
+    return LoadedModel(config, shard, model, files.tokenizer, name, notes, sampling)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of a model say, before any weight is read.
+
+    Attributes:
+        shapes: of all weights, by their names there.
+        tensors: the weights, read one after the other.
+        forms: blocks of quantised numbers that weights are stored in, by their names.
+        in_fp8: the weights, where they are stored in 8-bit floats.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: Iterator[tuple[str, Stored]]
+    forms: Mapping[str, str] = field(default_factory=dict)
+    in_fp8: FP8Weights | None = None
+
+
+def _gguf(path: Path, max_model_len: int | None, rope_theta: float | None, runnable: Runnable) -> _Files:
+    file = GGUFFile(path)
+    config = runnable(config_from_gguf(file, max_model_len, rope_theta))
+    tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
+    return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
+
+
+def _directory(path: Path, max_model_len: int | None, rope_theta: float | None, runnable: Runnable) -> _Files:
+    config, kind = _config_from_directory(path, max_model_len, rope_theta)
+    config = runnable(config)
+    tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
+    in_fp8 = None if kind is None else FP8Weights(path, kind)
+    weights = SafetensorsWeights(path) if in_fp8 is None else in_fp8
+    return _Files(config, tokenizer, weights.shapes, weights.stream(), in_fp8=in_fp8)
 
 
 def _keeps_blocks(device: torch.device) -> bool:
@@ -199,7 +226,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not one of auto, float32, bfloat16, float16")
+        raise SettingsError(f"dtype={dtype!r} is not one of auto, float32, bfloat16, float16", ["dtype"])
     return found
 
 

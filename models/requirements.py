@@ -7,15 +7,16 @@ import torch
 from shadowkv.kvcache.free_memory import free_bytes
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.fp8 import unfit
+from shadowkv.wording import OutOfMemory, SettingsError
 
 GIB = 2**30
 
 
 def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:
-    """Raises ValueError where weights cannot run as they are quantised: for whom, why, and what to do."""
+    """Raises SettingsError where weights cannot run as they are quantised: for whom, why, and what to do."""
     reason = unfit(device, dtype) if quantization == "fp8" else None
     if reason is not None:
-        raise ValueError(f"{who} {reason}; {remedy}")
+        raise SettingsError(f"{who} {reason}; {remedy}", ["dtype", "quantization"])
 
 
 def check_memory(outline: Decoder, device: torch.device) -> None:
@@ -27,8 +28,9 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
     if need > free:
         plain = sum(parameter.nbytes for parameter in outline.parameters() if parameter.dtype == torch.float32)
         halved = need - plain // 2 <= free
-        raise MemoryError(
+        advice = ("pass dtype='bfloat16', " if halved else "") + "use a smaller model or free memory"
+        raise OutOfMemory(
             f"the weights need {need / GIB:.2f} GiB as {outline.weights_in_words} on {device}, "
-            f"{free / GIB:.2f} GiB are free; {'pass --dtype bfloat16, ' if halved else ''}use a smaller model or "
-            "free memory"
+            f"{free / GIB:.2f} GiB are free; {advice}",
+            ["dtype"],
         )

@@ -17,6 +17,7 @@ from shadowkv.kvcache.shape import share
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.stored import FP8Weight, Stored, dense
+from shadowkv.wording import SettingsError, counted
 
 Run = tuple[int, int]
 """First number, and the one after the last."""
@@ -58,8 +59,10 @@ class Shard:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is none of {self.size}")
         if self.size > self.whole.num_query_heads:
-            raise ValueError(
-                f"tensor_parallel_size={self.size} is more than the model's {self.whole.num_query_heads} query heads"
+            raise SettingsError(
+                f"tensor_parallel_size={self.size} is more than the model's "
+                f"{counted(self.whole.num_query_heads, 'query head')}",
+                ["tensor_parallel_size"],
             )
         _ = self.config  # raises for sizes that cannot be
 
@@ -105,7 +108,8 @@ class Shard:
         """The model as the rank's layers and its cache see it: heads and inner width are its own."""
         (q0, q1), (k0, k1), (i0, i1) = self.query_heads, self.kv_heads, self.inner
         if i0 == i1:
-            raise ValueError(f"tensor_parallel_size={self.size} is too much for intermediate_size={i1}")
+            reason = f"tensor_parallel_size={self.size} is too much for intermediate_size={i1}"
+            raise SettingsError(reason, ["tensor_parallel_size"])
         return replace(self.whole, num_query_heads=q1 - q0, num_kv_heads=k1 - k0, intermediate_size=i1 - i0)
 
     def policy(self, spec: KVSpec) -> KVSpec:
@@ -115,15 +119,17 @@ class Shard:
             return resolve(spec, whole)
         if spec.low_rank:
             if spec.key_groups not in (1, groups):
-                raise ValueError(
-                    f"key_groups={spec.key_groups} is not the {groups} that tensor_parallel_size={self.size} makes"
+                raise SettingsError(
+                    f"key_groups={spec.key_groups} is not the {groups} that tensor_parallel_size={self.size} makes",
+                    ["tensor_parallel_size"],
                 )
             spec = replace(spec, key_groups=groups)
         spec = resolve(spec, whole)
         if spec.place == "host" and whole.num_kv_heads % groups:
-            raise ValueError(
+            raise SettingsError(
                 f"place='host' needs as many kv heads on every rank, and tensor_parallel_size={self.size} cuts "
-                f"{whole.num_kv_heads}: keep the values on the device"
+                f"{whole.num_kv_heads}: keep the values on the device",
+                ["tensor_parallel_size"],
             )
         first, last = self.kv_heads
         return spec.of_heads(whole, last - first)

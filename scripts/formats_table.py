@@ -28,7 +28,7 @@ LONG_KV = ["full", "shadowkv", "turbo", "turbo-host", "turboquant-4"]
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     args.samples = {None: SAMPLES, **dict(args.samples)}
     args.out.mkdir(parents=True, exist_ok=True)
     well = True
@@ -53,7 +53,8 @@ def samples(text: str) -> tuple[str | None, int]:
     return (policy_name(kv) if named else None), int(count)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     stages = (*STAGES, TABLE)

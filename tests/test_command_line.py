@@ -8,6 +8,10 @@ import sys
 import pytest
 
 from shadowkv import cli
+from shadowkv.command_line import one_line
+from shadowkv.eval.policies import local_policies
+from shadowkv.kvcache.shape import ModelShape
+from shadowkv.wording import SettingsError
 
 
 def test_every_command_helps_without_pytorch():
@@ -30,6 +34,11 @@ def test_every_command_helps_without_pytorch():
         (["eval", "ruler", "--bad"], "error: "),
         (["plan"], "error: the following arguments are required: --context (see shadowkv plan --help)"),
         (["bench", "serve", "--num-prompts", "x"], "error: argument --num-prompts: invalid int value: 'x' "),
+        (
+            ["serve", "--kv-budget", "1.5"],
+            "error: argument --kv-budget: '1.5' must be a fraction in (0, 1] or at ",
+        ),
+        (["plan", "--context", "1", "--kv", "ful"], "error: argument --kv: unknown KV preset 'ful'; known: full, "),
         (["cache", "ls"], "error: the following arguments are required: --dir (see shadowkv cache ls --help)"),
     ],
 )
@@ -38,6 +47,58 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         cli.main(arguments)
     out, err = capsys.readouterr()
     assert ended.value.code == 2 and not out and err.startswith(line) and err.count("\n") == 1 and "--help)" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        ("serve --max-num-seqs -3", "--max-num-seqs -3 must be at least 1"),
+        ("ray batch --max-num-seqs -3 --input a --output b", "--max-num-seqs -3 must be at least 1"),
+        (
+            "serve --role decode",
+            "--role decode needs --kv-disk-dir, the directory that prefill and decode servers ",
+        ),
+        (
+            "serve --send-timeout -1 --max-body-mib 0",
+            "--send-timeout -1.0 must not be negative; --max-body-mib 0.0",
+        ),
+        ("serve --allow-credentials", "--allow-credentials has no meaning without --allowed-origins"),
+        ("plan --context 64 --fetch-buffer 0.5", "--fetch-buffer 0.5 must be 0 or a finite number of at least 1"),
+        ("plan --context 64 --tensor-parallel-size 99", "--tensor-parallel-size 99 is more than the model's 9 query"),
+        (
+            "plan --context 64 --kv full --kv-rank 3",
+            "--kv full, --kv-rank 3: this KV policy cannot be used: rank=3 ",
+        ),
+        (
+            "plan --context 8193",
+            "--context 8193 is more than the 8192 positions that smollm2-135m-instruct is made ",
+        ),
+        ("eval stress --out o --rope-theta -1", "--rope-theta -1.0 must be positive"),
+        (
+            "eval stress --out o --load-format dummy --length 8193",
+            "--length 8193 is more than the 8192 positions ",
+        ),
+        ("eval stress --out o --load-format dummy --device tpu", "--device tpu is not auto, cpu, cuda or cuda:N"),
+        (
+            "eval fidelity --out o --load-format dummy --kv full quest --budget 2048 --prompt-tokens 8192",
+            "--prompt-tokens + --new-tokens 8448 is more than the 8192 positions this llama model is made for",
+        ),
+        ("bench serve --num-prompts 0", "--num-prompts 0 must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_named_by_their_flags(arguments, line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert cli.main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.splitlines()[-1].startswith(f"error: {line}"), err
+
+
+def test_a_policy_that_is_refused_beside_others_is_named():
+    shape = ModelShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(SettingsError) as caught:
+        local_policies(["full", "quest", "turbo:rank=999"], [64], shape)
+    assert one_line(caught.value).startswith("--kv turbo:rank=999, --budget 64: this KV policy cannot be used: rank=")
 
 
 def test_a_command_gets_the_other_arguments_and_its_code_is_ours(capsys, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shadowkv.eval.haystack import haystack
 from shadowkv.models.tokenizer import Tokenizer
+from shadowkv.wording import counted
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,6 @@ def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, toke
         places = range(0, len(encoded) - length + 1, length)
         pieces += [Prompt(f"{name}:{place}", start + encoded[place : place + length]) for place in places]
     if len(pieces) < count:
-        enough = f"enough for {len(pieces)} prompts of --prompt-tokens {tokens}, not for {count}"
-        raise ValueError(f"{', '.join(texts)} has {held} tokens, {enough}")
+        enough = f"enough for {counted(len(pieces), 'prompt')} of --prompt-tokens {tokens}, not for {count}"
+        raise ValueError(f"{', '.join(texts)} has {counted(held, 'token')}, {enough}")
     return [pieces[number * len(pieces) // count] for number in range(count)]

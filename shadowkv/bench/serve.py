@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from shadowkv.bench.serving_stats import Record, figures
 from shadowkv.eval.provenance import commit
+from shadowkv.wording import counted
 
 SMALLEST_VOCABULARY = 32000
 """Of the usual models."""
@@ -254,5 +255,5 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if errors:
-        print(f"error: {len(errors)} requests failed; the first: {errors[0]}", file=sys.stderr)
+        print(f"error: {counted(len(errors), 'request')} failed; the first: {errors[0]}", file=sys.stderr)
     return 0 if result["completed"] == args.num_prompts else 1

@@ -24,6 +24,7 @@ from shadowkv.cache.inventory import Inventory
 from shadowkv.cache.names import Names
 from shadowkv.cache.scan import remove_leftovers
 from shadowkv.command_line import Parser
+from shadowkv.wording import counted
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -116,10 +117,10 @@ def _list(args: argparse.Namespace) -> int:
         widths = [max(map(len, column)) for column in zip(*table)]
         for line in table:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-        print(f"{len(rows)} snapshots, {_short_size(inventory.index.bytes)}")
+        print(f"{counted(len(rows), 'snapshot')}, {_short_size(inventory.index.bytes)}")
         for name, save in sorted(inventory.saves.items()):
             there = "" if inventory.is_there(save) else " (lost)"
-            print(f"saved as {name}: {save.tokens} tokens, up to {save.snapshots[-1]}{there}")
+            print(f"saved as {name}: {counted(save.tokens, 'token')}, up to {save.snapshots[-1]}{there}")
     for error in inventory.bad_saves.values():
         print(error, file=sys.stderr)
     if inventory.bad:
@@ -154,8 +155,8 @@ def _verify(args: argparse.Namespace) -> int:
             print(error)
         for name, problem in bad_names.items():
             print(f"{problem}; {actions[name]}")
-        named = f"; {len(bad_names)} names are bad" if bad_names else ""
-        print(f"{len(set(names)) - len(bad)} snapshots are good, {len(bad)} bad{named}")
+        named = f"; {counted(len(bad_names), 'bad name')}" if bad_names else ""
+        print(f"{counted(len(set(names)) - len(bad), 'good snapshot')}, {len(bad)} bad{named}")
     return 1 if bad or bad_names else 0
 
 
@@ -175,7 +176,7 @@ def _prune(args: argparse.Namespace) -> int:
         print(json.dumps({"removed": names, "bytes": freed, "leftovers": leftovers}, indent=2))
     else:
         pinned = f"; names keep {_short_size(inventory.index.size(kept))}" if kept else ""
-        print(f"{len(names)} files removed, {_short_size(freed)}; {leftovers} half-written ones{pinned}")
+        print(f"{counted(len(names), 'file')} removed, {_short_size(freed)}; {leftovers} half-written ones{pinned}")
     return 0
 
 
@@ -192,7 +193,7 @@ def _export(args: argparse.Namespace) -> int:
     with _progress(sum(entry.head.nbytes for entry in entries)) as bar:
         export_snapshots(args.dir, entries, saves, args.file, bar.update)
     named = f", saved as {', '.join(saves)}" if saves else ""
-    print(f"{len(entries)} snapshots exported to {args.file}{named}")
+    print(f"{counted(len(entries), 'snapshot')} exported to {args.file}{named}")
     return 0
 
 

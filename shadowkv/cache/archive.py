@@ -25,6 +25,7 @@ from shadowkv.cache.key import is_name
 from shadowkv.cache.names import FOLDER, SUFFIX, Names, Save, name_file
 from shadowkv.cache.save_name import SAVE_NAME
 from shadowkv.kvcache.strict_json import MOST_BYTES, from_json, to_json
+from shadowkv.wording import counted
 
 COPY_BYTES = 4 * 2**20
 
@@ -137,7 +138,7 @@ def import_snapshots(
                     outcome = f"refused: {error.problem}"
                 outcomes.append((member.name, outcome))
     except (tarfile.TarError, EOFError) as error:
-        before = f"; {len(outcomes)} files came before" if outcomes else ""
+        before = f"; {counted(len(outcomes), 'file')} came before" if outcomes else ""
         raise ValueError(f"{source} is no tar file, or was cut off: {error}{before}") from error
     return outcomes
 

@@ -16,6 +16,7 @@ from shadowkv.cache.index import Entry, Index
 from shadowkv.cache.key import is_name
 from shadowkv.cache.names import Names, Save
 from shadowkv.cache.scan import snapshot_names
+from shadowkv.wording import counted
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Inventory:
         found = [name for name in [*self.index.names(), *self.bad] if name.startswith(text)]
         if len(found) == 1 and text:
             return found[0]
-        many = f"{len(found)} snapshots' names begin" if found else "no snapshot's name begins"
+        many = f"the names of {counted(len(found), 'snapshot')} begin" if found else "no snapshot's name begins"
         raise ValueError(f"{many} with {text!r} in {self.directory}{'' if is_name(text) else ' (see ls)'}")
 
     def rows(self) -> list[dict[str, Any]]:

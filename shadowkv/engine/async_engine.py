@@ -25,6 +25,7 @@ from shadowkv.engine.warmup import warm_up
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ Watch = Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOu
 
 class EngineDead(RuntimeError):
     """The engine's thread has ended; no request can be served."""
+
+
+class EngineStopped(EngineDead):
+    """It has ended because it was told to."""
 
 
 class EngineBusy(RuntimeError):
@@ -78,7 +83,7 @@ class AsyncEngine:
             self.shutdown()
             raise
         if self._error is not None:
-            raise EngineDead(self._reason()) from self._error
+            raise self._end() from self._error
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stops the thread after the step at work; requests in flight get EngineDead."""
@@ -115,7 +120,7 @@ class AsyncEngine:
         try:
             self._commands.put(lambda: begin(answer))
             if not self.is_alive:
-                raise EngineDead(self._reason())
+                raise self._end()
             return await asyncio.wait_for(asyncio.wrap_future(answer), seconds)
         finally:
             answer.cancel()
@@ -146,7 +151,7 @@ class AsyncEngine:
         Raises EngineBusy if too many wait, EngineDead if the engine has stopped.
         """
         if len(self._sinks) - self.engine.num_running >= self.max_queued_seqs:
-            raise EngineBusy(f"{self.max_queued_seqs} requests are waiting already")
+            raise EngineBusy(f"no more than {counted(self.max_queued_seqs, 'request')} may wait (--max-queued-seqs)")
         name = request.request_id
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
 
@@ -162,7 +167,7 @@ class AsyncEngine:
         self._commands.put(lambda: self._add(request))
         if not self.is_alive:
             self._sinks.pop(name, None)
-            raise EngineDead(self._reason())
+            raise self._end()
         finished = False
         try:
             while not finished:
@@ -191,9 +196,9 @@ class AsyncEngine:
         """
         self._check_directory()
         if request.prompt is None or not request.prompt.shareable:
-            tokens = len(request.prompt_token_ids)
+            tokens = counted(len(request.prompt_token_ids), "token")
             raise RequestError(
-                f"the prompt has {tokens} tokens; pages of {PAGE} are saved, as many as come before its last token",
+                f"the prompt has {tokens}; pages of {PAGE} are saved, as many as come before its last token",
                 "prompt",
             )
         try:
@@ -281,9 +286,9 @@ class AsyncEngine:
             self._stopped = True
             self._warm.set()
             for sink in list(self._sinks.values()):
-                sink(EngineDead(self._reason()))
+                sink(self._end())
             for answer in list(self._answers):
-                settle(answer, EngineDead(self._reason()))
+                settle(answer, self._end())
             self._close()
 
     def _close(self) -> None:
@@ -306,8 +311,11 @@ class AsyncEngine:
                 return False
             command()
 
-    def _reason(self) -> str:
-        return f"the engine has died: {self._error}" if self._error else "the engine has been shut down"
+    def _end(self) -> EngineDead:
+        """Why nothing is served any more."""
+        if self._error:
+            return EngineDead(f"the engine has died: {self._error}")
+        return EngineStopped("the engine has been shut down")
 
 
 def _raise(error: Exception) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, PREFILLS, KVSpec
+from shadowkv.wording import SettingsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,7 +27,7 @@ class EngineConfig:
     """An engine's settings; every field is a flag of the same name with dashes.
 
     Raises:
-        ValueError: values that cannot be; the message lists every one.
+        SettingsError: values that cannot be; the message lists every one.
     """
 
     model: str = DEFAULT_MODEL
@@ -117,7 +118,7 @@ class EngineConfig:
         if self.rope_theta is not None and not self.rope_theta > 0:
             bad.append(f"rope_theta={self.rope_theta} must be positive")
         if bad:
-            raise ValueError("; ".join(bad))
+            raise SettingsError("; ".join(bad), self.names())
 
     def spec(self) -> KVSpec:
         """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
@@ -132,6 +133,16 @@ class EngineConfig:
             prefill=None if self.prefill == "auto" else self.prefill,
         )
 
+    def refused_policy(self, error: ValueError) -> SettingsError:
+        """What ``spec`` returned cannot be, for the reasons of ``error``, said of the settings that make it."""
+        chosen = {name: getattr(self, name) for name in ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers")}
+        return refused_policy(error, self.kv if isinstance(self.kv, str) else None, **chosen)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Of all fields."""
+        return [field.name for field in fields(cls)]
+
     @property
     def disk_gib(self) -> float:
         """Of the files of the prefix cache, at the most, in GiB."""
@@ -145,7 +156,7 @@ class EngineConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
         """The config that parsed flags ask for."""
-        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+        return cls(**{name: getattr(args, name) for name in cls.names()})
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -323,6 +334,20 @@ class EngineConfig:
         )
 
 
+def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> SettingsError:
+    """The error of a policy that is refused, with the settings that name it.
+
+    Args:
+        error: why; what parts say is of the policy's own fields.
+        kv: the policy's name, if it has one.
+        chosen: fields that were changed by settings of their own (``kv_rank``); None where they were not.
+    """
+    given = {name: value for name, value in {"kv": kv, **chosen}.items() if value is not None}
+    named = error.settings if isinstance(error, SettingsError) else ()
+    prefix = f"{', '.join(f'{name}={value!r}' for name, value in given.items())}: " if given else ""
+    return SettingsError(f"{prefix}{error}", (*given, *named))
+
+
 def policy_name(text: str) -> str:
     """A policy as given on a command line, as it is; raises ArgumentTypeError where ``preset`` cannot read it."""
     try:
@@ -346,8 +371,12 @@ def parse_dense_below(text: str) -> int | str:
 
 
 def parse_budget(text: str) -> float | int:
-    """A budget as given on a command line: with a point it is a fraction, without one a number of tokens."""
+    """A budget as given on a command line: with a point it is a fraction, without one a number of tokens. Raises
+    ArgumentTypeError for what can be neither, for whatever model."""
     try:
-        return int(text)
-    except ValueError:
-        return float(text)
+        value = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
+    if not 0 < value < math.inf or (isinstance(value, float) and value > 1):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
+    return value

@@ -48,13 +48,15 @@ class CudaGraphs:
 
     Attributes:
         captures: how many there have been, those that found no room included.
+        graphs: those that are kept, by their shapes, the one used last at the end.
+        without: shapes that found no room for a graph.
     """
 
     def __init__(self, cache: KVCache, step: Step, max_batch: int, together: bool = False) -> None:
         self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
         self._together = together
-        self._graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
-        self._without: set[tuple[int, ...]] = set()
+        self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
+        self.without: set[tuple[int, ...]] = set()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
     def decode(self, plan: DecodePlan, tokens: list[int], sources: list[int]) -> Tensor:
@@ -74,45 +76,45 @@ class CudaGraphs:
 
     def drop(self) -> None:
         """Gives back all graphs, whoever still holds them; none can run again."""
-        for captured in self._graphs.values():
+        for captured in self.graphs.values():
             captured.graph.reset()
-        self._graphs.clear()
+        self.graphs.clear()
 
     def has(self, plan: DecodePlan) -> bool:
         """Whether there is a graph for a plan's shapes, or no room for one."""
         key = self.cache.rounded(plan, self.max_batch).shape
-        return key in self._graphs or key in self._without
+        return key in self.graphs or key in self.without
 
     def _seal(self, numbers: np.ndarray) -> None:
         padded = self.cache.padded_sealing(numbers)
         self._run(padded.shape, padded, self.cache.seal_pages, self.cache.seal_pages)
 
     def _run(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> Any:
-        captured = self._graphs.get(key)
+        captured = self.graphs.get(key)
         if captured is not None:
             captured.replay(numbers)
-        elif key not in self._without:
+        elif key not in self.without:
             self.captures += 1
             try:
                 captured = self._capture(key, numbers, function, rehearsal)
             except torch.OutOfMemoryError as error:
                 if self._together:
                     raise RankFailure(f"no memory for a CUDA graph that all ranks run: {error}") from error
-                if not self._without:
+                if not self.without:
                     logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
-                self._without.add(key)
+                self.without.add(key)
         if captured is None:
             return function(torch.from_numpy(numbers).to(self.cache.device))
-        self._graphs.move_to_end(key)
+        self.graphs.move_to_end(key)
         return captured.result
 
     def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> _Captured:
         """The new graph, which has run."""
         function, rehearsal = self._joining(function), self._joining(rehearsal)
         with _capturing:
-            captured = self._graphs[key] = _Captured(numbers, function, rehearsal, self._pool, self._stream)
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
+            captured = self.graphs[key] = _Captured(numbers, function, rehearsal, self._pool, self._stream)
+        if len(self.graphs) > MOST_GRAPHS:
+            self.graphs.popitem(last=False)
         return captured
 
     def _joining(self, function: Function) -> Function:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from shadowkv.engine.sizing import DEFAULT_UTILIZATION
+from shadowkv.wording import SettingsError, counted
 
 
 def device_of(name: str) -> torch.device:
@@ -17,14 +18,15 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device={name!r} is not auto, cpu, cuda or cuda:N") from error
+        raise SettingsError(f"device={name!r} is not auto, cpu, cuda or cuda:N", ["device"]) from error
     if device.type not in DEFAULT_UTILIZATION:
-        raise ValueError(f"device={name!r} is not supported; use cpu or cuda")
+        raise SettingsError(f"device={name!r} is not supported; use cpu or cuda", ["device"])
     if device.type == "cpu":
         return device
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
-        raise ValueError(f"device={name!r} is not there: this machine has {count} CUDA devices")
+        there = counted(count, "CUDA device")
+        raise SettingsError(f"device={name!r} is not there: this machine has {there}", ["device"])
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -37,6 +37,7 @@ from shadowkv.kvcache.fetching import FetchCounts
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class Engine:
         check_disk_dir(config)
         asked = sampling_of_directory(config.generation_config)
         if config.tensor_parallel_size > 1 and loaded is not None:
-            raise ValueError("a model that is loaded whole cannot be cut up: tensor_parallel_size must be 1 with it")
+            reason = "a model that is loaded whole cannot be cut up: tensor_parallel_size must be 1 with it"
+            raise SettingsError(reason, ["tensor_parallel_size"])
         self._ranks = None if config.tensor_parallel_size == 1 else Ranks(config)
         self.device = device_of(config.device) if self._ranks is None else self._ranks.device
         with ExitStack() as stack:

@@ -21,6 +21,7 @@ from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops.registry import Ops
+from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,10 @@ def load_engine_parts(
     spec, device = config.spec(), device or device_of(config.device)
     loaded = loaded or load_from_config(config, group, device)
     dtype, model = loaded.model.dtype, loaded.shard.config
-    spec = loaded.shard.policy(spec)
+    try:
+        spec = loaded.shard.policy(spec)
+    except ValueError as error:
+        raise config.refused_policy(error) from error
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
@@ -109,19 +113,19 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     size = loaded.shard.size
     ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
     lines = [
-        f"model   {loaded.name}: {loaded.config.num_layers} layers, {loaded.model.weights_in_words} on "
+        f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {loaded.model.weights_in_words} on "
         f"{cache.device}{ranks}",
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {cache.spec.in_words(cache.shape)}",
         *backend_lines(cache.ops, cache.device, config.enforce_eager, called),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
-        f"for up to {config.max_num_seqs} sequences at once",
+        f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
         f"cache   {in_words(config, cache.layout)}",
     ]
     for length in sorted({min(limit, 1024), min(limit, 8192), limit}):
         need = cache.demand(length, length)
         counts = ", ".join(f"{total[tier] // need[tier]} on the {tier}" for tier in ("device", "host") if need[tier])
-        lines.append(f"fits    sequences of {length} tokens: {counts}")
+        lines.append(f"fits    sequences of {counted(length, 'token')}: {counts}")
     return lines
 
 

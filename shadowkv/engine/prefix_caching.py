@@ -24,6 +24,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import SettingsError
 
 Origin = Callable[[str | None], str]
 
@@ -66,7 +67,8 @@ def _named(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--kv-disk-dir {directory} cannot be used: {error.strerror or error}") from error
+        reason = f"kv_disk_dir={str(directory)!r} cannot be used: {error.strerror or error}"
+        raise SettingsError(reason, ["kv_disk_dir"]) from error
 
 
 def in_words(config: EngineConfig, layout: Layout) -> str:

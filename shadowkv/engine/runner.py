@@ -44,7 +44,7 @@ class Runner:
         self.sampler = Sampler(cache.ops)
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         together = model.group.size > 1
-        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self._step, graphs_up_to, together)
+        self.graphs = None if graphs_up_to is None else CudaGraphs(cache, self.step, graphs_up_to, together)
 
     @property
     def captures(self) -> int:
@@ -122,7 +122,7 @@ class Runner:
         if self.graphs is None or record is not None:
             try:
                 with record or nullcontext():
-                    logits = self._step(plan, None, torch.tensor([tokens, sources], device=self.cache.device))
+                    logits = self.step(plan, None, torch.tensor([tokens, sources], device=self.cache.device))
             except torch.OutOfMemoryError:
                 if self.graphs is None or self.model.group.size > 1:
                     raise
@@ -132,8 +132,13 @@ class Runner:
         self.cache.end_decode(plan)
         return logits
 
-    def _step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
-        """A step, or a rehearsal of one (``CudaGraphs``): a layer of each kind."""
+    def step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
+        """Logits float32 [B, V] of a decode step, or of a rehearsal of one (``CudaGraphs``): a layer of each kind.
+
+        Args:
+            plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
+            inputs: int64 [2, B]: newest tokens, and the rows of ``chosen`` that have them instead, or -1.
+        """
         batch = self.cache.decode_batch(plan, numbers)
         tokens, sources = inputs
         hidden = self.model.embed(torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)]))

@@ -8,6 +8,7 @@ from typing import Any
 
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.models.generation_config import GENERATION_CONFIG, read_sampling
+from shadowkv.wording import SettingsError
 
 
 def sampling_of_directory(name: str) -> dict[str, Any] | None:
@@ -21,7 +22,8 @@ def sampling_of_directory(name: str) -> dict[str, Any] | None:
         return {}
     directory = Path(name).expanduser()
     if not (directory / GENERATION_CONFIG).is_file():
-        raise ValueError(f"generation_config={name!r} is neither 'auto', 'vllm' nor a folder with {GENERATION_CONFIG}")
+        reason = f"is neither 'auto', 'vllm' nor a folder with {GENERATION_CONFIG}"
+        raise SettingsError(f"generation_config={name!r} {reason}", ["generation_config"])
     return read_sampling(directory)
 
 
@@ -30,8 +32,8 @@ def checked(defaults: Mapping[str, Any]) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except ValueError as error:
-        remedy = "correct it, or leave it out with --generation-config vllm"
-        raise ValueError(f"{GENERATION_CONFIG}: {error}; {remedy}") from error
+        remedy = "correct it, or leave it out with generation_config='vllm'"
+        raise SettingsError(f"{GENERATION_CONFIG}: {error}; {remedy}", ["generation_config"]) from error
     return dict(defaults)
 
 

@@ -25,6 +25,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory import Blocks
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
+from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -138,14 +139,14 @@ class Scheduler:
             full = prompt_tokens >= limit
             rest = ", which leaves no room for an answer" if full else f" and max_tokens asks for {max_tokens} more"
             raise RequestError(
-                f"this model's maximum context length is {limit} tokens, but the prompt has {prompt_tokens} tokens"
-                f"{rest}",
+                f"this model's maximum context length is {counted(limit, 'token')}, but the prompt has "
+                f"{counted(prompt_tokens, 'token')}{rest}",
                 "prompt" if full else "max_tokens",
             )
         need = self.cache.demand(prompt_tokens, capacity)
         if not need.within(self.cache.total):
             raise RequestError(
-                f"{prompt_tokens} prompt tokens and max_tokens={max_tokens} need {need} "
+                f"{counted(prompt_tokens, 'prompt token')} and max_tokens={max_tokens} need {need} "
                 f"blocks of the KV cache, which has {self.cache.total}"
             )
 

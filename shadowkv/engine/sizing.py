@@ -20,6 +20,7 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
+from shadowkv.wording import OutOfMemory, counted
 
 GIB, MIB = 2**30, 2**20
 
@@ -169,9 +170,10 @@ def size_cache(
     max_model_len = layout.max_model_len
     offload, host_free = offload_bytes(config, layout), free_host_bytes()
     if offload > host_free:
-        raise MemoryError(
+        raise OutOfMemory(
             f"copies of cached prompts would take {in_words(offload)} of host memory, {in_words(host_free)} are "
-            f"free. {'Lower' if config.kv_offload_gib else 'Set'} --kv-offload-gib"
+            f"free. {'Lower' if config.kv_offload_gib else 'Set'} kv_offload_gib",
+            config.names(),
         )
     host_free -= offload
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
@@ -202,11 +204,13 @@ def size_cache(
         longest = longest // 2 if config.max_model_len is None else 0
     if not longest:
         need = _demand(layout, max_model_len)
-        raise MemoryError(
-            f"one sequence of {max_model_len} tokens needs {in_words(need['device'] * unit['device'])} of device and "
+        raise OutOfMemory(
+            f"one sequence of {counted(max_model_len, 'token')} needs "
+            f"{in_words(need['device'] * unit['device'])} of device and "
             f"{in_words(need['host'] * unit['host'])} of host memory for its KV cache; there are "
-            f"{in_words(left(layout))} and {in_words(host_bytes)}{in_use}. Lower --max-model-len, --batch or "
-            "--max-cached-seqs, or raise --gpu-memory-utilization or --host-memory-gib"
+            f"{in_words(left(layout))} and {in_words(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
+            "max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
+            config.names(),
         )
     need = _demand(layout, longest)
     most = have(layout.resized(longest))
@@ -214,9 +218,10 @@ def size_cache(
     taken = blocks["host"] * unit["host"]
     if taken > host_free:  # it would be given, and the process killed later
         beside = f" beside the {in_words(offload)} for copies of cached prompts" if offload else ""
-        raise MemoryError(
+        raise OutOfMemory(
             f"the KV cache would take {in_words(taken)} of host memory, {in_words(host_free)} are free{beside}. "
-            f"Lower --host-memory-gib{' or --kv-offload-gib' if offload else ''}"
+            f"Lower host_memory_gib{' or kv_offload_gib' if offload else ''}",
+            config.names(),
         )
     return blocks, longest
 

@@ -6,11 +6,24 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import DEFAULT_MODEL, QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, parse_budget
+from shadowkv.engine.config import (
+    DEFAULT_MODEL,
+    QUANTIZATION_HELP,
+    QUANTIZATIONS,
+    EngineConfig,
+    parse_budget,
+    policy_name,
+    refused_policy,
+)
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER
+from shadowkv.wording import counted
+
+if TYPE_CHECKING:
+    from shadowkv.plan.planner import Plan, Planner
 
 # Measured on one H200.
 GPU_MEMORY_GIB = 139.0
@@ -45,7 +58,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add("--json", action="store_true", help="unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache; in a table of several policies each flag goes to those that have it")
-    kv.add_argument("--kv", nargs="+", default=["turbo"], metavar="POLICY", help=f"any of {POLICY_HELP}")
+    text = f"any of {POLICY_HELP}"
+    kv.add_argument("--kv", nargs="+", type=policy_name, default=["turbo"], metavar="POLICY", help=text)
     kv.add_argument("--kv-rank", type=int, help="dimensions of low-rank keys")
     kv.add_argument("--kv-budget", type=parse_budget, help="selected tokens a step: a fraction or a count")
     kv.add_argument("--kv-chunk", type=int, help="tokens selected together; divides 64")
@@ -89,9 +103,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> str:
-    # What is cheap to find wrong is found before PyTorch is imported.
-    _check(args)
-    specs = {name: _spec(name, args) for name in args.kv}
+    _check(args)  # what is cheap to find wrong, before PyTorch is imported
 
     import torch
 
@@ -102,9 +114,8 @@ def _run(args: argparse.Namespace) -> str:
 
     config = load_config(args.model, quantization=args.quantization)
     if args.context > config.max_position:
-        raise ValueError(
-            f"--context {args.context} is more than the {config.max_position} positions that {args.model} is made for"
-        )
+        positions = counted(config.max_position, "position")
+        raise ValueError(f"--context {args.context} is more than the {positions} that {args.model} is made for")
     machine = Machine(
         args.gpu_memory_gib,
         args.gpu_memory_utilization,
@@ -116,7 +127,7 @@ def _run(args: argparse.Namespace) -> str:
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     shard = Shard(config, 0, args.tensor_parallel_size)
     planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas)
-    plans = [planner.plan(name, spec) for name, spec in specs.items()]
+    plans = [_plan(planner, name, args) for name in dict.fromkeys(args.kv)]
     if args.json:
         return json.dumps(as_json(args.model, planner, plans), indent=2)
     return as_text(args.model, planner, plans)
@@ -141,7 +152,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(bad))
 
 
-def _spec(name: str, args: argparse.Namespace) -> KVSpec:
+def _plan(planner: Planner, name: str, args: argparse.Namespace) -> Plan:
+    changed = _overrides(name, args)
+    try:
+        return planner.plan(name, preset(name, **changed))
+    except ValueError as error:
+        raise refused_policy(error, name, **{f"kv_{field}": value for field, value in changed.items()}) from error
+
+
+def _overrides(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Values of the policy's fields as flags have them, None where there is no flag; in a table of several those that
+    it has."""
     overrides = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
     if len(args.kv) > 1:
         base = preset(name)
@@ -149,7 +170,7 @@ def _spec(name: str, args: argparse.Namespace) -> KVSpec:
             del overrides["rank"]
         if base.index == "none":
             del overrides["budget"], overrides["outliers"]
-    return preset(name, **overrides)
+    return overrides
 
 
 if __name__ == "__main__":

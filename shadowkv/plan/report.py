@@ -9,6 +9,7 @@ from typing import Any
 from shadowkv.engine.sizing import GIB
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.plan.planner import Plan, Planner, StepFloor
+from shadowkv.wording import counted
 
 
 def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
@@ -20,7 +21,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
         f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
         *_ranks(planner),
-        f"context  {planner.context} tokens per sequence, prompt and output together",
+        f"context  {counted(planner.context, 'token')} per sequence, prompt and output together",
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
         f"{planner.weight_bytes_read / GIB:.2f} GiB of them read in a step",
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
@@ -52,7 +53,7 @@ def _ranks(planner: Planner) -> list[str]:
     if size == replicas == 1:
         return []
     cut = f"the first of {size} ranks' part of it, without what they send each other; " if size > 1 else ""
-    return [f"GPUs     {size * replicas}: {cut}{replicas} replica{'s' if replicas > 1 else ''}"]
+    return [f"GPUs     {size * replicas}: {cut}{counted(replicas, 'replica')}"]
 
 
 def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str]]]:

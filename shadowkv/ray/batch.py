@@ -27,6 +27,7 @@ from shadowkv.serve.batch_mode import BatchFailed, BatchRun, run_files
 from shadowkv.serve.log import set_up_log
 from shadowkv.serve.settings import ServerSettings
 from shadowkv.serve.start import exit_on_signals
+from shadowkv.wording import counted
 
 CONCURRENCY = 2
 """Requests in flight per running sequence of a replica: the next ones wait in its engine, tokenised."""
@@ -43,7 +44,7 @@ DEAD = 70
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answers the file; returns the exit code."""
-    args = _parse(argv)
+    args = parse(argv)
     set_up_log()
     exit_on_signals()
     try:
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of a command line; ends the process with a line where they cannot be."""
     parser = Parser(prog="shadowkv ray batch", description=__doc__)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in the OpenAI batch format")
@@ -145,11 +147,11 @@ def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
     gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
     if device == "cpu" or (device == "auto" and not gpus):
         if cores < replicas:
-            raise ValueError(f"--replicas {replicas} are more than the {cores} CPU cores of the cluster")
+            raise ValueError(f"--replicas {replicas} take more than the cluster's {counted(cores, 'CPU core')}")
         return {"num_cpus": cores // replicas}
     if gpus < replicas * ranks:
         each = f" of {ranks} GPUs" if ranks > 1 else ""
-        raise ValueError(f"--replicas {replicas}{each} are more than the {gpus} GPUs of the cluster")
+        raise ValueError(f"--replicas {replicas}{each} take more than the cluster's {counted(gpus, 'GPU')}")
     return {"num_cpus": ranks, "num_gpus": ranks}
 
 
@@ -189,4 +191,4 @@ def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: i
         except ray.exceptions.RayError as error:
             raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # before it are traces
         if places:
-            raise BatchFailed(f"{len(places)} lines have no answer, such as {next(iter(places))!r}")
+            raise BatchFailed(f"no answer to {counted(len(places), 'line')}, such as {next(iter(places))!r}")

@@ -28,7 +28,7 @@ from shadowkv.serve.disconnect import unless_disconnected
 from shadowkv.serve.errors import RETRY_SECONDS, error_response
 from shadowkv.serve.event_stream import event_text
 from shadowkv.serve.metrics import ConnectionMetrics
-from shadowkv.serve.request_record import current_record
+from shadowkv.serve.request_record import SERVER_STOPPING, current_record
 from shadowkv.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Front:
                 return
             except asyncio.TimeoutError:
                 reason = f"no replica has taken the request within {ACCEPT_SECONDS:g} s"
-                return await answer.fail(ApiError(reason, status=503, code="no_replica"))
+                return await answer.fail(ApiError(reason, status=503, code="no_replica"), "no_replica")
             except (RayError, RayServeException) as error:
                 if answer.is_whole:
                     return
@@ -169,7 +169,8 @@ class Front:
                     reason = (
                         "the engine has been shut down" if self._stopped else "the engine has died with its replica"
                     )
-                    return await answer.fail(ApiError(reason, status=503, code="engine_dead"))
+                    cut = SERVER_STOPPING if self._stopped else "engine_dead"
+                    return await answer.fail(ApiError(reason, status=503, code="engine_dead"), cut)
                 logger.warning("a request goes to another replica than %s: %s", replica, type(error).__name__)
                 request = replace(request, avoid=replica)
 
@@ -216,13 +217,16 @@ class _Answer:
         self.is_whole = not message.get("more_body")
         await self._send(message)
 
-    async def fail(self, error: ApiError) -> None:
-        """Ends it with an error, which is the last event of a stream."""
+    async def fail(self, error: ApiError, cut: str) -> None:
+        """Ends it with an error, which is the last event of a stream; ``cut`` is what the log says of that."""
         path = self._scope["path"]
         if not self.has_begun:
             response = error_response(error, path)
             response.headers["Retry-After"] = str(RETRY_SECONDS)
             return await response(self._scope, self._receive, self._send)
+        record = current_record()
+        assert record is not None
+        record.cut = cut
         if not self._is_stream:
             raise error  # the connection is cut: the client sees that it is not all
         await self._send({"type": "http.response.body", "body": self._last_events(error, path), "more_body": False})

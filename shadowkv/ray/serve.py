@@ -56,10 +56,11 @@ DRAIN_SECONDS = 3600.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal; returns the exit code."""
-    return run_until_stopped(_run, _parse(argv))
+    return run_until_stopped(_run, parse(argv))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of a command line; ends the process with a line where they cannot be."""
     parser = Parser(prog="shadowkv ray serve", description=__doc__)
     add_arguments(parser)
     group = parser.add_argument_group("replicas")

@@ -28,10 +28,11 @@ CONCURRENCY = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
-    return run_until_stopped(_run, _parse(argv))
+    return run_until_stopped(_run, parse(argv))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of a command line; ends the process with a line where they cannot be."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
     batch = parser.add_argument_group("batch mode, instead of a server")

@@ -13,6 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from shadowkv.wording import counted
+
 DIGEST = "batch_req_digest_"
 """How the ids of records begin that tell requests apart; earlier versions gave random ones, without this word."""
 
@@ -159,7 +161,7 @@ class BatchFiles:
             self.partial.unlink(missing_ok=True)
             return "no answers yet"
         where = self.partial if self.partial.exists() else self.target
-        return f"{count} answers are in {where}; --resume goes on from there"
+        return f"{where} has {counted(count, 'answer')}; --resume goes on from there"
 
     def finish(self) -> None:
         """Makes the partial file the output."""

@@ -23,6 +23,7 @@ from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.batch_files import BatchFiles, Sink
 from shadowkv.serve.batch_lines import BatchLines, LineRequest
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -146,6 +147,7 @@ def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:
         return 1
     seconds = monotonic() - run.start
     if run.skipped:
-        print(f"{run.skipped} requests had been answered before")
-    print(f"{run.done} requests, {run.failed} failed, {run.tokens} tokens in {seconds:.1f} s -> {files.output}")
+        print(f"{counted(run.skipped, 'request')} answered before")
+    requests, tokens = counted(run.done, "request"), counted(run.tokens, "token")
+    print(f"{requests}, {run.failed} failed, {tokens} in {seconds:.1f} s -> {files.output}")
     return 0

@@ -46,13 +46,16 @@ class BodyReader:
     Args:
         max_body_bytes: of the longest body that will come.
         seconds: that reading may take; None is what bodies of JSON may, by their length.
+
+    Attributes:
+        idle: its processes that have nothing to read.
     """
 
     def __init__(self, max_body_bytes: int, seconds: float | None = None) -> None:
         self._seconds = seconds
         self._memory = MEMORY_BYTES + MEMORY_PER_BYTE * max_body_bytes
         self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # so many processes are at work at the most
-        self._idle: list[_Process] = []
+        self.idle: list[_Process] = []
         self._working: set[_Process] = set()
         self._closed = False
 
@@ -69,14 +72,14 @@ class BodyReader:
     def close(self) -> None:
         """Ends the processes; bodies at work are refused."""
         self._closed = True
-        for process in [*self._idle, *self._working]:
+        for process in [*self.idle, *self._working]:
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
     def _apart(self, raw: bytes, work: Callable[[bytes], T]) -> T:
         seconds = SECONDS + SECONDS_PER_MIB * len(raw) / 2**20 if self._seconds is None else self._seconds
         try:
-            process = self._idle.pop()
+            process = self.idle.pop()
         except IndexError:  # and not asked for before: another thread may take the last one
             process = _Process(self._memory)
         self._working.add(process)
@@ -87,7 +90,7 @@ class BodyReader:
             if self._closed or process.has_ended:
                 process.end()
             else:
-                self._idle.append(process)
+                self.idle.append(process)
         if isinstance(found, ApiError):
             raise found
         return found
@@ -105,6 +108,11 @@ class _Process:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        """Its number in the system."""
+        return self._process.pid
 
     @property
     def has_ended(self) -> bool:

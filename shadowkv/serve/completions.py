@@ -10,6 +10,7 @@ from shadowkv.serve.jobs import Piece
 from shadowkv.serve.logprobs import completion_logprobs
 from shadowkv.serve.protocol import CompletionRequest
 from shadowkv.serve.tokenization import encode, too_long
+from shadowkv.wording import counted
 
 
 class Completions(Choices):
@@ -26,7 +27,7 @@ class Completions(Choices):
     def prompts(self, request: CompletionRequest, limit: int) -> list[list[int]]:
         for prompt in request.prompt:
             if not isinstance(prompt, str) and len(prompt) > limit:
-                reason = f"at most {limit} tokens are allowed, but the prompt has {len(prompt)}"
+                reason = f"at most {counted(limit, 'token')} may come, but the prompt has {len(prompt)}"
                 raise too_long(reason, "prompt")
         try:
             return [

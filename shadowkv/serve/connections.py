@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 from shadowkv.serve.errors import RETRY_SECONDS, ApiError, error_response
 from shadowkv.serve.guard import OPEN_PATHS
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.wording import counted
 
 MIN_BODY_RATE = 500
 """Bytes per second that a body must come in with, over ``client_body_timeout``; the same as Apache's MinRate."""
@@ -184,7 +185,8 @@ class Connection(H11Protocol):
             if self.flow.read_paused or self._received - before >= seconds * MIN_BODY_RATE:
                 self._watch_body()
             else:
-                slow = f"{self._received - before} bytes of the body came in {seconds:g} s (--client-body-timeout)"
+                came = counted(self._received - before, "byte")
+                slow = f"{came} of the body came in {seconds:g} s (--client-body-timeout)"
                 self._cut("body_timeout", 408, f"{slow}; it must be {MIN_BODY_RATE} bytes per second at the least")
 
         self._read_clock = self.loop.call_later(seconds, check)
@@ -220,7 +222,8 @@ class Connection(H11Protocol):
             self.connections.discard(oldest)
 
     def _too_many(self) -> str:
-        return f"this server has {self.config.settings.limit_concurrency} connections open (--limit-concurrency)"
+        open_now = counted(self.config.settings.limit_concurrency, "connection")
+        return f"this server has {open_now} open (--limit-concurrency)"
 
     async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
         full = len(self.connections) > self.config.settings.limit_concurrency

@@ -13,9 +13,11 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from shadowkv.engine.async_engine import EngineStopped
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.disconnect import unless_disconnected
 from shadowkv.serve.errors import as_api_error, error_response
+from shadowkv.serve.request_record import INTERNAL, SERVER_STOPPING, current_record
 
 PROMPTLY = 0.05
 """Seconds in which a stream may still fail with a status: a full queue says so at once."""
@@ -50,7 +52,10 @@ class Events:
             async for chunk in self.chunks:
                 yield self._event(chunk)
         except Exception as error:
-            yield self._event(self.failure(as_api_error(error)))
+            told = as_api_error(error)
+            if (record := current_record()) is not None:
+                record.cut = SERVER_STOPPING if isinstance(error, EngineStopped) else told.code or INTERNAL
+            yield self._event(self.failure(told))
         yield self.end
 
     def _event(self, data: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.errors import error_response
 from shadowkv.serve.page_assets import PAGE_PATHS
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.wording import counted
 
 OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
 """What probes and monitoring ask for, without a key."""
@@ -62,7 +63,8 @@ class Guard:
         if path == STATS_PATH:
             return await self._unless_too_large(scope, receive, send)
         if self._most and self._running[key] >= self._most:
-            text = f"{self._most} requests with this API key are at work (--max-concurrent-requests-per-key)"
+            most = counted(self._most, "request")
+            text = f"{most} with this API key may be at work (--max-concurrent-requests-per-key)"
             error = ApiError(f"{text}; try again later", status=429, code="rate_limit_exceeded")
             return await error_response(error, path)(scope, receive, send)
         self._running[key] += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from shadowkv.wording import SettingsError
+
 logger = logging.getLogger(__name__)
 
 FILES_BESIDE = 512
@@ -26,11 +28,11 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
     if hard != resource.RLIM_INFINITY and hard < needed:
         most = max(1, hard - FILES_BESIDE)
         if connections > most:
-            text = f"limit_concurrency={connections} needs {needed} open files"
-            text += f", and the system allows {hard} (ulimit -Hn)"
+            reason = f"needs {needed} open files, and the system allows {hard} (ulimit -Hn)"
             if not or_fewer:
-                raise ValueError(f"{text}; raise that, or pass at most {most}")
-            logger.warning("%s: it is %d", text, most)
+                text = f"limit_concurrency={connections} {reason}; raise that, or pass at most {most}"
+                raise SettingsError(text, ["limit_concurrency"])
+            logger.warning("--limit-concurrency %d %s: it is %d", connections, reason, most)
         connections, needed = most, hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return connections

@@ -14,6 +14,7 @@ from shadowkv.serve.jobs import Job
 from shadowkv.serve.protocol import Sampling
 from shadowkv.serve.request_record import current_record
 from shadowkv.serve.tokenization import in_turn
+from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -41,7 +42,9 @@ async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, mode
         raise ApiError("the engine is not running", status=503, code="engine_dead")
     sizes = endpoint.sizes(request)
     if len(sizes) * request.n > engine.max_queued_seqs:
-        counts = f"{len(sizes)} prompts with n={request.n} are {len(sizes) * request.n} sequences"
+        counts = (
+            f"{counted(len(sizes), 'prompt')} with n={request.n} make {counted(len(sizes) * request.n, 'sequence')}"
+        )
         text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
         raise ApiError(text, param="prompt" if len(sizes) > 1 else "n")
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from shadowkv.engine.sampling_params import SamplingParams, choice_seed
-from shadowkv.serve.body import Body, Name, Text, at_most, refusal
+from shadowkv.serve.body import Body, Name, Text, at_most, refusal, wrong
 from shadowkv.serve.kv_transfer_protocol import KVTransferParams
 from shadowkv.serve.limits import (
     MAX_CHOICES,
@@ -45,7 +45,11 @@ class StreamOptions(Body):
 
 
 def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS or not all(isinstance(one, str) for one in value):
+        raise wrong(f"must be a string or a list of up to {MAX_STOP_STRINGS} strings")
+    return value
 
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]

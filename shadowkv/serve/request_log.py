@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shadowkv.serve.guard import OPEN_PATHS, STATS_PATH
-from shadowkv.serve.request_record import RequestRecord, set_current_record
+from shadowkv.serve.request_record import CLIENT_GONE, INTERNAL, SERVER_STOPPING, RequestRecord, set_current_record
 from shadowkv.serve.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -34,19 +35,36 @@ class RequestLog:
             return await self._app(scope, receive, send)
         record = RequestRecord.of(scope)
         set_current_record(record)
+        begun = whole = gone = False
+
+        async def heard() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone = gone or message["type"] == "http.disconnect"
+            return message
 
         async def noted(message: Message) -> None:
+            nonlocal begun, whole
             if message["type"] == "http.response.start":
-                record.status = message["status"]
+                begun, record.status = True, message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
                 message = {**message, "headers": headers}
             elif message["type"] == "http.response.body" and not message.get("more_body"):
-                record.whole = True
+                whole = True
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, heard, noted)
+        except asyncio.CancelledError:  # of what a stop finds at work, and waits for no longer
+            record.cut = SERVER_STOPPING
+            raise
+        except Exception:
+            if begun:  # what has not is answered outside of this
+                record.cut = record.cut or INTERNAL
+            raise
         finally:
+            if gone and not whole:
+                record.cut = CLIENT_GONE
             # Probes and the page ask every few seconds.
             if self._log and not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
                 logger.info("%s", _line(scope, record))
@@ -69,7 +87,7 @@ def _line(scope: Scope, record: RequestRecord) -> str:
         if (first := record.time_to_first_token) is not None:
             fields.append(f"ttft={first:.3f}s")
     fields.append(f"duration={record.duration:.3f}s")
-    return " ".join([*fields, *(() if record.whole else ("aborted",))])
+    return " ".join([*fields, *(() if record.cut is None else (f"cut={record.cut}",))])
 
 
 def _field(text: str) -> str:

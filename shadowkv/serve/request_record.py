@@ -15,6 +15,9 @@ from shadowkv.serve.jobs import Job
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
 """Ids that clients may choose: they are in answers, headers and the log."""
 
+CLIENT_GONE, SERVER_STOPPING, INTERNAL = "client_gone", "server_stopping", "internal_error"
+"""Why an answer is cut, beside the codes of errors."""
+
 
 @dataclass
 class RequestRecord:
@@ -25,7 +28,8 @@ class RequestRecord:
         began: when it came, in seconds of ``time.monotonic``.
         began_ns: the same in nanoseconds since 1970.
         status: of the answer; 500 until that has begun.
-        whole: whether all of the answer was handed to the connection.
+        cut: why the answer is not all that was asked for, in a word, although its status may be 200; None where it is
+            whole, be that an error.
         job: what was generated for it, if anything.
     """
 
@@ -33,7 +37,7 @@ class RequestRecord:
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
     status: int = 500
-    whole: bool = False
+    cut: str | None = None
     job: Job | None = None
 
     @classmethod

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from shadowkv.serve.api import build_app
 from shadowkv.serve.connections import ConnectionConfig
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -79,7 +80,8 @@ class _Server(uvicorn.Server):
         tasks, end = self.server_state.tasks, monotonic() + self._drain
         if tasks and self._drain:
             with suppress(OSError):  # the terminal is closed
-                print(f"stopping: {len(tasks)} requests have {self._drain:g} s to end", file=sys.stderr, flush=True)
+                at_work = counted(len(tasks), "request")
+                print(f"stopping: {self._drain:g} s for {at_work} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
         # Before the connections' end: what is still at work ends with an error instead of keeping the server up.

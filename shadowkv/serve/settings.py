@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shadowkv.serve.reasoning import REASONING_PARSERS
 from shadowkv.serve.tool_formats import FORMATS, tool_format
+from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
 LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers")
@@ -31,7 +32,7 @@ class ServerSettings:
     vLLM's names, too.
 
     Raises:
-        ValueError: values that cannot be; the message lists every one.
+        SettingsError: values that cannot be; the message lists every one.
     """
 
     api_key: tuple[str, ...] = ()
@@ -85,13 +86,13 @@ class ServerSettings:
             bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates by")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            bad.append(f"otlp_traces_endpoint={endpoint} must be a URL, such as http://localhost:4318/v1/traces")
+            bad.append(f"otlp_traces_endpoint={endpoint!r} must be a URL, such as http://localhost:4318/v1/traces")
         if self.tool_call_parser not in (None, *FORMATS):
-            bad.append(f"tool_call_parser={self.tool_call_parser} must be one of {', '.join(FORMATS)}")
+            bad.append(f"tool_call_parser={self.tool_call_parser!r} must be one of {', '.join(FORMATS)}")
         if self.reasoning_parser not in (None, *REASONING_PARSERS):
-            bad.append(f"reasoning_parser={self.reasoning_parser} must be one of {', '.join(REASONING_PARSERS)}")
+            bad.append(f"reasoning_parser={self.reasoning_parser!r} must be one of {', '.join(REASONING_PARSERS)}")
         if bad:
-            raise ValueError("; ".join(bad))
+            raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
 
     @property
     def max_body_bytes(self) -> int:

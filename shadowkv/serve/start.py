@@ -15,6 +15,7 @@ from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.serve.log import set_up_log
 from shadowkv.serve.open_files import allow_open_files
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.wording import SettingsError
 
 if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
@@ -109,7 +110,10 @@ def load_engines(config: EngineConfig, compare: str | None) -> list[AsyncEngine]
     loaded = load_from_config(config)
     own = {name: getattr(EngineConfig, name) for name in POLICY_FIELDS}
     # First, since the other takes what memory is left on a GPU.
-    compared = AsyncEngine(replace(config, **own, kv=compare, max_num_seqs=1, max_cached_seqs=1), loaded)
+    try:
+        compared = AsyncEngine(replace(config, **own, kv=compare, max_num_seqs=1, max_cached_seqs=1), loaded)
+    except SettingsError as error:
+        raise ValueError(error.as_flags({"kv": "--compare"})) from error
     compared.start()
     engine = AsyncEngine(config, loaded)
     engine.start()

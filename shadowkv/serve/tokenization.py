@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.limits import TOKENIZE_TOKENS
+from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from shadowkv.models.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> Non
         count = len(tokenizer.encode(text[: cut if cut > 0 else end], add_special_tokens=False))
         if count > MARGIN * limit:
             reason = f"the first {end} of the {len(text)} characters are about {count} tokens"
-            raise too_long(f"at most {limit} tokens are allowed, but {reason}", param)
+            raise too_long(f"at most {counted(limit, 'token')} may come, but {reason}", param)
         end *= NEXT_PART
 
 

@@ -69,7 +69,7 @@ class Tracing:
             attributes={name: value for name, value in found.items() if value is not None},
             start_time=record.began_ns,
         )
-        if record.status >= 500 or not record.whole:
+        if record.status >= 500 or record.cut is not None:
             span.set_status(Status(StatusCode.ERROR))
         span.end()
 

@@ -49,7 +49,7 @@ def run(capsys, *arguments):
 def test_it_runs_as_a_module(stored):
     command = [sys.executable, "-m", "shadowkv.cache"]
     result = subprocess.run([*command, "verify", "--dir", stored[0]], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "3 snapshots are good, 0 bad\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "3 good snapshots, 0 bad\n", "")
     result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     assert all(name in result.stdout for name in ("ls", "verify", "prune", "export", "import"))
 
@@ -77,10 +77,10 @@ def test_verify_finds_what_is_bad_and_removes_it_if_asked(stored, capsys):
     assert run(capsys, "verify", "--dir", directory, first.name[:12])[0] == 0
     code, text, _ = run(capsys, "verify", "--dir", directory)
     problem = f"{directory / other.file_name}: the checksum of its data is another; left there"
-    assert (code, text) == (1, f"{problem}\n2 snapshots are good, 1 bad\n")
+    assert (code, text) == (1, f"{problem}\n2 good snapshots, 1 bad\n")
     code, text, _ = run(capsys, "verify", "--dir", directory, "--remove", "--json")
     assert code == 1 and json.loads(text)["bad"][0]["action"] == "removed"
-    assert run(capsys, "verify", "--dir", directory)[:2] == (0, "2 snapshots are good, 0 bad\n")
+    assert run(capsys, "verify", "--dir", directory)[:2] == (0, "2 good snapshots, 0 bad\n")
 
 
 def test_prune_removes_the_oldest_first(stored, capsys):
@@ -91,9 +91,9 @@ def test_prune_removes_the_oldest_first(stored, capsys):
     assert run(capsys, "prune", "--dir", directory, "--older-than", "26h")[1].startswith("0 files removed")
     # What is continued is as new as what continues it, and the longer one goes first.
     limit = (first.file_bytes + other.file_bytes + 1) / 2**30
-    assert run(capsys, "prune", "--dir", directory, "--max-gib", f"{limit:.12f}")[1].startswith("1 files removed")
+    assert run(capsys, "prune", "--dir", directory, "--max-gib", f"{limit:.12f}")[1].startswith("1 file removed")
     assert {first.file_name, other.file_name, ".tmp-1-x"} == set(os.listdir(directory))
-    assert run(capsys, "prune", "--dir", directory, "--older-than", "1d")[1].startswith("1 files removed")
+    assert run(capsys, "prune", "--dir", directory, "--older-than", "1d")[1].startswith("1 file removed")
     assert {other.file_name, ".tmp-1-x"} == set(os.listdir(directory))
     damage(directory / other.file_name)
     (directory / first.file_name).write_bytes(b"")

@@ -249,12 +249,12 @@ def test_commands_know_names(tmp_path, capsys):
     rows = json.loads(run(capsys, "ls", "--dir", tmp_path, "--json")[1])
     assert {row["name"]: row["saved_as"] for row in rows} == {pinned.name: ["mine"], other.name: []}
     text = run(capsys, "prune", "--dir", tmp_path, "--max-gib", "0")[1]
-    assert text.startswith("1 files removed") and text.endswith("; names keep 7.43 KiB\n")
+    assert text.startswith("1 file removed") and text.endswith("; names keep 7.43 KiB\n")
     assert (tmp_path / pinned.file_name).exists() and not (tmp_path / other.file_name).exists()
     assert run(capsys, "forget", "--dir", tmp_path, "none") == (2, "", "error: nothing is saved as 'none'\n")
     assert "is no name to save as" in run(capsys, "forget", "--dir", tmp_path, "../x")[2]
     assert run(capsys, "forget", "--dir", tmp_path, "bad", "mine")[0] == 0
-    assert run(capsys, "prune", "--dir", tmp_path, "--max-gib", "0")[1].startswith("1 files removed")
+    assert run(capsys, "prune", "--dir", tmp_path, "--max-gib", "0")[1].startswith("1 file removed")
 
 
 def test_verify_tells_of_names(tmp_path, capsys):
@@ -262,14 +262,14 @@ def test_verify_tells_of_names(tmp_path, capsys):
         first = put(tier, IDS[:128])
         keep(tier, "whole", first)
         keep(tier, "mine", put(tier, IDS[:256], first))
-    assert run(capsys, "verify", "--dir", tmp_path)[:2] == (0, "2 snapshots are good, 0 bad\n")
+    assert run(capsys, "verify", "--dir", tmp_path)[:2] == (0, "2 good snapshots, 0 bad\n")
     damage(next(path for path in tmp_path.glob(file_name("*")) if path.name != first.file_name))
     (tmp_path / "names" / "bad.json").write_text("{}")
     code, text, _ = run(capsys, "verify", "--dir", tmp_path)
     bad, lost, end = text.splitlines()[1:]
     assert code == 1 and "bad.json is not what was written" in bad and bad.endswith("; save it anew; left there")
     assert lost == "what is saved as 'mine' is not all there, or not what was saved; left there"
-    assert end == "1 snapshots are good, 1 bad; 2 names are bad"
+    assert end == "1 good snapshot, 1 bad; 2 bad names"
     assert run(capsys, "verify", "--dir", tmp_path, first.name)[0] == 0
     text = run(capsys, "verify", "--dir", tmp_path, "--remove", "--json")[1]
     assert {one["name"]: one["action"] for one in json.loads(text)["bad_names"]} == {
@@ -285,5 +285,5 @@ def test_verify_tells_of_names(tmp_path, capsys):
 def test_prune_all_removes_names_too(tmp_path, capsys):
     with opened(tmp_path) as tier:
         keep(tier, "mine", put(tier, IDS[:128]))
-    assert run(capsys, "prune", "--dir", tmp_path, "--all")[1].startswith("1 files removed")
+    assert run(capsys, "prune", "--dir", tmp_path, "--all")[1].startswith("1 file removed")
     assert os.listdir(tmp_path / "names") == [] and not list(tmp_path.glob(file_name("*")))

@@ -124,7 +124,7 @@ def test_a_budget_with_a_point_is_a_fraction_and_one_without_a_count(text, budge
 
 
 def test_words_are_no_budget():
-    with pytest.raises(ValueError):
+    with pytest.raises(argparse.ArgumentTypeError, match="'some' is neither a fraction nor a number of tokens"):
         parse_budget("some")
     with pytest.raises(argparse.ArgumentError, match="kv-budget"):
         parse("--kv-budget", "some")

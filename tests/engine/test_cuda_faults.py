@@ -112,9 +112,9 @@ def test_captures_without_memory(make_wide: Any, monkeypatch: pytest.MonkeyPatch
 
     engine.cache.selection_hook = scarce
     got = answers("scarce")
-    assert engine.runner.graphs is not None and engine.runner.graphs._without and not hoard
+    assert engine.runner.graphs is not None and engine.runner.graphs.without and not hoard
     engine.cache.selection_hook = None
-    engine.runner.graphs._without.clear()
+    engine.runner.graphs.without.clear()
     assert got == answers("plenty")
-    assert engine.runner.graphs._graphs
+    assert engine.runner.graphs.graphs
     torch.cuda.synchronize()

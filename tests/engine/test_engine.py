@@ -150,7 +150,7 @@ def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest
     monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken)
     make(**settings)
     monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken - 1)
-    with pytest.raises(MemoryError, match=r"take \d+\.\d+ MiB of host memory, \d+\.\d+ MiB are free\. Lower --host"):
+    with pytest.raises(MemoryError, match=r"take \d+\.\d+ MiB of host memory, \d+\.\d+ MiB are free\. Lower host"):
         make(**settings)
 
 

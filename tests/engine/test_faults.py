@@ -194,7 +194,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Gra
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "_Captured", graph)
-    engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner._step, engine.config.max_num_seqs)
+    engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner.step, engine.config.max_num_seqs)
     engine.decode_steps.run_ahead = True
     return engine
 
@@ -226,8 +226,8 @@ def test_shapes_whose_graph_does_not_fit_run_without_one(
     wanted = answers(make(kv="shadowkv", kv_budget=128))
     engine = with_graphs(make(kv="shadowkv", kv_budget=128), monkeypatch, Failing)
     assert answers(engine) == wanted
-    assert engine.runner.graphs._without and engine.runner.graphs._graphs
-    assert len(Failing.tried) == len(engine.runner.graphs._without) + len(engine.runner.graphs._graphs)
+    assert engine.runner.graphs.without and engine.runner.graphs.graphs
+    assert len(Failing.tried) == len(engine.runner.graphs.without) + len(engine.runner.graphs.graphs)
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "CUDA graph" in caplog.text
     assert_empty(engine)
 

@@ -97,7 +97,7 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
             if len(tokens) == 2 and not self.captures:
                 self.captures += 1
                 passed[0] += 3600
-            return runner._step(plan, None, torch.tensor([tokens, sources], device=runner.cache.device))
+            return runner.step(plan, None, torch.tensor([tokens, sources], device=runner.cache.device))
 
     runner.graphs, engine.decode_steps.run_ahead = Slow(), True
     params, seconds = SamplingParams(max_tokens=12, ignore_eos=True), []

@@ -43,5 +43,5 @@ def test_start_up_lines_say_it(anywhere: None, make: Any) -> None:
 
 
 def test_a_cpu_is_refused_with_what_to_do(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"--quantization fp8: fp8 needs a GPU of .*the device is cpu; leave the flag"):
+    with pytest.raises(ValueError, match=r"quantization='fp8': fp8 needs a GPU of .*the device is cpu; leave it out"):
         make(device="cpu", quantization="fp8")

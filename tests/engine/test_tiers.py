@@ -128,7 +128,7 @@ def test_little_host_memory_is_used_again(make: Any) -> None:
 def test_a_directory_that_cannot_be_used_is_named(make: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     # Before a model is loaded.
-    with pytest.raises(ValueError, match=r"--kv-disk-dir .*file cannot be used: "):
+    with pytest.raises(ValueError, match=r"kv_disk_dir='.*file' cannot be used: "):
         Engine(EngineConfig(model="no such model", kv_disk_dir=str(tmp_path / "file")))
 
 
@@ -188,7 +188,7 @@ def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
 
 def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: 2**30 - 1)
-    told = r"^copies of cached prompts would take 1\.00 GiB of host memory, 1\.00 GiB are free\. {} --kv-offload-gib$"
+    told = r"^copies of cached prompts would take 1\.00 GiB of host memory, 1\.00 GiB are free\. {} kv_offload_gib$"
     with pytest.raises(MemoryError, match=told.format("Lower")):
         make(kv="full", kv_offload_gib=1.0)
     with pytest.raises(MemoryError, match=told.format("Set")):
@@ -198,7 +198,7 @@ def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, mon
     monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken + 2**26)
     make(**settings, kv_offload_gib=0.0625)
     monkeypatch.setattr("shadowkv.engine.sizing.free_host_bytes", lambda: taken + 2**26 - 1)
-    told = r"are free beside the 64\.00 MiB for copies of cached prompts\. Lower --host-memory-gib or --kv-offload-gib"
+    told = r"are free beside the 64\.00 MiB for copies of cached prompts\. Lower host_memory_gib or kv_offload_gib"
     with pytest.raises(MemoryError, match=told):
         make(**settings, kv_offload_gib=0.0625)
 

@@ -29,7 +29,7 @@ def test_configs_have_the_published_size(name: str) -> None:
 
 
 def test_config_only_models_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="pass a directory with its weights, or use --load-format dummy"):
+    with pytest.raises(ValueError, match="pass a directory with its weights, or use load_format='dummy'"):
         load_model("llama-3.1-8b")
 
 

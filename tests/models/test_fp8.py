@@ -270,7 +270,7 @@ def test_sizes_that_tensor_cores_do_not_take_are_named(anywhere: None, tmp_path:
         ("cuda:1", (9, 0), torch.bfloat16, None),
         ("cuda:1", (10, 3), torch.bfloat16, None),
         ("cuda:1", (8, 6), torch.bfloat16, r"8\.9 or more \(Ada, Hopper or newer\), and An A10 \(cuda:1\) has 8\.6"),
-        ("cuda:1", (9, 0), torch.float16, "goes with --dtype bfloat16, not float16"),
+        ("cuda:1", (9, 0), torch.float16, "goes with dtype='bfloat16', not float16"),
         ("cpu", (9, 0), torch.bfloat16, "and the device is cpu"),
     ],
 )
@@ -289,7 +289,7 @@ def test_where_fp8_runs(
     if reason is None:
         return
     build("qwen3", tmp_path / "plain")
-    with pytest.raises(ValueError, match=rf"^--quantization fp8: fp8 .*{reason}; leave the flag out$"):
+    with pytest.raises(ValueError, match=rf"^quantization='fp8': fp8 .*{reason}; leave it out$"):
         load_model(tmp_path / "plain", device=device, dtype=dtype, quantization="fp8")
     write_fp8(tmp_path / "fp8", "fbgemm_fp8")
     with pytest.raises(ValueError, match=rf"fp8: its weights are quantised in fp8, and fp8 .*{reason}; use the unq"):

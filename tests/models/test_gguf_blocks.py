@@ -96,7 +96,7 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(loader, "fill", fail)
-    with pytest.raises(MemoryError, match=r"as float32, Q8_0 weights on cpu, .*; pass --dtype bfloat16, use a smaller"):
+    with pytest.raises(MemoryError, match=r"as float32, Q8_0 weights on cpu, .*; pass dtype='bfloat16', use a smaller"):
         load_model(blocks)  # its norms would halve
     monkeypatch.setattr(requirements, "free_bytes", lambda device: need // 2)
     with pytest.raises(MemoryError, match="free; use a smaller model"):

@@ -96,7 +96,7 @@ def test_fp8_needs_a_gpu_that_has_it(name: str, model: Path, serve: Serve) -> No
         assert_refused(answer, str(model), HARDWARE)
         assert "the device is cpu" in answer[1] and REMEDY in answer[1]
     answer = serve(model, "--quantization", "fp8")
-    assert_refused(answer, "--quantization fp8", "the device is cpu; leave the flag out")
+    assert_refused(answer, "--quantization fp8", "the device is cpu; leave it out")
 
 
 @pytest.mark.parametrize("name", OTHER_FLOAT8)

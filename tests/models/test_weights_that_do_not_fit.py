@@ -39,7 +39,7 @@ def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name, dtype, need, advice",
     [
-        ("llama-3.1-8b", "float32", "29.92", "pass --dtype bfloat16, use a smaller model or free memory"),
+        ("llama-3.1-8b", "float32", "29.92", "pass dtype='bfloat16', use a smaller model or free memory"),
         ("llama-3.1-70b", "float32", "262.83", "use a smaller model or free memory"),
         ("llama-3.1-70b", "bfloat16", "131.42", "use a smaller model or free memory"),
     ],

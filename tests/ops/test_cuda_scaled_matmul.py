@@ -88,4 +88,4 @@ def test_on_a_gpu_as_by_the_references(seed: int) -> None:
 def test_this_gpu_runs_fp8_in_bfloat16_alone() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert unfit(device, torch.bfloat16) is None
-    assert unfit(device, torch.float16) == "fp8 goes with --dtype bfloat16, not float16"
+    assert unfit(device, torch.float16) == "fp8 goes with dtype='bfloat16', not float16"

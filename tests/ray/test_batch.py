@@ -106,7 +106,7 @@ def test_every_line_has_one_answer_though_a_replica_is_killed(cluster: None, fla
     [
         (["--replicas", "0"], "--replicas 0 must be at least 1"),
         (["--device", "cuda:1"], "--device cuda:1: Ray says which GPU a replica has"),
-        (["--role", "decode"], "role='decode' needs kv_disk_dir"),
+        (["--role", "decode"], "--role decode needs --kv-disk-dir"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_started(

@@ -132,7 +132,7 @@ def test_a_policy_that_fails_leaves_the_others(model, tmp_path, monkeypatch):
             path.write_text(json.dumps(status), encoding="utf-8")
 
     monkeypatch.setattr(throughput_sweep, "main", sweep)
-    args = formats_table._parser().parse_args(
+    args = formats_table.parser().parse_args(
         [*flags(model, tmp_path), "--kv", "full", "fp8", "quest", "--long-kv", "full"]
     )
     with pytest.raises(RuntimeError, match="not measured: fp8 at 61440: no kernel"):

@@ -1,5 +1,6 @@
 """Manifests of ``deploy/``: what Kubernetes' schemas cannot see, that they fit the commands and the images."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import shadowkv.cli
 import shadowkv.ray.serve
 import shadowkv.serve.__main__
 from shadowkv.engine.config import EngineConfig
@@ -48,7 +50,7 @@ def test_server(name: str) -> None:
     template = deployment["spec"]["template"]
     [container] = template["spec"]["containers"]
     assert container["name"] == container_name
-    args = module._parse(container["args"])
+    args = module.parse(container["args"])
     EngineConfig.from_args(args)  # raises where flags do not go together
     settings = ServerSettings.from_args(args)
 
@@ -70,7 +72,7 @@ def test_commented_flag() -> None:
     [flag] = re.findall(r"# - (--tensor-parallel-size=\S+)", text)
     [container] = of_kind("kubernetes.yaml", "Deployment")["spec"]["template"]["spec"]["containers"]
     args = [one for one in container["args"] if not one.startswith("--kv-")]
-    config = EngineConfig.from_args(shadowkv.serve.__main__._parse([*args, flag]))
+    config = EngineConfig.from_args(shadowkv.serve.__main__.parse([*args, flag]))
     assert config.tensor_parallel_size == 2
 
 
@@ -93,18 +95,43 @@ def test_volumes_and_users(name: str) -> None:
 def test_where_engines_run(name: str) -> None:
     """Pods with a GPU have the directory of segments, and a home whose cache is a volume."""
     [container] = of_kind(name, "Deployment")["spec"]["template"]["spec"]["containers"]
-    directory = SERVERS[name][0]._parse(container["args"]).kv_disk_dir
+    directory = SERVERS[name][0].parse(container["args"]).kv_disk_dir
     containers = [one for pod in pods(name) for one in pod["containers"]]
     [engine] = [one for one in containers if "nvidia.com/gpu" in one["resources"]["limits"]]
     paths = {mount["mountPath"] for mount in engine["volumeMounts"]}
     assert {str(directory), "/home/shadowkv/.cache"} <= paths
 
 
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+def test_image(name: str) -> None:
+    """What it is built of is there, and its command, and the one of its comment, are the server's."""
+    text = (ROOT / "docker" / name).read_text()
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for source in re.findall(r"^COPY (\S+) ", text, re.MULTILINE):
+        assert source.startswith("--from=") or ((ROOT / source).exists() and source not in ignored)
+    needed = "LICENSE README.md constraints.txt csrc eval models pyproject.toml setup.py shadowkv"
+    assert not set(needed.split()) & set(ignored)
+    [extras] = re.findall(
+        r"\[project.optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    asked = {extra for some in re.findall(r"EXTRAS=(\S+)", text) for extra in some.split(",")}
+    assert asked and asked <= set(re.findall(r"^(\w+) = ", extras, re.MULTILINE))
+    [command] = re.findall(r"^ENTRYPOINT (.*)", text, re.MULTILINE)
+    program, subcommand, *flags = json.loads(command)
+    assert (program, subcommand in shadowkv.cli.COMMANDS) == ("shadowkv", True)
+    comment = re.sub(r"\\\n#", "", text)
+    [example] = re.findall(r"^# +docker run .* shadowkv:\w+ +(.*)", comment, re.MULTILINE)
+    args = shadowkv.serve.__main__.parse([*flags, *example.split()])
+    EngineConfig.from_args(args)
+    ports = re.findall(r"EXPOSE (\d+)|//localhost:(\d+)/health|-p (\d+):(\d+)", text)
+    assert {port for found in ports for port in found if port} == {str(args.port)} and len(ports) == 3
+
+
 def test_ray_cluster() -> None:
     """The front asks for the workers that there are, of their size, by Ray's version and the operator's name."""
     cluster = of_kind("kuberay.yaml", "RayCluster")
     [front] = of_kind("kuberay.yaml", "Deployment")["spec"]["template"]["spec"]["containers"]
-    args = shadowkv.ray.serve._parse(front["args"])
+    args = shadowkv.ray.serve.parse(front["args"])
     [group] = cluster["spec"]["workerGroupSpecs"]
     assert group["replicas"] == args.replicas
     assert group["rayStartParams"] == {"num-cpus": str(args.cpus_per_replica), "num-gpus": "1"}

@@ -162,7 +162,7 @@ def test_a_resumed_run_that_gets_nowhere_keeps_the_answers_there_were(files, eng
     dead = json.dumps({"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "DIE"}})
     files.input.write_text("\n".join([dead, *REQUESTS]) + "\n")
     assert go(engine, files, resume=True) == 1
-    assert "3 answers are in" in capsys.readouterr().err
+    assert " has 3 answers; " in capsys.readouterr().err
     assert ids(files.partial) == ["a", "b", "c"]
 
 
@@ -244,7 +244,7 @@ def test_sigterm_keeps_what_is_done_and_frees_the_files(files, engine, capsys, m
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 143 and not engine.running
-    assert "terminated: " in (error := capsys.readouterr().err) and f"answers are in {files.partial}" in error
+    assert "terminated: " in (error := capsys.readouterr().err) and f"{files.partial} has " in error
     assert ids(files.partial) == ["a", "b", "c"] and not files.lock.exists()
 
 

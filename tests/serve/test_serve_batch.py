@@ -116,7 +116,7 @@ def test_interrupt_keeps_what_is_done(run, engine, capsys, interruptible):
 def test_resume_answers_the_rest_only(run, engine, capsys):
     lines = [line(str(i), prompt=f"{i}") for i in range(6)] + ["{bad", line("2", prompt="twice"), line("x", "/v2")]
     assert run([*lines[:3], *lines[6:], line("die", prompt="DIE")], concurrency=1) == 1
-    assert "6 answers are in" in capsys.readouterr().err
+    assert " has 6 answers; " in capsys.readouterr().err
     with run.files.partial.open("ab") as file:
         file.write(b'{"id": "cut off in the mi')
     engine.is_alive = True
@@ -127,7 +127,7 @@ def test_resume_answers_the_rest_only(run, engine, capsys):
     assert [record["custom_id"] for record in found[:3]] == ["0", "1", "2"]
     assert sorted(str(record["custom_id"]) for record in found[3:]) == ["2", "3", "4", "5", "None", "x"]
     assert not run.files.partial.exists()
-    assert "3 requests had been answered before\n6 requests, 3 failed" in capsys.readouterr().out
+    assert "3 requests answered before\n6 requests, 3 failed" in capsys.readouterr().out
     engine.prompts.clear()
     assert run([*lines[:3], *lines[6:], *lines[3:6], line("new", prompt="new")], resume=True) == 0
     assert engine.prompts == ["\x01new"]
@@ -164,7 +164,8 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(run, engine, capsys, tm
         signal.signal(signal.SIGXFSZ, handler)
     error = capsys.readouterr().err
     kept = records(run.files.partial)
-    assert f"error: cannot write {run.files.partial}: File too large; {len(kept)} answers" in error
+    told = f"error: cannot write {run.files.partial}: File too large; {run.files.partial} has {len(kept)} answers; "
+    assert told in error
     assert 1 < len(kept) < 12 and "Traceback" not in error
     assert not engine.running and not run.files.output.exists()
     assert run(lines, resume=True) == 0

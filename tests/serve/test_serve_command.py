@@ -82,7 +82,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     monkeypatch.setattr(command, "load_engines", lambda *_: [engine("{{ messages }}")])
     monkeypatch.setattr("shadowkv.serve.server.serve", lambda *args: served.append(args[-1].limit_concurrency))
     assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
-    told = f"limit_concurrency=2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
+    told = f"--limit-concurrency 2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
     if limit is None:
         assert f"{told}; raise that, or pass at most 512" in error_line(capsys) and not served and not raised
     else:
@@ -93,7 +93,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
 
 
 @pytest.mark.parametrize(
-    "flags, words", [(["--max-num-seqs", "0"], "max_num_seqs=0"), (["--port", "0"], "not even one")]
+    "flags, words", [(["--max-num-seqs", "0"], "--max-num-seqs 0 must"), (["--port", "0"], "not even one")]
 )
 def test_config_and_load_errors(capsys, flags, words):
     assert command.main(flags) == 2

@@ -20,6 +20,7 @@ from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
 from shadowkv.serve.api import build_app
+from shadowkv.serve.request_log import RequestLog
 from shadowkv.serve.settings import ServerSettings
 
 ASK = "/v1/completions"
@@ -98,7 +99,7 @@ def test_a_key_has_its_share(engine):
         first, second = (openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in "ab")
         stream = first.completions.create(model="fake", prompt="HANG", stream=True)
         next(iter(stream))
-        with pytest.raises(openai.RateLimitError, match="1 requests with this API key") as caught:
+        with pytest.raises(openai.RateLimitError, match="1 request with this API key may be at work") as caught:
             first.models.list()
         assert caught.value.code == "rate_limit_exceeded" and int(caught.value.response.headers["retry-after"]) > 0
         assert second.completions.create(model="fake", prompt="Hi").choices[0].text == REPLY
@@ -169,7 +170,43 @@ def test_a_line_says_that_the_client_was_gone(url, caplog, engine: FakeEngine):
         stream.close()
     wait_until(lambda: messages(caplog))
     (line,) = messages(caplog)
-    assert "completion_tokens=2" in line and line.endswith(" aborted")
+    assert "completion_tokens=2" in line and line.endswith(" cut=client_gone")
+
+
+@pytest.mark.parametrize("prompt, cut", [("FAIL", "generation_failed"), ("DIE", "engine_dead")])
+def test_a_line_says_what_ended_a_stream(engine, caplog, prompt, cut):
+    caplog.set_level(logging.INFO, "shadowkv.serve.request_log")
+    ask = {"json": {"prompt": prompt, "stream": True}}
+    (answer,) = asgi(engine, None, ("POST", ASK, ask))
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+    assert messages(caplog)[-1].endswith(f" cut={cut}")
+
+
+@pytest.mark.parametrize(
+    "begun, failure, cut",
+    [
+        (True, asyncio.CancelledError(), "server_stopping"),
+        (True, RuntimeError(), "internal_error"),
+        (False, RuntimeError(), None),
+    ],
+)
+def test_a_line_says_how_an_answer_failed(caplog, begun, failure, cut):
+    caplog.set_level(logging.INFO, "shadowkv.serve.request_log")
+
+    async def app(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200})
+        raise failure
+
+    async def nothing(message=None):
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    with pytest.raises(type(failure)):
+        asyncio.run(RequestLog(app, log=True, tracing=None)(scope, nothing, nothing))
+    (line,) = messages(caplog)
+    assert f" {200 if begun else 500} id=" in line
+    assert line.endswith(f" cut={cut}") if cut else " cut=" not in line
 
 
 @pytest.fixture(scope="module")

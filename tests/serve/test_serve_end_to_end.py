@@ -214,6 +214,8 @@ def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == code
         assert "Traceback" not in errors and "ERROR" not in errors, errors
+        (line,) = [line for line in errors.splitlines() if stream.response.headers["x-request-id"] in line]
+        assert "/v1/chat/completions 200 id=" in line and line.endswith(" cut=server_stopping")
 
 
 def test_a_server_process_drains_and_a_second_signal_ends_it():
@@ -221,8 +223,8 @@ def test_a_server_process_drains_and_a_second_signal_ends_it():
         stream = begin(url, 40)
         process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        process.communicate(timeout=300)
-        assert process.returncode == 143
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 143 and stream.response.headers["x-request-id"] in errors and "cut=" not in errors
     with server_process("--shutdown-timeout", "100") as (process, url):
         stream = begin(url, 900)
         process.send_signal(signal.SIGTERM)

@@ -198,6 +198,9 @@ def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
         ({"stream": "maybe"}, 'stream: Input should be a valid boolean, not "maybe"'),
         ({"temperature": "h" * 100}, "temperature: Input should be a valid number"),
         ({"top_p": 3}, "top_p: top_p=3.0 must be in (0, 1]"),
+        ({"stop": 5}, "stop: must be a string or a list of up to 64 strings, not 5"),
+        ({"stop": ["a", 5]}, "stop: must be a string or a list of up to 64 strings"),
+        ({"stop": ["a"] * 65}, "stop: must be a string or a list of up to 64 strings"),
     ],
 )
 def test_a_refused_value_is_said_where_it_is_short(body: dict[str, object], said: str) -> None:

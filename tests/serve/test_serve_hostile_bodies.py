@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -206,9 +207,10 @@ def test_our_faults_with_a_long_body_are_ours(engine, monkeypatch, caplog, fault
 
 def test_a_process_that_dies_is_replaced(reader):
     read(reader, LONG)
-    (process,) = reader._idle
-    process._process.kill()
-    process._process.wait()
+    (process,) = reader.idle
+    os.kill(process.pid, signal.SIGKILL)
+    while not process.has_ended:
+        time.sleep(0.01)
     with pytest.raises(ApiError, match="has died") as caught:
         read(reader, LONG)
     assert caught.value.status == 503
@@ -240,7 +242,7 @@ def test_a_process_whose_time_runs_out_as_it_answers_is_not_kept(reader, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(body_reader, "Timer", Late)
         assert read(reader, LONG).prompt
-    assert not reader._idle
+    assert not reader.idle
     assert read(reader, LONG).prompt
 
 
@@ -249,8 +251,8 @@ def test_an_idle_process_that_another_thread_takes_first(reader):
         def __bool__(self):
             return True
 
-    reader._idle = Taken()
-    assert read(reader, LONG).prompt and len(reader._idle) == 1
+    reader.idle = Taken()
+    assert read(reader, LONG).prompt and len(reader.idle) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")
@@ -269,10 +271,10 @@ def test_a_body_that_takes_too_much_memory(monkeypatch):
 
 def test_processes_end_with_their_reader(reader):
     read(reader, LONG)
-    (process,) = reader._idle
+    (process,) = reader.idle
     reader.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(process._process.pid, 0)
+        os.kill(process.pid, 0)
 
 
 def test_others_are_served_while_hostile_bodies_are_read(engine):

@@ -91,7 +91,7 @@ def test_sighup_drains(terminal):
         assert answer.result().json()["choices"][0]["text"] == REPLY
         if terminal == "open":
             errors = process.stderr.read()
-            assert "requests have 60 s to end" in errors  # one, or two with a look whether it is closed
+            assert "stopping: 60 s for " in errors  # one, or two with a look whether it is closed
             assert "a line" in errors and "\n2026-01-01 forged" not in errors
         assert process.wait(300) == 128 + signal.SIGHUP
 

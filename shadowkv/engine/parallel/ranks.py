@@ -21,6 +21,7 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.devices import device_of
 from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
+from shadowkv.wording import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class Ranks:
         size = config.tensor_parallel_size
         check_alone()
         if config.kv_offload_gib or config.kv_disk_dir:
-            raise ValueError("kv_offload_gib and kv_disk_dir take tensor_parallel_size=1: prefixes stay on the devices")
+            settings = ("kv_offload_gib", "kv_disk_dir", "tensor_parallel_size")
+            reason = "kv_offload_gib and kv_disk_dir take tensor_parallel_size=1: prefixes stay on the devices"
+            raise SettingsError(reason, settings)
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
         self._tell: Callable[[RankFailure], None] = lambda failure: None
