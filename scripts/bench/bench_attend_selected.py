@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from timing import READ_SPEED, Row, microseconds, run
 
-from shadowkv.kvcache.codecs.latents import DenseLatents, Int8Latents
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -34,17 +34,19 @@ Case = tuple[int, int, int, int, str, str]
 CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
     (batch, length, budget, chunk, keys, values)
     for keys, values, shapes, chunks in (
-        ("int8", "4-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
-        ("int8", "3-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
-        ("int8", "2-bit", [(63, 61440, 960)], (1,)),
-        ("int8", "4-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
-        ("int8", "3-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
-        ("int8", "4-bit", [(48, 61440, 1024)], (8, 2)),
+        ("int4", "4-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
+        ("int4", "3-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
+        ("int4", "2-bit", [(63, 61440, 960)], (1,)),
+        ("int4", "4-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
+        ("int4", "3-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
+        ("int4", "4-bit", [(48, 61440, 1024)], (8, 2)),
         ("bf16", "bf16", [(48, 61440, 1024)], (8,)),
     )
     for batch, length, budget in shapes
     for chunk in chunks
 ]
+
+LATENTS: dict[str, LatentCodec] = {"int4": Int4Latents(), "bf16": DenseLatents()}
 
 WIDTHS = {"4-bit": 4, "3-bit": 3, "2-bit": 2, "bf16": 16}
 """Bits of an entry of a value."""
@@ -55,7 +57,9 @@ Call = tuple[torch.Tensor, KeySource, ValueSource, torch.Tensor]
 def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values: str) -> list[Call]:
     """Arguments of some calls over the same pages."""
     chunks, device = PAGE // chunk, torch.device("cuda")
-    key = Field("latents", (chunks, chunk, RANK), torch.int8 if keys == "int8" else torch.bfloat16)
+    codec = LATENTS[keys]
+    row, stored = codec.field(RANK, torch.bfloat16)
+    key = Field("latents", (chunks, chunk, row), stored)
     bits, coded = WIDTHS[values], values != "bf16"
     width, dtype = (DIM * bits // 8, torch.uint8) if coded else (DIM, torch.bfloat16)
     fields = [
@@ -74,11 +78,12 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
             if view[name].dtype == torch.bfloat16:
                 view[name][part] = torch.randn(len(part), *view[name].shape[1:], device=device).bfloat16()
     pages = names.view(batch, -1)
-    basis = torch.randn(batch, RANK, HEADS, DIM, device=device) / (RANK**0.5 * (74 if keys == "int8" else 1))
+    basis = torch.randn(batch, RANK, HEADS, DIM, device=device) / RANK**0.5
+    if codec.largest:  # random codes have a standard deviation of 1 / 3**0.5 of the largest
+        basis *= (3**0.5 / codec.largest_codes(RANK, device))[:, None, None]
     mean = torch.randn(batch, HEADS, DIM, device=device)
     rotary = RotaryTables(RopeConfig(DIM, theta=500000.0), length, device)
     slots = torch.randperm(batch, device=device)
-    codec: LatentCodec = Int8Latents() if keys == "int8" else DenseLatents()
     first, state = torch.zeros_like(slots), (basis.bfloat16(), mean.bfloat16())
     k = LatentKeys(view["latents"], codec, *state, slots, pages, first, rotary)
     v: ValueSource = DenseRows(view["values"], pages)
@@ -96,7 +101,8 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
 
 def nbytes(batch: int, budget: int, chunk: int, keys: str, values: str) -> int:
     """Bytes that a call has to read."""
-    token = RANK * (1 if keys == "int8" else 2) + DIM * WIDTHS[values] // 8 + (0 if values == "bf16" else 2)
+    row, dtype = LATENTS[keys].field(RANK, torch.bfloat16)
+    token = row * dtype.itemsize + DIM * WIDTHS[values] // 8 + (0 if values == "bf16" else 2)
     return batch * HEADS * (budget * token + budget // chunk * 8 + RANK * DIM * 2)
 
 
@@ -106,8 +112,8 @@ def check(call: Call) -> None:
     out, lse = cuda.attend_selected(*call)
     assert isinstance(k, LatentKeys)
     mean = None if k.mean is None else k.mean.float()
-    latents = k.latents if k.latents.dtype == torch.int8 else k.latents[k.pages[0]].float()
-    pages = k.pages if k.latents.dtype == torch.int8 else torch.arange(k.pages.shape[1], device=q.device)[None]
+    latents = k.latents if k.codec.largest else k.latents[k.pages[0]].float()
+    pages = k.pages if k.codec.largest else torch.arange(k.pages.shape[1], device=q.device)[None]
     wide = replace(
         k, latents=latents, basis=k.basis.float(), mean=mean, slots=k.slots[:1], pages=pages[:1], first=k.first[:1]
     )

@@ -64,8 +64,8 @@ MOST_ENTRIES = 32767
 """Chunks that the buffer can number."""
 
 LEAST_WASTE = 0.02
-"""Share of a block that may be lost to sealed pages that do not fill it, and half of what exact ones may lose: what fills
-a device are long sequences."""
+"""Share of a block that may be lost to sealed pages that do not fill it, and half of what exact ones may lose: what
+fills a device are long sequences."""
 
 SPARE_SEGMENTS = 16
 """One of so many sequences may have a second segment while as many sequences are there as can be."""

@@ -104,11 +104,9 @@ class LowRankKeys(KeyPart):
             state = store.state[name][layers]
             state[:, states] = found.reshape(len(state), len(states), *state.shape[2:])
 
-    def subspaces(
-        self, store: SealedStore, keys: Tensor, mean: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns, and
-        the strongest of all groups come first (``LatentCodec.of_groups``)."""
+    def subspaces(self, store: SealedStore, keys: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns,
+        and the strongest of all groups come first (``LatentCodec.of_groups``)."""
         groups = self.spec.key_ranks(self.shape)
         if len(groups) == 1:
             found: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)

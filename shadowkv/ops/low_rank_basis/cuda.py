@@ -35,9 +35,7 @@ def available() -> bool:
     return torch.cuda.is_available()
 
 
-def low_rank_basis(
-    keys: Tensor, rank: int, mean: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference, but centred keys are rounded to their dtype; and the basis before its latents are taken."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))

@@ -8,9 +8,7 @@ from torch import Tensor
 ROWS_AT_ONCE = 65536
 
 
-def low_rank_basis(
-    keys: Tensor, rank: int, mean: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Top right singular vectors of M matrices ``keys``, less ``mean`` if that is given.
 
     Args:
