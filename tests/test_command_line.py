@@ -97,8 +97,8 @@ def test_settings_that_cannot_be_are_named_by_their_flags(arguments, line, capsy
 def test_a_policy_that_is_refused_beside_others_is_named():
     shape = ModelShape(num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=64)
     with pytest.raises(SettingsError) as caught:
-        local_policies(["full", "quest", "turbo:rank=999"], [64], shape)
-    assert one_line(caught.value).startswith("--kv turbo:rank=999, --budget 64: this KV policy cannot be used: rank=")
+        local_policies(["full", "quest", "turbo:rank=998"], [64], shape)
+    assert one_line(caught.value).startswith("--kv turbo:rank=998, --budget 64: this KV policy cannot be used: rank=")
 
 
 def test_a_command_gets_the_other_arguments_and_its_code_is_ours(capsys, tmp_path):

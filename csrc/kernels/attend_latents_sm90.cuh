@@ -1,8 +1,8 @@
-// Attention of one query per sequence over selected tokens, from latents of 8 and 4 bits and coded values, for Hopper: keys are
-// rebuilt by warpgroup products (wgmma), whose second factor, the basis, is read from shared memory without passing
-// through registers. Each warp then rotates, scores and weighs its own 16 of 64 tokens, in the fragments that the
-// product left, and adds their values to its own sums (attend/fragments.cuh and
-// attend/value_codecs.cuh have the arithmetic).
+// Attention of one query per sequence over selected tokens, from latents of 8 and 4 bits and coded values, for Hopper:
+// keys are rebuilt by warpgroup products (wgmma), whose second factor, the basis, is read from shared memory without
+// passing through registers. Each warp then rotates, scores and weighs its own 16 of 64 tokens, in the fragments that
+// the product left, and adds their values to its own sums (attend/fragments.cuh and attend/value_codecs.cuh have the
+// arithmetic).
 //
 // One block per multiprocessor. One warp finds tokens, one copies tiles of them, two make the basis of the next unit;
 // the other warpgroups consume, each its own tiles. The tiles of all units (sequence and kv head) form one line that is
@@ -11,9 +11,9 @@
 // Between finder and copier is a ring of places of tokens, some tiles ahead of the copies: a chunk's number, its pages
 // and its rows are three memory latencies one after the other, which nobody else waits for then.
 //
-// A code becomes half by placing it in the mantissa of 1024, without a subtraction: what a latent then has too much, 1152
-// of a byte and 1032 of four bits, leaves times the basis' column sums with the mean, which is a 16-rank product of its
-// own.
+// A code becomes half by placing it in the mantissa of 1024, without a subtraction: what a latent then has too much,
+// 1152 of a byte and 1032 of four bits, leaves times the basis' column sums with the mean, which is a 16-rank product
+// of its own.
 #pragma once
 
 #include "attend_latents_sm90/consume.cuh"

@@ -11,7 +11,8 @@ from shadowkv.kvcache.spec import FORMER_NAMES, PREFILLS
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 FORMAT = 1
-"""Of snapshots and of all codecs' bytes: to be raised when either changes, as files outlive the program."""
+"""Of snapshots and of all codecs' bytes: to be raised when either changes and no shape or dtype of a field says so
+already, as files outlive the program."""
 
 LATER = {"skip_layers": 0, "key_groups": 1}
 """Fields of a policy that are younger than files which are still read, and what those have of them."""

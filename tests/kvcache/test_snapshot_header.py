@@ -216,11 +216,14 @@ def test_cuts(header: SnapshotHeader) -> None:
             assert (one.first, one.reach - one.end) == (whole.first, whole.reach - whole.end)
 
 
-FORM = "a8161e7373f4ab7f4b0cd90473c708ae0940864543840f9f4f24f07afeab4fa4"
-"""Of the policy below, as long as its snapshots are read."""
+FORMS = {
+    "turbo": "7b50b7665a0d6399af8a078a4ddb8d38d82ce37e0ab14690316c13e89726fefa",
+    "turbo:keys=low-rank-int8": "a8161e7373f4ab7f4b0cd90473c708ae0940864543840f9f4f24f07afeab4fa4",
+}
+"""Of policies of rank 16, as long as their snapshots are read."""
 
 FLOAT16_SCALES = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923acec"
-"""Of the same when scales of the sketch were float16; such files are not read."""
+"""Of the second of them when scales of the sketch were float16; such files are not read."""
 
 
 def test_caches_say_what_they_store_alike() -> None:
@@ -236,8 +239,9 @@ def test_caches_say_what_they_store_alike() -> None:
     assert not other.stores_alike(one, 3000)
 
 
-def test_the_form_is_that_of_files_from_before() -> None:
-    assert make_cache(preset("turbo", rank=16)).form == FORM
+@pytest.mark.parametrize("kv", FORMS)
+def test_the_form_is_that_of_files_from_before(kv: str) -> None:
+    assert make_cache(preset(kv, rank=16)).form == FORMS[kv]
 
 
 def test_a_field_of_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +252,7 @@ def test_a_field_of_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatc
         return signs, rest, replace(scale, dtype=torch.float16)
 
     monkeypatch.setattr(Sketch, "page_fields", former_fields)
-    assert make_cache(preset("turbo", rank=16)).form == FLOAT16_SCALES
+    assert make_cache(preset("turbo:keys=low-rank-int8", rank=16)).form == FLOAT16_SCALES
 
 
 def test_bytes_that_are_not_the_headers_are_refused() -> None:

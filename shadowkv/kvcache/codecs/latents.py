@@ -45,7 +45,7 @@ class Int4Latents(LatentCodec):
     latents of a byte at a time, and what is too much is taken away later.
 
     Attributes:
-        strong: rank dimensions in 8 bits, or all where there are no more.
+        strong: rank dimensions in 8 bits, an even number, or all where there are no more.
     """
 
     id, name, largest, rank_multiple = CodecId.LATENT_INT4, "low-rank-int4", 127, 2

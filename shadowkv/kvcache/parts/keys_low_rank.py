@@ -5,6 +5,8 @@ ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d]
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -57,7 +59,7 @@ class LowRankKeys(KeyPart):
         be shared, so never more than all of them."""
         return min(selected * self.shape.num_kv_heads, sealed) * self.bytes_per_token()
 
-    @property
+    @cached_property
     def codec(self) -> LatentCodec:
         return LATENT_CODECS[self.spec.keys].of_groups([rank for rank, _ in self.spec.key_ranks(self.shape)])
 
@@ -119,8 +121,8 @@ class LowRankKeys(KeyPart):
             bases.append(pad(part, (columns.start, keys.shape[2] - columns.stop)))
             numbers.append(torch.stack(of_rows))
             totals.append(total)
-        place = torch.cat([torch.arange(rank) for rank, _ in groups])
-        order = (place >= STRONG).int().argsort(stable=True).to(keys.device)
+        place = torch.cat([torch.arange(rank, device=keys.device) for rank, _ in groups])
+        order = (place >= STRONG).int().argsort(stable=True)
         variance, largest = torch.cat(numbers, dim=2)[:, :, order]
         return torch.cat(bases, dim=1)[:, order], variance, largest, torch.stack(totals).sum(0)
 

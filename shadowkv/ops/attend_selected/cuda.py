@@ -70,8 +70,9 @@ def attend_selected(
     keys go with which of values, ``csrc/bindings/attend_selected.cu`` says. Pages lie on the queries' device, scales of
     values in the pages of the keys.
 
-    On Hopper, int8 latents of rank up to 160 with rotated values that are in no buffer, both of head dim 64 or 128, go
-    to a kernel of their own (``cuda_sm90``), and all else to ``csrc/kernels/attend_selected.cuh``.
+    On Hopper, latents of rank up to 160, the 32 strongest in 8 bits and the others in 4, with rotated values that are
+    in no buffer, both of head dim 64 or 128, go to a kernel of their own (``cuda_sm90``), and all else to
+    ``csrc/kernels/attend_selected.cuh``.
 
     Rebuilt keys are rotated and scored in half, coded latents are multiplied in half too: entries of the basis under
     6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``, ``first``, ``entries`` and ``selected`` are read on
