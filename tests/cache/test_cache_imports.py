@@ -8,7 +8,7 @@ from pathlib import Path
 import shadowkv.cache
 
 FOLDER = Path(shadowkv.cache.__file__).parent
-BELOW = ("shadowkv.cache", "shadowkv.kvcache", "shadowkv.ops", "shadowkv.command_line")
+BELOW = ("shadowkv.cache", "shadowkv.kvcache", "shadowkv.ops", "shadowkv.command_line", "shadowkv.wording")
 
 
 def test_it_imports_only_what_lies_below():

@@ -71,7 +71,9 @@ def test_micro_batches_change_nothing(kv: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(engine.cache.ops, "fetch_chunks", fetched)
     apart = steps(engine, 70)
     error = (apart - together).norm(dim=-1) / together.norm(dim=-1)
-    assert error.max() < (1e-4 if DEVICE == "cpu" else 0.05), error.max()
+    assert error.max() < 0.05, error.max()
+    # Sums in another order tell apart what a sketch rates alike: a step may take the other one of two chunks.
+    assert DEVICE != "cpu" or (error > 1e-4).sum() <= 2, error
     assert engine.cache.fetches is not None
     assert engine.cache.fetches.fetched > 0
     first = order.index(("begin", 0, 2))  # of the first decode step
