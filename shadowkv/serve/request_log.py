@@ -58,13 +58,11 @@ class RequestLog:
         except asyncio.CancelledError:  # of what a stop finds at work, and waits for no longer
             record.cut = SERVER_STOPPING
             raise
-        except Exception:
-            if begun:  # what has not is answered outside of this
-                record.cut = record.cut or INTERNAL
-            raise
         finally:
             if gone and not whole:
                 record.cut = CLIENT_GONE
+            elif begun and not whole:  # what has not begun is answered outside of this
+                record.cut = record.cut or INTERNAL
             # Probes and the page ask every few seconds.
             if self._log and not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
                 logger.info("%s", _line(scope, record))

@@ -190,6 +190,7 @@ def test_policies_leave_room_for_what_their_parts_fit(kv: str, taken: int) -> No
         ("fp8", "keys"),
         ("shard", "values"),
         ("full:keys=fp8,values=fp8,centred=true", "keys"),
+        ("turbo:key_groups=2", "keys"),
     ],
 )
 def test_parts_fit_in_what_they_ask_for(seed: str, kv: str, axis: str) -> None:

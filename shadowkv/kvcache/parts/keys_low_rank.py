@@ -81,12 +81,10 @@ class LowRankKeys(KeyPart):
 
     def fitting_bytes(self, tokens: int) -> int:
         """Two float32 copies of the Gram matrices of as many states as are fitted together, room to work in, and rows
-        centred and multiplied, or in float32; of groups of heads, those of a group besides."""
+        centred and multiplied; of groups of heads, all rows of a group besides."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
-        rows = min(tokens, ROWS_AT_ONCE)
-        if self.spec.key_groups == 1:
-            return gram + 2 * size * rows
-        return gram + 2 * 4 * self.shape.kv_dim * rows + size * tokens // self.spec.key_groups
+        rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
+        return rows if self.spec.key_groups == 1 else rows + size * tokens // self.spec.key_groups
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         keys = tokens.keys.flatten(3).flatten(0, 1)  # [L n, S, H d]
