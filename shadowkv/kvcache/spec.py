@@ -186,8 +186,8 @@ class KVSpec:
 
     @property
     def attends_with(self) -> str:
-        """The op that attends to sealed tokens: latents are rebuilt by the one that attends to what is selected."""
-        return "attend_coded" if self.index == "none" and not self.low_rank else "attend_selected"
+        """The op that attends to sealed tokens: to all of them, or to those that an index selects."""
+        return "attend_coded" if self.index == "none" else "attend_selected"
 
     @property
     def sink_chunks(self) -> int:

@@ -49,7 +49,10 @@ NAMES = (
     "write_rows",
 )
 
-PREFERENCE = {"cuda": ("cuda", "cuda_fp8", "triton", "reference"), "cpu": ("cpu", "reference")}
+PREFERENCE = {
+    "cuda": ("cuda", "cuda_fp8", "cuda_mixed", "cuda_selected", "triton", "triton_selected", "reference"),
+    "cpu": ("cpu", "reference"),
+}
 """Backends by device type, fastest first; an op has the files it has, ``reference.py`` always."""
 
 

@@ -201,5 +201,5 @@ def test_sealing_and_reading_take_what_is_left_free_for_them(own: bool, monkeypa
         part.seal(cache.store, tokens)
     assert peak.most <= part.sealing_bytes() < 3 * peak.most
     with PeakBytes() as peak:
-        part.source(cache.store, 0, SimpleNamespace(states=pages, pages=pages[:, None], first=pages))
+        part.source(cache.store, 0, SimpleNamespace(states=pages, pages=pages[:, None], first=pages)).decoded()
     assert 0.5 * count * part.reading_bytes() < peak.most <= count * part.reading_bytes()

@@ -52,7 +52,7 @@ class CodedPart(Part):
         codec, dim = cls.named(spec), shape.head_dim
         if cls.axis not in codec.axes:
             return [f"{cls.axis}={codec.name!r} has no meaning: it is a format of {' and '.join(codec.axes)} alone"]
-        if codec.tile > 1 and spec.attends_with != "attend_coded":
+        if codec.tile > 1 and (spec.index != "none" or spec.low_rank):
             return [
                 f"{cls.axis}={codec.name!r} is decoded by pages: it needs index='none' and keys that are not low-rank, "
                 f"not index={spec.index!r} and keys={spec.keys!r}"

@@ -27,8 +27,7 @@ BYTES_OF_A_LATENT = 40
 class MixedLowRankKeys(LowRankKeys):
     """Latents of centred keys, whose widths are shared out by their variances over the prompt (``bit_allocation.py``).
 
-    A row of the basis is whole numbers times one step, that of its latents folded in. The basis is decoded before it is
-    used, for as many sequences as there are in a step: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024.
+    A row of the basis is whole numbers times one step, that of its latents folded in.
     """
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -48,7 +47,8 @@ class MixedLowRankKeys(LowRankKeys):
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
 
     def reading_bytes(self) -> int:
-        """A basis as it is stored, decoded in float32, and as it is multiplied."""
+        """A basis as it is stored, decoded in float32, and as it is multiplied, of backends that do not read it as it is
+        stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
@@ -86,11 +86,10 @@ class MixedLowRankKeys(LowRankKeys):
         store.ops.project_latents(tokens.keys, self.codec, basis, of_mean, step, here, latents, tokens.pages, widths)
 
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> LatentKeys:
-        mean, widths = (store.state[name][layer][batch.states] for name in ("key_mean", "latent_bits"))
-        decoded = self._decoded(store, slice(layer, layer + 1), batch.states)[0].to(self.dtype)
-        here = torch.arange(len(batch.states), device=widths.device)
-        latents = store.page["latents"][layer]
-        return LatentKeys(latents, self.codec, decoded, mean, here, batch.pages, batch.first, store.rotary, widths)
+        names = ("basis", "key_mean", "latent_bits", "basis_step")
+        basis, mean, widths, step = (store.state[name][layer] for name in names)
+        places = batch.states, batch.pages, batch.first, store.rotary
+        return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *places, widths, step)
 
     def _decoded(self, store: SealedStore, layers: slice, states: Tensor) -> Tensor:
         """Bases float32 [L, n, r, H, d]."""

@@ -1,30 +1,27 @@
-"""Attention over coded rows in C++: every chunk of them selected (``csrc/cpu/attend_selected.h``)."""
+"""Attention over all tokens in C++: every chunk of them selected (``csrc/cpu/attend_selected.h``)."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from shadowkv.ops.attend_coded.reference import every_chunk, heads_and_chunk
 from shadowkv.ops.attend_selected import cpu
 from shadowkv.ops.attend_selected.cpu import available, supports
-from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 
 __all__ = ["attend_coded", "available", "supports"]
 
 
 def attend_coded(
-    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As the reference, but all of it in float32, and runs begin and end with a chunk.
 
     Raises:
         ValueError: one that does not.
     """
-    rows = keys.rows if isinstance(keys, DenseRows) else keys.codes
-    chunk = rows.shape[3]
+    chunk = heads_and_chunk(keys)[1]
     for name, place in (("begin", begin), ("end", end)):
         if (place % chunk).any():
             raise ValueError(f"{name} {place.tolist()} are not at chunks of {chunk} tokens")
-    chunks = torch.arange(keys.pages.shape[1] * rows.shape[2]).expand(len(q), -1) + (begin // chunk)[:, None]
-    selected = chunks.masked_fill(chunks >= (end // chunk)[:, None], -1).unsqueeze(1)
-    return cpu.attend_selected(q, keys, values, selected.expand(-1, rows.shape[1], -1), None)
+    return cpu.attend_selected(q, keys, values, every_chunk(keys, begin, end), None)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from shadowkv.ops.apply_rope.reference import halves
 from shadowkv.ops.apply_rope.tables import RotaryTables
-from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.attend_selected.reference import gather_selected
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, KeySource, LatentKeys
 from shadowkv.ops.page import PAGE
 
 PAGES_AT_ONCE = 64
@@ -16,7 +17,7 @@ PAGES_AT_ONCE = 64
 
 
 def attend_coded(
-    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of one rotated query per row and head over the row's tokens from ``begin`` up to ``end``.
 
@@ -31,7 +32,7 @@ def attend_coded(
         out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
     """
     dim = q.shape[2]
-    heads = (keys.rows if isinstance(keys, DenseRows) else keys.codes).shape[1]
+    heads = heads_and_chunk(keys)[0]
     grouped = q.float().unflatten(1, (heads, -1)) * dim**-0.5
     turn = rotation_of(keys)
     asked = grouped if turn is None else grouped @ turn
@@ -82,15 +83,41 @@ def turned_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tens
     return a * c + b * e, b * c - a * e, rest
 
 
-def rotation_of(source: DenseRows | CodedRows) -> Tensor | None:
+def heads_and_chunk(keys: KeySource) -> tuple[int, int]:
+    """Kv heads, and tokens of a chunk."""
+    match keys:
+        case DenseRows():
+            return keys.rows.shape[1], keys.rows.shape[3]
+        case CodedRows():
+            return keys.codes.shape[1], keys.codes.shape[3]
+        case LatentKeys():
+            return keys.basis.shape[2], keys.latents.shape[2]
+
+
+def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
+    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, -1s behind them: for backends that attend to
+    all tokens as to selected ones."""
+    heads, chunk = heads_and_chunk(keys)
+    count = keys.pages.shape[1] * PAGE // chunk
+    chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]
+    chunks = chunks.masked_fill(chunks >= (end // chunk)[:, None], -1)
+    return chunks.unsqueeze(1).expand(-1, heads, -1).contiguous()
+
+
+def rotation_of(source: KeySource) -> Tensor | None:
     """What rows stay multiplied by, float32 [d, d]; None where they are decoded as they were: what a codec has learned
     may be of rows before their rotation."""
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 
-def _rows(source: DenseRows | CodedRows, pages: slice) -> Tensor:
+def _rows(source: KeySource, pages: slice) -> Tensor:
     """Rows [B, H, n, d] of some pages, coded ones as they were rotated; float32."""
     names = source.pages[:, pages]
+    if isinstance(source, LatentKeys):
+        heads, chunk = heads_and_chunk(source)
+        start, count = pages.start * PAGE // chunk, names.shape[1] * PAGE // chunk
+        chunks = torch.arange(start, start + count, device=names.device)
+        return gather_selected(source, chunks.expand(len(names), heads, -1)).float()
     if isinstance(source, DenseRows):
         return source.rows[names].float().transpose(1, 2).flatten(2, 4)
     codes = source.codes[names].transpose(1, 2).flatten(2, 4)

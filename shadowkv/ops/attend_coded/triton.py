@@ -25,8 +25,8 @@ from shadowkv.ops.attend_coded.triton_rows import (
     decoded_rows,
 )
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
-from shadowkv.ops.case import Case
-from shadowkv.ops.codec import unknown_codecs
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.codec import LATENTS, unknown_codecs
 from shadowkv.ops.page import PAGE
 
 WAVES = 4
@@ -38,7 +38,8 @@ LEAST_PAGES = 4
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec, case.value_codec, TOKENWISE + PAGEWISE)
+    reasons = unless(case.key_codec not in LATENTS, f"codec {case.key_codec} of keys is one of latents")
+    return reasons + unknown_codecs(case.key_codec, case.value_codec, TOKENWISE + PAGEWISE)
 
 
 def attend_coded(

@@ -67,7 +67,7 @@ def attend_selected(
         keys.slots,
         keys.first,
         keys.pages,
-        _frequencies(keys.rotary),
+        frequencies(keys.rotary),
         values.codec.id,
         values.codes,
         values.scale,
@@ -94,7 +94,7 @@ _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
 """Captured graphs read them by address: they live as long as the tables that they were made from."""
 
 
-def _frequencies(rotary: RotaryTables) -> Tensor:
+def frequencies(rotary: RotaryTables) -> Tensor:
     """Turns per position as the kernel reads them, times 2^32: int32 [d / 32, 4, 2, 2], of dimensions 16 i + 8 j + 2 t
     + e at [i, t, j, e].
     """

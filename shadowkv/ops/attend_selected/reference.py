@@ -88,6 +88,7 @@ def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
 
 
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
+    keys = keys.decoded()
     names, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
     widths = () if keys.widths is None else (keys.widths[keys.slots][:, None, None],)
     stored = keys.latents[names, chunks].flatten(2, 3)

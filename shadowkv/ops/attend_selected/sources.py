@@ -7,8 +7,9 @@ row p % 64 = chunk * c + offset of the page that the row's table names at p // 6
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
@@ -35,7 +36,7 @@ class LatentKeys:
     Attributes:
         latents: [N, C, c, w], stored by ``codec``. The quantisation step of each rank dimension is part of the basis.
         codec: how.
-        basis: [states, r, H, d], dense but for the first axis.
+        basis: [states, r, H, d], dense but for the first axis; int8 where it has ``basis_step``.
         mean: [states, H, d], likewise, or None for zero.
         slots: int64 [B], the state of each row: which of ``basis`` and ``mean``.
         pages: int64 [B, P].
@@ -43,6 +44,7 @@ class LatentKeys:
             first + n * c + o.
         rotary: the rotation; its tables are on the queries' device.
         widths: uint8 [states, r], bits of each rank dimension, where the codec has them learned.
+        basis_step: float32 [states, r], what the whole numbers of each row of such a basis count; None otherwise.
     """
 
     latents: Tensor
@@ -54,6 +56,22 @@ class LatentKeys:
     first: Tensor
     rotary: RotaryTables
     widths: Tensor | None = None
+    basis_step: Tensor | None = None
+
+    def decoded(self) -> LatentKeys:
+        """The same with a basis of floats, in the mean's dtype, of which each row of the batch has its own."""
+        if self.basis_step is None:
+            return self
+        basis = self.basis[self.slots] * self.basis_step[self.slots][..., None, None]
+        mean = None if self.mean is None else self.mean[self.slots]
+        return replace(
+            self,
+            basis=basis if mean is None else basis.to(mean.dtype),
+            mean=mean,
+            slots=torch.arange(len(self.slots), device=self.slots.device),
+            widths=None if self.widths is None else self.widths[self.slots],
+            basis_step=None,
+        )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def attend_selected(
         raise ValueError(f"attend_selected in Triton takes latents, and values in no buffer, not {given}")
     if isinstance(values, CodedRows) and values.codec.id not in VALUES:
         raise ValueError(f"attend_selected in Triton does not know codec {values.codec.name!r} ({values.codec.id})")
-    heads, chunks = selected.shape[1:]
+    keys, (heads, chunks) = keys.decoded(), selected.shape[1:]
     if not selected.numel():
         return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
     group, half, rope = query_heads // heads, dim // 2, keys.rotary.config

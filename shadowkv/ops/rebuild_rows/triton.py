@@ -46,6 +46,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
     elif isinstance(source, CodedRows):
         _rebuild_coded_rows(source, pages, first, out, grid, tiles)
     else:
+        source = source.decoded()
         config, mean = source.rotary.config, source.mean
         half, rest = config.dim // 2, dim - config.dim
         if source.codec.id not in LATENTS and source.widths is None:

@@ -1,0 +1,60 @@
+// Attention of one query per sequence over all sealed tokens, from latents of mixed widths and values of a codebook of
+// vectors (Shard's formats), for Hopper: split over the context, in two kernels.
+//
+// Keys are rebuilt by products of a warpgroup (wgmma) of latents in registers with the basis in shared memory. A block
+// has two kv heads of a sequence, so that latents, which are of all heads, are decoded half as often. It takes its share
+// of the pages in their order: token o of a page that begins at position P has its key turned by o alone, the same turns
+// in all pages, and queries are turned back by P. One warp copies pages, two turn queries, and two warpgroups attend,
+// every second page each, a warp to the same 16 tokens of 64 always.
+//
+// Two halves of each product of 64 x 64 x 192 take 1664 clocks of a multiprocessor's tensor cores for a page of two
+// heads, and read as much of shared memory as there is in 832; all else is to fit beside.
+#pragma once
+
+#include "attend_mixed_sm90/consume.cuh"
+#include "attend_mixed_sm90/fill.cuh"
+#include "attend_mixed_sm90/join.cuh"
+#include "attend_mixed_sm90/produce.cuh"
+#include "merge_splits.cuh"
+
+namespace shadowkv {
+
+// Grid: splits, heads / 2, batch.
+template <class Shape>
+__global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
+    const MixedInputs in, const SplitOutputs<float> to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char mixed_shared[];
+  const MixedMemory<Shape> memory = {mixed_shared};
+  const MixedShare share(in);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Shape::kStages; ++i) {
+      init_barrier(memory.full(i), 1 + kTurningWarps); // the copier, who tells of bytes, and queries
+      init_barrier(memory.empty(i), 4);                // each warp of its consumer
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  // The same in a warp's lanes, as the compiler is told by this: what follows may stay out of their registers.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  if (warpgroup == kMixedConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
+    if (warp == 0)
+      copy_pages<Shape>(in, share, memory);
+    else if (warp <= kTurningWarps)
+      turn_queries<Shape>(in, share, memory, threadIdx.x % 128 - 32);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
+    fill_memory<Shape>(in, share, memory, threadIdx.x);
+    MixedSums<Shape> sums[2]; // of two heads
+    consume_pages<Shape>(in, share, memory, warpgroup, sums);
+    sync_threads(1, kMixedConsumers * 128); // nothing of it is read any longer: results replace it
+#pragma unroll
+    for (int head = 0; head < 2; ++head) leave_sums<Shape>(sums[head], memory.results(threadIdx.x / 32, head));
+    sync_threads(1, kMixedConsumers * 128);
+    join_warps<Shape>(in, share, memory, to);
+  }
+#endif // other passes have no wgmma, and no callers
+}
+
+} // namespace shadowkv

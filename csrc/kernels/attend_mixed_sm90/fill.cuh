@@ -1,0 +1,129 @@
+// What a block prepares in shared memory before its pages: the basis and mean of two heads, the turns of a page's
+// tokens, the codebook, and where latents of each width are.
+#pragma once
+
+#include "../attend/fragments.cuh"
+#include "shape.cuh"
+
+namespace shadowkv {
+
+constexpr int kFillThreads = kMixedConsumers * 128;
+
+// Where a lane finds its four latents of a step, and how.
+struct LatentPlace {
+  uint32_t word;   // bytes from the row's first
+  uint32_t shifts; // bits into it, and from bit 8 on bits of a latent
+  uint32_t mask;   // of a latent, in both halves
+  uint32_t zero;   // two halves: 1024 and what zero is stored as
+
+  __device__ static LatentPlace at(const uint8_t* widths, int step, int t) {
+    uint32_t words = 0;
+    for (int i = 0; i < step; ++i) words += widths[16 * i] / 2; // 16 latents in so many
+    const uint32_t width = widths[16 * step], bit = 4 * width * t, mask = (1u << width) - 1;
+    const uint32_t zero = 0x6400 + (1u << width >> 1);
+    return {4 * (words + bit / 32), bit % 32 | width << 8, mask | mask << 16, zero | zero << 16};
+  }
+};
+
+// Which row of a step's second factor is rank i of 16. Lane t has ranks 4 t to 4 t + 3; the first and third are
+// neighbours in a register, and the second and last.
+__device__ __forceinline__ int row_of_rank(int i) { return 2 * (i / 4) + i % 4 / 2 + i % 2 * 8; }
+
+// Byte of a dimension of a row of a half of the basis: 32 dimensions and those they rotate with, as swizzled.
+__device__ __forceinline__ int column_byte(int dim, int row) {
+  return (dim / kMixedHalf * 4 + dim % 32 / 8 ^ row % 8) * 16 + dim % 8 * 2;
+}
+
+// The half of a head's basis that has a dimension.
+template <class Shape>
+__device__ __forceinline__ char* basis_half(char* basis, int head, int dim) {
+  return basis + (head * 2 + dim % kMixedHalf / 32) * (Shape::kRows * 128);
+}
+
+// Steps times whole numbers, as half: entries under 6e-5 lose bits, of keys around one none.
+template <class Shape>
+__device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t slot, int first_head, char* basis, int thread) {
+  constexpr int kUnits = 2 * kMixedDim / 8, kAtOnce = kFillThreads / kUnits; // eight dimensions each; ranks
+  const int unit = thread % kUnits, head = unit / (kUnits / 2), dim = unit % (kUnits / 2) * 8;
+  const int8_t* const from = in.basis + slot * in.basis_slot + (first_head + head) * kMixedDim + dim;
+  const float* const steps = in.step + slot * in.step_slot;
+  char* const to = basis_half<Shape>(basis, head, dim);
+#pragma unroll 4
+  for (int rank = thread / kUnits; rank < Shape::kRank; rank += kAtOnce) {
+    const uint2 loaded = *reinterpret_cast<const uint2*>(from + int64_t(rank) * in.heads * kMixedDim);
+    const float step = steps[rank];
+    const auto number = [&](uint32_t word, int byte) { return float(int8_t(word >> 8 * byte)) * step; };
+    const int row = rank / 16 * 16 + row_of_rank(rank % 16);
+    *reinterpret_cast<uint4*>(to + row * 128 + column_byte(dim, row)) = {
+        pack_f16(number(loaded.x, 0), number(loaded.x, 1)), pack_f16(number(loaded.x, 2), number(loaded.x, 3)),
+        pack_f16(number(loaded.y, 0), number(loaded.y, 1)), pack_f16(number(loaded.y, 2), number(loaded.y, 3))};
+  }
+}
+
+// The mean in two halves, whose first factor is one. The product's other rows, here and behind, meet zeros: all they
+// need is to be finite.
+template <class Shape>
+__device__ __forceinline__ void fill_mean(const MixedInputs& in, int64_t slot, int first_head, char* basis, int thread) {
+  const int head = thread / kMixedDim, dim = thread % kMixedDim;
+  const float mean = __bfloat162float(in.mean[slot * in.mean_slot + (first_head + head) * kMixedDim + dim]);
+  const __half high = __float2half(mean);
+  char* const to = basis_half<Shape>(basis, head, dim);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    *reinterpret_cast<__half*>(to + (Shape::kRank + i) * 128 + column_byte(dim, i)) =
+        i == 0 ? high : i == 1 ? __float2half(mean - __half2float(high)) : __half(0.0f);
+}
+
+// The frequency of dimensions f and f + 64: turns per position times 2^32.
+__device__ __forceinline__ uint32_t frequency_of(const MixedInputs& in, int f) {
+  return __ldg(in.frequencies + ((f / 16 * 4 + f / 2 % 4) * 2 + f / 8 % 2) * 2 + f % 2);
+}
+
+// An angle is a product of integers, of which whole turns overflow: exact to 2^-33 of a turn a position.
+__device__ __forceinline__ float angle_of(uint32_t frequency, int position) {
+  return float(int(frequency * position)) * 0x1.921fb6p-30f; // 2 pi / 2^32
+}
+
+// A thread of a consumer has tokens 16 warp + g and that + 8, and of each half of 64 frequencies 8 i + 2 t and the next.
+__device__ __forceinline__ void fill_turns(const MixedInputs& in, uint4* turns, int thread) {
+  const int half = thread / 128, reader = thread % 128, lane = reader % 32;
+  uint32_t cosine[8], sine[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int token = reader / 32 * 16 + lane / 4 + i % 2 * 8, f = half * 32 + i / 2 * 8 + lane % 4 * 2;
+    const float x = angle_of(frequency_of(in, f), token), y = angle_of(frequency_of(in, f + 1), token);
+    cosine[i] = pack_f16(__cosf(x), __cosf(y)), sine[i] = pack_f16(__sinf(x), __sinf(y));
+  }
+  uint4* const to = turns + half * 4 * 128 + reader;
+  to[0] = {cosine[0], cosine[1], cosine[2], cosine[3]}, to[128] = {cosine[4], cosine[5], cosine[6], cosine[7]};
+  to[256] = {sine[0], sine[1], sine[2], sine[3]}, to[384] = {sine[4], sine[5], sine[6], sine[7]};
+}
+
+// A thread has an entry. Its warp's lanes write different copies, as entries lie in the same banks.
+__device__ __forceinline__ void fill_codebook(const float* codebook, char* to, int thread) {
+  static_assert(kFillThreads == kEntries);
+  const float4 x = reinterpret_cast<const float4*>(codebook)[thread];
+  const uint2 entry = {pack_f16(x.x, x.y), pack_f16(x.z, x.w)};
+#pragma unroll
+  for (int i = 0; i < kCopies; ++i)
+    *reinterpret_cast<uint2*>(to + (thread * kCopies + (thread + i) % kCopies) * 8) = entry;
+}
+
+// The consumers' threads, who wait for each other.
+template <class Shape>
+__device__ __forceinline__ void
+fill_memory(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int thread) {
+  const int64_t slot = in.key_slots[share.sequence];
+  fill_basis<Shape>(in, slot, share.head, memory.basis(), thread);
+  fill_mean<Shape>(in, slot, share.head, memory.basis(), thread);
+  fill_turns(in, memory.turns(), thread);
+  fill_codebook(in.codebook + in.value_slots[share.sequence] * in.codebook_slot, memory.codebook(), thread);
+  if (thread < Shape::kSteps * 4) {
+    const LatentPlace place = LatentPlace::at(in.widths + slot * in.widths_slot, thread / 4, thread % 4);
+    memory.places()[thread] = {place.word, place.shifts, place.mask, place.zero};
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read the basis by another way
+  sync_threads(1, kFillThreads);
+}
+
+} // namespace shadowkv

@@ -1,0 +1,59 @@
+// Joins what a block's warps have attended to.
+#pragma once
+
+#include "../merge_splits.cuh"
+#include "values.cuh"
+
+namespace shadowkv {
+
+// Leaves a warp's sums of a head where all find them.
+template <class Shape>
+__device__ __forceinline__ void leave_sums(const MixedSums<Shape>& sums, MixedResults<Shape>& results) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, query = 2 * t % Shape::kQueries;
+  const float sum[2] = {rows_sum(sums.sum[0]), rows_sum(sums.sum[1])};
+  if (g == 0 && 2 * t < Shape::kQueries) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) results.peak[query + j] = sums.top[j], results.sum[query + j] = sum[j];
+  }
+  const int further = 2 * t < Shape::kQueries ? 0 : 2; // vectors
+#pragma unroll
+  for (int i = 0; i < Shape::kSums; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      results.out[query + j % 2][(4 * g + i / 2 + further) * kVector + i % 2 * 2 + j / 2] = sums.o[i][j];
+}
+
+// As the outputs, or as a split's share in them: values as they were before they were divided, still rotated.
+template <class Shape>
+__device__ __forceinline__ void join_warps(
+    const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, const SplitOutputs<float>& to) {
+  constexpr int kWarps = 4 * kMixedConsumers, kAtOnce = kMixedConsumers * 128 / kMixedDim;
+  const int dim = threadIdx.x % kMixedDim;
+  const float* const largest = in.largest + in.value_slots[share.sequence] * in.largest_slot + dim;
+  for (int i = threadIdx.x / kMixedDim; i < 2 * in.group; i += kAtOnce) {
+    const int head = i / in.group, query = i % in.group;
+    float top = -INFINITY, total = 0.0f, y = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) top = max_or_nan(top, memory.results(w, head).peak[query]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      // Without tokens a sum is 0, otherwise at least 2^-8, or NaN, which has to show.
+      const MixedResults<Shape>& found = memory.results(w, head);
+      const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
+      total += weight * found.sum[query], y += weight * found.out[query][dim];
+    }
+    y = total == 0.0f ? 0.0f : y / total * largest[(share.head + head) * kMixedDim];
+    const float log_sum = top + log2f(total);
+    const int64_t row = (share.sequence * in.heads + share.head + head) * in.group + query;
+    const int64_t partial = row * in.splits + blockIdx.x;
+    if (in.splits == 1) {
+      to.out[row * kMixedDim + dim] = y;
+      if (dim == 0) to.lse[row] = log_sum * 0.69314718055994531f;
+    } else {
+      to.partial_out[partial * kMixedDim + dim] = y;
+      if (dim == 0) to.partial_lse[partial] = log_sum;
+    }
+  }
+}
+
+} // namespace shadowkv

@@ -1,0 +1,122 @@
+// What attention from mixed latents on Hopper reads, which pages are a block's, and what shared memory holds.
+#pragma once
+
+#include "../attend_latents_sm90/async.cuh"
+
+#include <cuda_bf16.h>
+
+namespace shadowkv {
+
+constexpr int kMixedDim = 128, kMixedHalf = kMixedDim / 2;
+constexpr int kVector = 4, kEntries = 256;      // dimensions of a codebook's entry, and entries
+constexpr int kValueRow = kMixedDim / kVector;  // bytes
+constexpr int kCopies = 16;                     // of the codebook: lanes read their own, from banks of their own
+constexpr int kMixedConsumers = 2;              // warpgroups that attend
+constexpr int kTurningWarps = kMixedHalf / 32;  // a thread for each frequency
+
+// Strides count bytes between consecutive page names, and elements between consecutive slots.
+struct MixedInputs {
+  const __nv_bfloat16* q;   // [batch, heads * group, 128]
+  const char* latents;      // pages of [64, rank / 2] bytes
+  const char* codes;        // pages of [heads, 64, 32] bytes
+  const int64_t* key_pages; // [batch, entries]
+  const int64_t* value_pages;
+  const int64_t* key_slots; // [batch]
+  const int64_t* value_slots;
+  const int64_t* first;     // [batch], multiples of 64: the position of a row's first token
+  const int64_t* begin;     // [batch]
+  const int64_t* end;
+  const int8_t* basis;       // [slots, rank, heads, 128]
+  const float* step;         // [slots, rank], of the basis
+  const uint8_t* widths;     // [slots, rank], of latents: the same of 16 that follow each other
+  const __nv_bfloat16* mean; // [slots, heads, 128]
+  const float* largest;      // [slots, heads, 128]: what values were divided by
+  const float* codebook;     // [slots, 256, 4]
+  const uint32_t* frequencies; // as LatentInputs has them
+  int64_t key_pages_row, value_pages_row, basis_slot, step_slot, widths_slot, mean_slot, largest_slot, codebook_slot;
+  uint32_t latent_page, code_page;
+  float score_scale; // of q k in the exponent to base 2
+  int batch, heads, group, entries, splits;
+};
+
+// A block's part of its sequence and two kv heads: pages first, first + step and so on.
+struct MixedShare {
+  int64_t sequence;
+  int head;            // the first of two
+  int first, step, count;
+  int low, high;       // tokens that are attended to
+
+  __device__ explicit MixedShare(const MixedInputs& in)
+      : sequence(blockIdx.z),
+        head(2 * blockIdx.y),
+        step(in.splits),
+        low(int(in.begin[sequence])),
+        high(int(in.end[sequence])) {
+    const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0;
+    first = low / kPage + blockIdx.x;
+    count = last > first ? (last - first + step - 1) / step : 0;
+  }
+  __device__ int page(int i) const { return first + i * step; }
+};
+
+// kFew: at most four queries a head. The columns of the values' product are then those queries twice, over two halves
+// of the dimensions of eight tokens, not eight queries over 16 tokens: half the sums, in as many products.
+template <int kRank_, bool kFew_>
+struct MixedShape {
+  static constexpr int kRank = kRank_;
+  static constexpr bool kFew = kFew_;
+  static constexpr int kQueries = kFew ? 4 : 8;
+  static constexpr int kSums = kFew ? 4 : 8;  // fragments of them
+  static constexpr int kSteps = kRank / 16;   // of the keys' product
+  static constexpr int kRows = kRank + 8;     // of the basis, then the mean
+  static constexpr int kLatentRow = kRank / 2;
+  static constexpr int kThreads = 128 * (kMixedConsumers + 1);
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232; // of 504 for a thread of each warpgroup
+
+  static constexpr int kBasisBytes = 4 * kRows * 128; // of 2 heads x 2 halves of the product's columns
+  static constexpr int kTurnBytes = kPage * kMixedHalf * 4;
+  static constexpr int kCodebookBytes = kEntries * kCopies * 8;
+  static constexpr int kLatentBytes = kPage * kLatentRow, kCodeBytes = 2 * kPage * kValueRow;
+  static constexpr int kQueryBytes = kQueries * kMixedDim * 2; // of a head
+  static constexpr int kStageBytes = kLatentBytes + kCodeBytes + 2 * kQueryBytes;
+  static constexpr int kFixedBytes = kBasisBytes + kTurnBytes + kCodebookBytes + kSteps * 4 * 16 + 128;
+  // Each is one consumer's: with one for either, that of a page to come might take the phase before for its own.
+  static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes / kMixedConsumers * kMixedConsumers;
+  static constexpr int kStages = kRoom < 6 ? kRoom : 6;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+  static_assert(kRank % 16 == 0 && kStages >= kMixedConsumers);
+};
+
+// What a warp has in the end of a head, by query; scores are in the exponent to base 2.
+template <class Shape>
+struct MixedResults {
+  float peak[Shape::kQueries], sum[Shape::kQueries];
+  float out[Shape::kQueries][kMixedDim + 4];
+};
+
+// The parts of a block's shared memory.
+template <class Shape>
+struct MixedMemory {
+  char* const base;
+
+  __device__ char* basis() const { return base; }
+  __device__ MixedResults<Shape>& results(int warp, int head) const { // in place of all that comes before the stages
+    static_assert(
+        sizeof(MixedResults<Shape>) * 2 * 4 * kMixedConsumers <=
+        Shape::kBasisBytes + Shape::kTurnBytes + Shape::kCodebookBytes);
+    return reinterpret_cast<MixedResults<Shape>*>(base)[2 * warp + head];
+  }
+  // Cosines and sines of the turns of a page's tokens, as a consumer's threads read them: [2, 4, 128] of 16 bytes.
+  __device__ uint4* turns() const { return reinterpret_cast<uint4*>(base + Shape::kBasisBytes); }
+  // [256, 16] entries of four halves: all copies of one after the other.
+  __device__ char* codebook() const { return base + Shape::kBasisBytes + Shape::kTurnBytes; }
+  __device__ char* stage(int i) const { return codebook() + Shape::kCodebookBytes + i * Shape::kStageBytes; }
+  __device__ char* codes(int i) const { return stage(i) + Shape::kLatentBytes; }
+  __device__ char* queries(int i) const { return codes(i) + Shape::kCodeBytes; }
+  // Where lane t finds its four of 16 latents: [steps, 4], see LatentPlace.
+  __device__ uint4* places() const { return reinterpret_cast<uint4*>(stage(Shape::kStages)); }
+  __device__ uint32_t full(int i) const { return shared_address(places() + Shape::kSteps * 4) + 8 * i; }
+  __device__ uint32_t empty(int i) const { return full(i) + 8 * Shape::kStages; }
+};
+
+} // namespace shadowkv

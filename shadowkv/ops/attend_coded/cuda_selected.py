@@ -1,0 +1,30 @@
+"""Attention over all tokens of low-rank keys in CUDA, where no other kernel knows their formats: every chunk of them
+selected (``csrc/kernels/attend_selected.cuh``)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shadowkv.ops.attend_coded.reference import every_chunk
+from shadowkv.ops.attend_selected import cuda
+from shadowkv.ops.attend_selected.cuda import available
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.codec import LATENTS
+
+__all__ = ["attend_coded", "available", "supports"]
+
+
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve ``case``."""
+    return unless(case.key_codec in LATENTS, f"codec {case.key_codec} of keys is not one of latents") or cuda.supports(
+        case
+    )
+
+
+def attend_coded(
+    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As the reference, of what ``attend_selected`` in CUDA takes; it can be captured in a CUDA graph after a first
+    call. Runs begin and end with a chunk."""
+    return cuda.attend_selected(q, keys, values, every_chunk(keys, begin, end))
