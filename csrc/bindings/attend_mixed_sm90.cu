@@ -12,7 +12,7 @@ namespace {
 using Ranks = std::integer_sequence<int, 96, 128, 160, 192>; // those that the kernel is made for
 
 template <class Shape>
-void launch(const MixedInputs& in, const SplitOutputs<float>& to, cudaStream_t stream) {
+void launch(const MixedInputs& in, const SplitOutputs<__nv_bfloat16>& to, cudaStream_t stream) {
   const auto kernel = attend_mixed_kernel<Shape>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
@@ -23,13 +23,13 @@ void launch(const MixedInputs& in, const SplitOutputs<float>& to, cudaStream_t s
   if (in.splits == 1) return;
   // The merge's blocks are set up while the last partial results are computed, and wait for those there.
   error = launch_early(
-      merge_splits_kernel<kMixedDim, float>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
+      merge_splits_kernel<kMixedDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_mixed_sm90's merge: ", cudaGetErrorString(error));
 }
 
 template <int... kRanks>
 void launch_rank(
-    std::integer_sequence<int, kRanks...>, int64_t rank, const MixedInputs& in, const SplitOutputs<float>& to,
+    std::integer_sequence<int, kRanks...>, int64_t rank, const MixedInputs& in, const SplitOutputs<__nv_bfloat16>& to,
     cudaStream_t stream) {
   const auto launched = [&]<int kRank>() {
     if (rank != kRank) return false;
@@ -73,7 +73,7 @@ void attend_mixed_sm90(
       "codebook is not aligned to 16 bytes");
   check_dense(value_slots, "slots of values", Dtype::Long, {batch});
   check_dense(value_pages, "pages of values", Dtype::Long, {batch, entries}, 1);
-  check_dense(out, "out", Dtype::Float, {batch, rows, kMixedDim});
+  check_dense(out, "out", Dtype::BFloat16, {batch, rows, kMixedDim});
   check_dense(lse, "lse", Dtype::Float, {batch, rows});
   check_dense(partial_out, "partial_out", Dtype::Float, {batch, rows, splits, kMixedDim});
   check_dense(partial_lse, "partial_lse", Dtype::Float, {batch, rows, splits});
@@ -92,8 +92,8 @@ void attend_mixed_sm90(
       int(rows / heads), int(entries), int(splits)};
   if (batch == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  const SplitOutputs<float> to = {
-      static_cast<float*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
+  const SplitOutputs<__nv_bfloat16> to = {
+      static_cast<__nv_bfloat16*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
       static_cast<float*>(partial_out.data_ptr()), static_cast<float*>(partial_lse.data_ptr())};
   launch_rank(Ranks{}, rank, in, to, current_stream(q));
 }

@@ -22,7 +22,7 @@ namespace shadowkv {
 // Grid: splits, heads / 2, batch.
 template <class Shape>
 __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
-    const MixedInputs in, const SplitOutputs<float> to) {
+    const MixedInputs in, const SplitOutputs<__nv_bfloat16> to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char mixed_shared[];
   const MixedMemory<Shape> memory = {mixed_shared};
@@ -37,7 +37,7 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
   __syncthreads();
   // The same in a warp's lanes, as the compiler is told by this: what follows may stay out of their registers.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-  if (warpgroup == kMixedConsumers) {
+  if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
     if (warp == 0)
       copy_pages<Shape>(in, share, memory);
@@ -47,11 +47,11 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
     fill_memory<Shape>(in, share, memory, threadIdx.x);
     MixedSums<Shape> sums[2]; // of two heads
-    consume_pages<Shape>(in, share, memory, warpgroup, sums);
-    sync_threads(1, kMixedConsumers * 128); // nothing of it is read any longer: results replace it
+    consume_pages<Shape>(share, memory, warpgroup, sums);
+    sync_threads(1, Shape::kFillThreads); // nothing of it is read any longer: results replace it
 #pragma unroll
     for (int head = 0; head < 2; ++head) leave_sums<Shape>(sums[head], memory.results(threadIdx.x / 32, head));
-    sync_threads(1, kMixedConsumers * 128);
+    sync_threads(1, Shape::kFillThreads);
     join_warps<Shape>(in, share, memory, to);
   }
 #endif // other passes have no wgmma, and no callers

@@ -1,10 +1,9 @@
 """Attention over all tokens of mixed latents and vectors on a Hopper: time of a call, and its error.
 
 ``python scripts/bench/bench_attend_mixed.py [--out file.json]``: Llama-3.1-8B's attention (32 query and 8 kv heads of
-128) over the preset ``shard``'s formats, pages shuffled in an arena as in the KV cache. The floor is that of the product
-of latents and bases alone, at 800 TFLOP/s; bytes of codes are given too. Times are medians over replays of a CUDA graph,
-with the product with the values' rotation, and the largest error is that of the first row against the reference in
-float32.
+128) over the preset ``shard``'s formats, pages shuffled in an arena as in the KV cache. The floor is that of the
+product of latents and bases alone, at 800 TFLOP/s; bytes of codes are given too. Times are medians over replays of a
+CUDA graph, and the largest error is that of the first row against the reference in float32.
 """
 
 from __future__ import annotations

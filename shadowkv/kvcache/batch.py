@@ -118,6 +118,8 @@ class SealedBatch:
         sampling: chunks to sample besides, by the seeds of requests and the positions of the new tokens: another sample
             in every step; None where the policy samples none.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
+        span: of a policy without an index the tokens of each row that are attended to, those behind the sink: the first
+            and the last + 1, int64 [R] each. None of others.
     """
 
     slots: Tensor
@@ -131,6 +133,7 @@ class SealedBatch:
     max_budget: int
     sampling: Sampling | None = None
     overlapped: bool = False
+    span: tuple[Tensor, Tensor] | None = None
 
     def part(self, rows: slice) -> SealedBatch:
         """Some of the rows, of values on the host: nothing is sampled from those."""

@@ -201,7 +201,9 @@ class Decode:
         pages = value_pages = self.tables.pages[segments.slot, : plan.sealed_pages].long()
         if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
             value_pages = self.tables.value_pages[segments.slot, : plan.sealed_pages].long()
-        tokens = segments.end - segments.first
+        tokens, span = segments.end - segments.first, None
+        if self.spec.attends_with == "attend_coded":
+            span = (segments.first == 0) * (self.spec.sink_chunks * self.spec.chunk), tokens
         return SealedBatch(
             slots=segments.slot,
             states=segments.state,
@@ -213,6 +215,7 @@ class Decode:
             budget=segments.top_k,
             max_budget=plan.max_budget,
             sampling=Sampling(segments.sampled, segments.seed) if self.spec.sampled else None,
+            span=span,
         )
 
     def end(self, plan: DecodePlan) -> None:
@@ -271,8 +274,8 @@ class Decode:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
         if self.spec.attends_with == "attend_coded":
-            sink = (batch.first == 0) * (self.spec.sink_chunks * self.spec.chunk)
-            out, lse = self.ops.attend_coded(q, keys, values, sink, batch.num_pages * PAGE)
+            assert batch.span is not None, "batches of decode steps have it"
+            out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse
         selected = self._select(layer, q, batch)
         out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)

@@ -214,7 +214,7 @@ def test_a_name_or_an_id_that_is_taken_is_refused() -> None:
 
 
 def test_a_backend_that_does_not_know_a_format_is_refused_by_name() -> None:
-    case = make_cache(KVSpec(keys="low-rank-bytes", values="int8-rows", rank=8)).ops.case
+    case = make_cache(KVSpec(keys="low-rank-bytes", index="chunk-mean", values="int8-rows", rank=8)).ops.case
     backend, reason = {
         "cpu": ("cpu", "codec 1002 of keys is unknown; codec 1001 of values is unknown"),
         "cuda": ("cuda", "no kernel for keys in codec 1002 with values in codec 1001"),

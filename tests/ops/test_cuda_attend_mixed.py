@@ -74,7 +74,8 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
         # What is behind a row's end is never looked at.
         tables.append(table.masked_fill(PAGE * torch.arange(PAGES, device="cuda") >= end[:, None], 2**40))
     rope = RopeConfig(DIM, theta=5e5, **scaling)
-    rotary, first = RotaryTables(rope, PAGE * (PAGES + 30), torch.device("cuda")), 64 * torch.randint(30, (batch,)).cuda()
+    rotary = RotaryTables(rope, PAGE * (PAGES + 30), torch.device("cuda"))
+    first = PAGE * torch.randint(30, (batch,), device="cuda")
     keys = LatentKeys(views["latents"], latent, basis, mean, slots, tables[0], first, rotary, widths, step)
     nothing = torch.empty(len(names), heads, PAGE, 0, device="cuda").half()
     turn = vector.rotation_matrix(DIM, "values").cuda()

@@ -132,7 +132,7 @@ def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:
 def test_rows_of_8_bit_floats_have_kernels(
     built: None, changes: dict[str, object], backend: str, reason: str | None
 ) -> None:
-    ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), **{"key_codec": 12, "value_codec": 12, **changes}))
+    ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), rank=0, **{"key_codec": 12, "value_codec": 12, **changes}))
     assert ops.backends["attend_coded"] == backend
     assert ops.backends["quantise_rows"] == ops.backends["rebuild_rows"] == "triton"
     assert reason is None or reason in ops.reasons["attend_coded"]
@@ -140,7 +140,8 @@ def test_rows_of_8_bit_floats_have_kernels(
 
 @pytest.mark.parametrize(("dim", "backend"), [(128, "cuda"), (64, "triton")])
 def test_levels_that_are_bytes_go_to_cuda(built: None, dim: int, backend: str) -> None:
-    coded = replace(TURBO, ops=frozenset({"attend_coded"}), key_codec=5, value_codec=6, head_dim=dim, rope_dim=dim)
+    rows = {"rank": 0, "key_codec": 5, "value_codec": 6, "head_dim": dim, "rope_dim": dim}
+    coded = replace(TURBO, ops=frozenset({"attend_coded"}), **rows)
     assert Ops("cuda", coded).backends["attend_coded"] == backend
 
 

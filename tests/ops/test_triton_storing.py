@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from shadowkv.kvcache.codecs.fp8 import LARGEST, Fp8Rows
-from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
 from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, Rule, least_squares, norm, renormalised, unbiased
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
+from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
 from shadowkv.ops.codec import LatentCodec
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores.reference import STEP, plane_bits
@@ -166,6 +167,70 @@ if ON_GPU or INTERPRETED:
         assert torch.equal((got[:, pages] & 0x7F) == 0x7F, nan)
         assert torch.equal(got[:, pages][~nan], wanted[:, pages][~nan])
         assert (got[0, pages[1]] & 0x7F == 0x7E).sum() > 1, f"some are {LARGEST}"
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (3, 64, 1)])
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_rows_of_vectors(heads: int, dim: int, chunk: int, shared: bool, dtype: torch.dtype) -> None:
+        """Another entry than the reference's is as near; NaN, and the first of entries that are the same."""
+        skip_what_compiles_for_long(dim, dtype)
+        x, codec = pages_of(heads, dim, dtype), VectorRows()
+        x[0, 1, 7, 0, 3] = torch.nan
+        states = 1 if shared else PAGES
+        largest = 1 + torch.rand(LAYERS, states, heads, dim, device=DEVICE)
+        codebook = torch.randn(LAYERS, states, 1, ENTRIES, GROUP, device=DEVICE)
+        codebook[:, :, :, 0], codebook[:, :, :, 200] = 0, codebook[:, :, :, 9]
+        rotation = codec.rotation_matrix(dim, "values").to(DEVICE)
+        got, wanted = (arena(heads, 64 // chunk, chunk, dim // GROUP, dtype=torch.uint8) for _ in range(2))
+        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), names()
+        rows_triton.quantise_rows(x, codec, rotation, (largest, codebook), got, pages, nothing, pages)
+        rows_reference.quantise_rows(x, codec, rotation, (largest, codebook), wanted, pages, nothing, pages)
+        untouched(got, pages)
+        ours, theirs = (field[:, pages].flatten(3, 4) for field in (got, wanted))  # [L, n, H, 64, groups]
+        assert (ours[0, 1, 0, 7] == 0).all()
+        assert not (ours == 200).any()
+        wrong = ours != theirs
+        assert wrong.float().mean() < 1e-3
+        learned = largest[:, :, :, None], codebook[:, :, :, None]
+        y = (x.transpose(2, 3).float() @ rotation / learned[0]).unflatten(-1, (-1, GROUP))
+        entries = codebook.expand(LAYERS, PAGES, heads, ENTRIES, GROUP)
+        distances = [
+            (y - entries.gather(3, code.flatten(3).long()[..., None].expand(-1, -1, -1, -1, GROUP)).view_as(y)).norm(
+                dim=-1
+            )
+            for code in (ours, theirs)
+        ]
+        torch.testing.assert_close(distances[0][wrong], distances[1][wrong], rtol=TIE, atol=TIE)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("heads", "dim", "rank", "chunk"), [(2, 64, 48, 8), (3, 64, 44, 1), (1, 64, 16, 64)])
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_latents_of_mixed_widths(
+        heads: int, dim: int, rank: int, chunk: int, shared: bool, dtype: torch.dtype
+    ) -> None:
+        codec, x = MixedLatents(), pages_of(heads, dim, dtype)
+        slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
+        pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8, device=DEVICE)
+        widths = pairs[torch.randint(3, (LAYERS, 9, rank // 2), device=DEVICE)].flatten(2)
+        most = ((1 << widths.int() >> 1) - 1).clamp(min=1)
+        step = 2 / most  # most latents, not all, are within their widths
+        basis = torch.randn(LAYERS, 9, rank, heads, dim, device=DEVICE) / (heads * dim) ** 0.5
+        basis = (basis * step[..., None, None]).to(dtype)
+        mean = torch.randn(LAYERS, 9, heads, dim, device=DEVICE).to(dtype)
+        products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
+        got, wanted = (arena(64 // chunk, chunk, codec.field(rank, dtype)[0], dtype=torch.uint8) for _ in range(2))
+        pages = names()
+        latents_triton.project_latents(x, codec, basis, products, step, slots, got, pages, widths)
+        latents_reference.project_latents(x, codec, basis, products, step, slots, wanted, pages, widths)
+        untouched(got, pages)
+        own = widths[:, slots].unsqueeze(2)
+        ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank, own).double() for field in (got, wanted))
+        exact = (x.double() - mean[:, slots].double().unsqueeze(2)).flatten(3)
+        exact = (
+            exact @ basis[:, slots].double().flatten(3).transpose(2, 3) / step[:, slots].double().square().unsqueeze(2)
+        )
+        assert (exact.abs() > most[:, slots].unsqueeze(2)).any()
+        differing(ours, theirs, exact, offset=0.5)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (3, 64), (1, 96)])

@@ -90,12 +90,11 @@ struct HalfKeys {
     for (int i = 0; i < 8; ++i) turn(x[i], y[i], turns.cosine[i], turns.sine[i]);
   }
 
-  // Adds the keys' products with the queries, which are so far apart: (tokens g, g + 8; queries 2t, 2t + 1).
-  template <int kPairBytes = 512>
+  // Adds the keys' products with the queries: (tokens g, g + 8; queries 2t, 2t + 1).
   __device__ __forceinline__ void score(float (&s)[4], uint32_t queries) const {
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const uint4 q = load_shared16(queries + pair * kPairBytes);
+      const uint4 q = load_shared16(queries + pair * 512);
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
         const int i = 4 * pair + 2 * eight;

@@ -3,6 +3,7 @@
 
 #include "../attend_latents_sm90/keys.cuh"
 #include "fill.cuh"
+#include "products.cuh"
 #include "values.cuh"
 
 namespace shadowkv {
@@ -29,71 +30,119 @@ load_mixed_latents(uint32_t (&a)[Shape::kSteps][4], uint32_t rows, const uint4* 
   }
 }
 
-// Begins the product of a warpgroup's latents and half h of a head's basis, and adds the mean.
+// Begins the product of a warpgroup's latents and half h of a head's basis.
 template <class Shape>
 __device__ __forceinline__ void begin_mixed_keys(
     float (&k)[32], const uint32_t (&a)[Shape::kSteps][4], const char* basis, int h) {
-  const uint32_t ones = threadIdx.x % 4 == 0 ? 0x3c003c00u : 0;
-  const uint32_t mean_factor[4] = {ones, ones, 0, 0};
   // The same in all lanes, as the compiler is told by this: it may stay out of their registers.
-  const uint32_t b = __shfl_sync(~0u, swizzled_rows(shared_address(basis)), 0) + h * Shape::kRows * 8;
+  const uint32_t b = __shfl_sync(~0u, swizzled_rows(shared_address(basis)), 0) + h * (Shape::kHalfBytes / 16);
   begin_products();
-  first_product(k, mean_factor, b + Shape::kSteps * 128);
+  first_product(k, a[0], b);
 #pragma unroll
-  for (int step = 0; step < Shape::kSteps; ++step) add_product(k, a[step], b + step * 128);
+  for (int step = 1; step < Shape::kSteps; ++step) add_product(k, a[step], b + step * 128);
   close_products();
 }
 
-// Scores of a warp's 16 tokens of one head: (tokens g, g + 8; queries 2t, 2t + 1).
+// Keys of half h of a head, of tokens g and g + 8, with their mean, turned within their page.
+__device__ __forceinline__ void
+turn_keys(HalfKeys& keys, const float (&k)[32], const uint4* means, const uint4* turns, int h) {
+  keys.take(k);
+  __half2 mean[8];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) reinterpret_cast<uint4*>(mean)[i] = means[8 * h + i];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    keys.x[i] = __hadd2(keys.x[i], mean[i / 2]), keys.y[i] = __hadd2(keys.y[i], mean[4 + i / 2]);
+  Turns by;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    reinterpret_cast<uint4*>(by.cosine)[i] = turns[(4 * h + i) * 128];
+    reinterpret_cast<uint4*>(by.sine)[i] = turns[(4 * h + i + 2) * 128];
+  }
+  keys.rotate(by);
+}
+
+// See keep.
 template <class Shape>
-__device__ __forceinline__ void score_page(
-    float (&s)[4], const uint32_t (&a)[Shape::kSteps][4], const MixedMemory<Shape>& memory, int stage, int head) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t queries = shared_address(memory.queries(stage)) + head * Shape::kQueryBytes +
-      (lane / 4 % Shape::kQueries * 4 + lane % 4) * 16;
+__device__ __forceinline__ void keep_keys(const HalfKeys& keys, bool never, const MixedMemory<Shape>& memory) {
+  uint32_t all[16];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float k[32];
-    begin_mixed_keys<Shape>(k, a, memory.basis() + head * (2 * Shape::kRows * 128), h);
-    const uint4* const turns = memory.turns() + h * 4 * 128 + threadIdx.x % 128;
-    wait_products(k);
-    HalfKeys keys;
-    keys.take(k);
-    Turns by;
+  for (int i = 0; i < 8; ++i) all[i] = bits(keys.x[i]), all[8 + i] = bits(keys.y[i]);
+  keep(all, never, shared_address(memory.turns()));
+}
+
+// Begins their product with the queries: s is (tokens g, g + 8; queries 2t, 2t + 1).
+template <class Shape>
+__device__ __forceinline__ void begin_scores(float (&s)[4], const HalfKeys& keys, uint32_t queries, int h) {
+  constexpr int kEight = Shape::kQueries * 16; // bytes of eight dimensions
+  begin_products();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      reinterpret_cast<uint4*>(by.cosine)[i] = turns[i * 128];
-      reinterpret_cast<uint4*>(by.sine)[i] = turns[i * 128 + 256];
+  for (int i = 0; i < 4; ++i) {
+    const __half2 *x = keys.x + 2 * i, *y = keys.y + 2 * i;
+    const uint32_t at = queries + (4 * h + i) * 2 * kEight;
+    if (h == 0 && i == 0)
+      query_product<false, kEight>(s, bits(x[0]), bits(x[1]), bits(y[0]), bits(y[1]), at);
+    else
+      query_product<true, kEight>(s, bits(x[0]), bits(x[1]), bits(y[0]), bits(y[1]), at);
+  }
+  close_products();
+}
+
+// Attends to a page's 16 tokens of a warp. While a head's values are weighed, the product of the next head's keys is
+// under way; otherwise other consumers' are.
+template <class Shape>
+__device__ __forceinline__ void attend_page(
+    const MixedMemory<Shape>& memory, int stage, const bool (&there)[2], bool never, MixedSums<Shape> (&sums)[2]) {
+  const int warp = threadIdx.x / 32 % 4;
+  const uint4* const turns = memory.turns() + threadIdx.x % 128;
+  uint32_t a[Shape::kSteps][4];
+  load_mixed_latents<Shape>(a, shared_address(memory.stage(stage)) + warp * (16 * Shape::kLatentRow), memory.places());
+  float k[32];
+  begin_mixed_keys<Shape>(k, a, memory.basis(), 0);
+#pragma unroll
+  for (int head = 0; head < 2; ++head) {
+    const uint32_t queries = __shfl_sync(~0u, shared_address(memory.queries(stage)), 0) + head * Shape::kQueryBytes;
+    const char* const basis = memory.basis() + head * (2 * Shape::kHalfBytes);
+    const uint4* const means = memory.mean() + head * 16 + threadIdx.x % 4 * 2;
+    float s[4];
+    HalfKeys keys[2];
+    wait_product_groups<0>(), settle(k);
+    turn_keys(keys[0], k, means, turns, 0);
+    begin_scores<Shape>(s, keys[0], queries, 0);
+    begin_mixed_keys<Shape>(k, a, basis, 1);
+    wait_product_groups<0>(), settle(k);
+    keep_keys(keys[0], never, memory);
+    turn_keys(keys[1], k, means, turns, 1);
+    begin_scores<Shape>(s, keys[1], queries, 1);
+    if (head == 0) {
+      begin_mixed_keys<Shape>(k, a, basis + 2 * Shape::kHalfBytes, 0);
+      wait_product_groups<1>();
+    } else {
+      wait_product_groups<0>();
     }
-    keys.rotate(by);
-    keys.score<Shape::kQueries * 64>(s, queries + h * (Shape::kQueries * 128));
+    settle(s);
+    keep_keys(keys[1], never, memory);
+    // A warp none of whose tokens counts would have no largest score.
+    if (!__any_sync(~0u, there[0] || there[1])) continue;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // Of few queries lanes from t = 2 on, whose columns are none, have those of t - 2.
+      if constexpr (Shape::kFew) s[j] = __shfl_sync(~0u, s[j], threadIdx.x & 29);
+      s[j] = there[j / 2] ? s[j] : -INFINITY;
+    }
+    sums[head].add(s, memory.codes(stage) + (head * kPage + warp * 16) * kValueRow, memory.codebook());
   }
 }
 
 template <class Shape>
 __device__ __forceinline__ void consume_pages(
-    const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int consumer,
-    MixedSums<Shape> (&sums)[2]) {
+    const MixedShare& share, const MixedMemory<Shape>& memory, int consumer, MixedSums<Shape> (&sums)[2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  for (int i = consumer; i < share.count; i += kMixedConsumers) {
+  for (int i = consumer; i < share.count; i += Shape::kConsumers) {
     const int stage = i % Shape::kStages;
     wait_phase(memory.full(stage), i / Shape::kStages % 2);
-    uint32_t a[Shape::kSteps][4];
-    load_mixed_latents<Shape>(
-        a, shared_address(memory.stage(stage)) + warp * (16 * Shape::kLatentRow), memory.places());
     const uint32_t place = share.page(i) * kPage + warp * 16 + lane / 4 - share.low, span = share.high - share.low;
-    const bool there[2] = {place < span, place + 8 < span};
-#pragma unroll
-    for (int head = 0; head < 2; ++head) {
-      float s[4] = {};
-      score_page<Shape>(s, a, memory, stage, head);
-      // A warp none of whose tokens counts would have no largest score.
-      if (__any_sync(~0u, there[0] || there[1])) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) s[j] = there[j / 2] ? s[j] : -INFINITY;
-        sums[head].add(s, memory.codes(stage) + (head * kPage + warp * 16) * kValueRow, memory.codebook());
-      }
-    }
+    attend_page<Shape>(memory, stage, {place < span, place + 8 < span}, share.step == 0, sums);
     __syncwarp();
     if (lane == 0) arrive(memory.empty(stage));
   }

@@ -7,8 +7,6 @@
 
 namespace shadowkv {
 
-constexpr int kFillThreads = kMixedConsumers * 128;
-
 // Where a lane finds its four latents of a step, and how.
 struct LatentPlace {
   uint32_t word;   // bytes from the row's first
@@ -16,10 +14,16 @@ struct LatentPlace {
   uint32_t mask;   // of a latent, in both halves
   uint32_t zero;   // two halves: 1024 and what zero is stored as
 
+  template <int kSteps>
   __device__ static LatentPlace at(const uint8_t* widths, int step, int t) {
-    uint32_t words = 0;
-    for (int i = 0; i < step; ++i) words += widths[16 * i] / 2; // 16 latents in so many
-    const uint32_t width = widths[16 * step], bit = 4 * width * t, mask = (1u << width) - 1;
+    uint32_t words = 0, width = 0;
+#pragma unroll // so that all are loaded at once
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t x = widths[16 * i];
+      if (i < step) words += x / 2; // 16 latents in so many
+      if (i == step) width = x;
+    }
+    const uint32_t bit = 4 * width * t, mask = (1u << width) - 1;
     const uint32_t zero = 0x6400 + (1u << width >> 1);
     return {4 * (words + bit / 32), bit % 32 | width << 8, mask | mask << 16, zero | zero << 16};
   }
@@ -37,41 +41,45 @@ __device__ __forceinline__ int column_byte(int dim, int row) {
 // The half of a head's basis that has a dimension.
 template <class Shape>
 __device__ __forceinline__ char* basis_half(char* basis, int head, int dim) {
-  return basis + (head * 2 + dim % kMixedHalf / 32) * (Shape::kRows * 128);
+  return basis + (head * 2 + dim % kMixedHalf / 32) * Shape::kHalfBytes;
 }
 
 // Steps times whole numbers, as half: entries under 6e-5 lose bits, of keys around one none.
 template <class Shape>
 __device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t slot, int first_head, char* basis, int thread) {
-  constexpr int kUnits = 2 * kMixedDim / 8, kAtOnce = kFillThreads / kUnits; // eight dimensions each; ranks
+  constexpr int kUnits = 2 * kMixedDim / 8, kAtOnce = Shape::kFillThreads / kUnits; // eight dimensions each; ranks
   const int unit = thread % kUnits, head = unit / (kUnits / 2), dim = unit % (kUnits / 2) * 8;
   const int8_t* const from = in.basis + slot * in.basis_slot + (first_head + head) * kMixedDim + dim;
   const float* const steps = in.step + slot * in.step_slot;
   char* const to = basis_half<Shape>(basis, head, dim);
-#pragma unroll 4
-  for (int rank = thread / kUnits; rank < Shape::kRank; rank += kAtOnce) {
-    const uint2 loaded = *reinterpret_cast<const uint2*>(from + int64_t(rank) * in.heads * kMixedDim);
-    const float step = steps[rank];
-    const auto number = [&](uint32_t word, int byte) { return float(int8_t(word >> 8 * byte)) * step; };
+  constexpr int kPasses = (Shape::kRank + kAtOnce - 1) / kAtOnce;
+  uint2 loaded[kPasses]; // all at once: a block waits for them
+  float step[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int rank = min(thread / kUnits + i * kAtOnce, Shape::kRank - 1);
+    loaded[i] = *reinterpret_cast<const uint2*>(from + int64_t(rank) * in.heads * kMixedDim), step[i] = steps[rank];
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int rank = min(thread / kUnits + i * kAtOnce, Shape::kRank - 1);
+    const auto number = [&](uint32_t word, int byte) { return float(int8_t(word >> 8 * byte)) * step[i]; };
     const int row = rank / 16 * 16 + row_of_rank(rank % 16);
     *reinterpret_cast<uint4*>(to + row * 128 + column_byte(dim, row)) = {
-        pack_f16(number(loaded.x, 0), number(loaded.x, 1)), pack_f16(number(loaded.x, 2), number(loaded.x, 3)),
-        pack_f16(number(loaded.y, 0), number(loaded.y, 1)), pack_f16(number(loaded.y, 2), number(loaded.y, 3))};
+        pack_f16(number(loaded[i].x, 0), number(loaded[i].x, 1)),
+        pack_f16(number(loaded[i].x, 2), number(loaded[i].x, 3)),
+        pack_f16(number(loaded[i].y, 0), number(loaded[i].y, 1)),
+        pack_f16(number(loaded[i].y, 2), number(loaded[i].y, 3))};
   }
 }
 
-// The mean in two halves, whose first factor is one. The product's other rows, here and behind, meet zeros: all they
-// need is to be finite.
-template <class Shape>
-__device__ __forceinline__ void fill_mean(const MixedInputs& in, int64_t slot, int first_head, char* basis, int thread) {
-  const int head = thread / kMixedDim, dim = thread % kMixedDim;
-  const float mean = __bfloat162float(in.mean[slot * in.mean_slot + (first_head + head) * kMixedDim + dim]);
-  const __half high = __float2half(mean);
-  char* const to = basis_half<Shape>(basis, head, dim);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    *reinterpret_cast<__half*>(to + (Shape::kRank + i) * 128 + column_byte(dim, i)) =
-        i == 0 ? high : i == 1 ? __float2half(mean - __half2float(high)) : __half(0.0f);
+// The mean as half, dimensions 8 i + 2 t and the next of each half of 64 in the order of i, then those that they rotate
+// with.
+__device__ __forceinline__ void fill_mean(const MixedInputs& in, int64_t slot, int first_head, uint4* mean, int thread) {
+  const int head = thread / kMixedDim, dim = thread % kMixedDim, f = dim % kMixedHalf;
+  const float x = __bfloat162float(in.mean[slot * in.mean_slot + (first_head + head) * kMixedDim + dim]);
+  const int row = (head * 2 + f / 32) * 4 + f / 2 % 4, column = dim / kMixedHalf * 8 + f % 32 / 8 * 2 + f % 2;
+  reinterpret_cast<__half*>(mean)[row * 16 + column] = __float2half(x);
 }
 
 // The frequency of dimensions f and f + 64: turns per position times 2^32.
@@ -101,7 +109,6 @@ __device__ __forceinline__ void fill_turns(const MixedInputs& in, uint4* turns, 
 
 // A thread has an entry. Its warp's lanes write different copies, as entries lie in the same banks.
 __device__ __forceinline__ void fill_codebook(const float* codebook, char* to, int thread) {
-  static_assert(kFillThreads == kEntries);
   const float4 x = reinterpret_cast<const float4*>(codebook)[thread];
   const uint2 entry = {pack_f16(x.x, x.y), pack_f16(x.z, x.w)};
 #pragma unroll
@@ -114,16 +121,19 @@ template <class Shape>
 __device__ __forceinline__ void
 fill_memory(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int thread) {
   const int64_t slot = in.key_slots[share.sequence];
+  LatentPlace place = {};
+  if (thread < Shape::kSteps * 4)
+    place = LatentPlace::at<Shape::kSteps>(in.widths + slot * in.widths_slot, thread / 4, thread % 4);
   fill_basis<Shape>(in, slot, share.head, memory.basis(), thread);
-  fill_mean<Shape>(in, slot, share.head, memory.basis(), thread);
-  fill_turns(in, memory.turns(), thread);
-  fill_codebook(in.codebook + in.value_slots[share.sequence] * in.codebook_slot, memory.codebook(), thread);
-  if (thread < Shape::kSteps * 4) {
-    const LatentPlace place = LatentPlace::at(in.widths + slot * in.widths_slot, thread / 4, thread % 4);
-    memory.places()[thread] = {place.word, place.shifts, place.mask, place.zero};
+  static_assert(2 * kMixedDim == 256 && kEntries == 256 && Shape::kFillThreads >= 256);
+  if (thread < 256) {
+    fill_mean(in, slot, share.head, memory.mean(), thread);
+    fill_turns(in, memory.turns(), thread);
+    fill_codebook(in.codebook + in.value_slots[share.sequence] * in.codebook_slot, memory.codebook(), thread);
   }
+  if (thread < Shape::kSteps * 4) memory.places()[thread] = {place.word, place.shifts, place.mask, place.zero};
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read the basis by another way
-  sync_threads(1, kFillThreads);
+  sync_threads(1, Shape::kFillThreads);
 }
 
 } // namespace shadowkv

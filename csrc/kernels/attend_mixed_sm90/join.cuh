@@ -23,11 +23,31 @@ __device__ __forceinline__ void leave_sums(const MixedSums<Shape>& sums, MixedRe
       results.out[query + j % 2][(4 * g + i / 2 + further) * kVector + i % 2 * 2 + j / 2] = sums.o[i][j];
 }
 
-// As the outputs, or as a split's share in them: values as they were before they were divided, still rotated.
+// Multiplies 128 numbers, one of each thread of a team of four warps, by the Hadamard matrix of rows of length 1, as
+// values were before they were coded. `row` is theirs in shared memory.
+__device__ __forceinline__ float turn_back(float y, float* row, int dim, int barrier) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_xor_sync(~0u, y, step);
+    y = dim & step ? other - y : y + other;
+  }
+  row[dim] = y;
+  sync_threads(barrier, kMixedDim);
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kMixedDim / 32; ++warp) {
+    const float x = row[warp * 32 + dim % 32];
+    sum += __popc(warp & dim / 32) % 2 ? -x : x;
+  }
+  return sum * 0.08838834764831845f; // 1 / sqrt(128)
+}
+
+// As the outputs, or as a split's share in them.
 template <class Shape>
 __device__ __forceinline__ void join_warps(
-    const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, const SplitOutputs<float>& to) {
-  constexpr int kWarps = 4 * kMixedConsumers, kAtOnce = kMixedConsumers * 128 / kMixedDim;
+    const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory,
+    const SplitOutputs<__nv_bfloat16>& to) {
+  constexpr int kWarps = 4 * Shape::kConsumers, kAtOnce = Shape::kFillThreads / kMixedDim;
   const int dim = threadIdx.x % kMixedDim;
   const float* const largest = in.largest + in.value_slots[share.sequence] * in.largest_slot + dim;
   for (int i = threadIdx.x / kMixedDim; i < 2 * in.group; i += kAtOnce) {
@@ -43,11 +63,12 @@ __device__ __forceinline__ void join_warps(
       total += weight * found.sum[query], y += weight * found.out[query][dim];
     }
     y = total == 0.0f ? 0.0f : y / total * largest[(share.head + head) * kMixedDim];
+    y = turn_back(y, memory.results(0, head).out[query], dim, 2 + threadIdx.x / kMixedDim);
     const float log_sum = top + log2f(total);
     const int64_t row = (share.sequence * in.heads + share.head + head) * in.group + query;
     const int64_t partial = row * in.splits + blockIdx.x;
     if (in.splits == 1) {
-      to.out[row * kMixedDim + dim] = y;
+      to.out[row * kMixedDim + dim] = __float2bfloat16(y);
       if (dim == 0) to.lse[row] = log_sum * 0.69314718055994531f;
     } else {
       to.partial_out[partial * kMixedDim + dim] = y;

@@ -42,8 +42,8 @@ copy_pages(const MixedInputs& in, const MixedShare& share, const MixedMemory<Sha
 }
 
 // Turns the queries of two heads back by the position of each page, in a thread their dimensions f and f + 64, and
-// leaves them as the second factors of scores: of a lane of query lane / 4 four words of 16 frequencies, the dimensions
-// 8 i + 2 t, + 1 and those they rotate with, for two i.
+// leaves them as the second factors of scores (query_product): of all queries eight dimensions, then those that they
+// rotate with, then the next eight. Of four queries only four are there; products take what lies behind for others.
 template <class Shape>
 __device__ __forceinline__ void
 turn_queries(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int f) {
@@ -59,7 +59,7 @@ turn_queries(const MixedInputs& in, const MixedShare& share, const MixedMemory<S
     const uint32_t x = __bfloat16_as_ushort(q[f]), y = __bfloat16_as_ushort(q[f + kMixedHalf]);
     asked[i] = query < in.group ? x | y << 16 : 0;
   }
-  const int place = f / 16 * (kQueries * 64) + f / 2 % 4 * 16 + f / 8 % 2 * 8 + f % 2 * 2;
+  const int place = f / 8 * (kQueries * 32) + f % 8 * 2;
   for (int i = 0; i < share.count; ++i) {
     const int stage = i % Shape::kStages;
     const float angle = angle_of(frequency, first + share.page(i) * kPage);
@@ -69,10 +69,11 @@ turn_queries(const MixedInputs& in, const MixedShare& share, const MixedMemory<S
 #pragma unroll
     for (int j = 0; j < 2 * kQueries; ++j) {
       const float2 q = unpack_bf16(asked[j]);
-      char* const at = to + j / kQueries * Shape::kQueryBytes + j % kQueries * 64;
+      char* const at = to + j / kQueries * Shape::kQueryBytes + j % kQueries * 16;
       *reinterpret_cast<__half*>(at) = __float2half(q.x * cosine + q.y * sine);
-      *reinterpret_cast<__half*>(at + 4) = __float2half(q.y * cosine - q.x * sine);
+      *reinterpret_cast<__half*>(at + kQueries * 16) = __float2half(q.y * cosine - q.x * sine);
     }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them by another way
     __syncwarp();
     if (f % 32 == 0) arrive(memory.full(stage));
   }

@@ -11,7 +11,6 @@ constexpr int kMixedDim = 128, kMixedHalf = kMixedDim / 2;
 constexpr int kVector = 4, kEntries = 256;      // dimensions of a codebook's entry, and entries
 constexpr int kValueRow = kMixedDim / kVector;  // bytes
 constexpr int kCopies = 16;                     // of the codebook: lanes read their own, from banks of their own
-constexpr int kMixedConsumers = 2;              // warpgroups that attend
 constexpr int kTurningWarps = kMixedHalf / 32;  // a thread for each frequency
 
 // Strides count bytes between consecutive page names, and elements between consecutive slots.
@@ -68,23 +67,25 @@ struct MixedShape {
   static constexpr int kQueries = kFew ? 4 : 8;
   static constexpr int kSums = kFew ? 4 : 8;  // fragments of them
   static constexpr int kSteps = kRank / 16;   // of the keys' product
-  static constexpr int kRows = kRank + 8;     // of the basis, then the mean
   static constexpr int kLatentRow = kRank / 2;
-  static constexpr int kThreads = 128 * (kMixedConsumers + 1);
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232; // of 504 for a thread of each warpgroup
+  // Warpgroups that attend, and registers of their threads and of the producers': 512 for four, or 504 for three.
+  static constexpr int kConsumers = kFew ? 3 : 2, kFillThreads = 128 * kConsumers;
+  static constexpr int kThreads = kFillThreads + 128;
+  static constexpr int kProducerRegisters = kFew ? 32 : 40, kConsumerRegisters = kFew ? 160 : 232;
 
-  static constexpr int kBasisBytes = 4 * kRows * 128; // of 2 heads x 2 halves of the product's columns
+  static constexpr int kHalfBytes = kRank * 128, kBasisBytes = 4 * kHalfBytes; // of 2 heads x 2 halves of the product's columns
+  static constexpr int kMeanBytes = 2 * kMixedDim * 2;
   static constexpr int kTurnBytes = kPage * kMixedHalf * 4;
   static constexpr int kCodebookBytes = kEntries * kCopies * 8;
   static constexpr int kLatentBytes = kPage * kLatentRow, kCodeBytes = 2 * kPage * kValueRow;
   static constexpr int kQueryBytes = kQueries * kMixedDim * 2; // of a head
   static constexpr int kStageBytes = kLatentBytes + kCodeBytes + 2 * kQueryBytes;
-  static constexpr int kFixedBytes = kBasisBytes + kTurnBytes + kCodebookBytes + kSteps * 4 * 16 + 128;
+  static constexpr int kFixedBytes = kBasisBytes + kTurnBytes + kCodebookBytes + kMeanBytes + kSteps * 4 * 16 + 128;
   // Each is one consumer's: with one for either, that of a page to come might take the phase before for its own.
-  static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes / kMixedConsumers * kMixedConsumers;
+  static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes / kConsumers * kConsumers;
   static constexpr int kStages = kRoom < 6 ? kRoom : 6;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
-  static_assert(kRank % 16 == 0 && kStages >= kMixedConsumers);
+  static_assert(kRank % 16 == 0 && kStages >= kConsumers);
 };
 
 // What a warp has in the end of a head, by query; scores are in the exponent to base 2.
@@ -102,7 +103,7 @@ struct MixedMemory {
   __device__ char* basis() const { return base; }
   __device__ MixedResults<Shape>& results(int warp, int head) const { // in place of all that comes before the stages
     static_assert(
-        sizeof(MixedResults<Shape>) * 2 * 4 * kMixedConsumers <=
+        sizeof(MixedResults<Shape>) * 2 * 4 * Shape::kConsumers <=
         Shape::kBasisBytes + Shape::kTurnBytes + Shape::kCodebookBytes);
     return reinterpret_cast<MixedResults<Shape>*>(base)[2 * warp + head];
   }
@@ -115,7 +116,9 @@ struct MixedMemory {
   __device__ char* queries(int i) const { return codes(i) + Shape::kCodeBytes; }
   // Where lane t finds its four of 16 latents: [steps, 4], see LatentPlace.
   __device__ uint4* places() const { return reinterpret_cast<uint4*>(stage(Shape::kStages)); }
-  __device__ uint32_t full(int i) const { return shared_address(places() + Shape::kSteps * 4) + 8 * i; }
+  // Of heads and halves of the product's columns those of each t: [2, 2, 4] times 16 halves.
+  __device__ uint4* mean() const { return places() + Shape::kSteps * 4; }
+  __device__ uint32_t full(int i) const { return shared_address(mean()) + Shape::kMeanBytes + 8 * i; }
   __device__ uint32_t empty(int i) const { return full(i) + 8 * Shape::kStages; }
 };
 

@@ -47,8 +47,8 @@ class MixedLowRankKeys(LowRankKeys):
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
 
     def reading_bytes(self) -> int:
-        """A basis as it is stored, decoded in float32, and as it is multiplied, of backends that do not read it as it is
-        stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
+        """A basis as it is stored, decoded in float32, and as it is multiplied, of backends that do not read it as it
+        is stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:

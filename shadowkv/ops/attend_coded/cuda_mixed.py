@@ -49,7 +49,8 @@ def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As the reference, but products are of half: keys, queries turned to each page, weights and entries of the
-    codebook. It can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
+    captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     Entries of the basis under 6e-5 lose bits, keys over 65504 overflow. Pages, slots and positions are read on the
     device and are not checked; pages lie there, those of latents together, and those of codes. Latents that are
@@ -65,15 +66,13 @@ def attend_coded(
         kind = values.codec.name if isinstance(values, CodedRows) else "dense"
         raise ValueError(f"attend_coded for mixed latents takes values in vq-4x256, not {kind}")
     batch, query_heads, dim = q.shape
-    rank, heads = keys.basis.shape[1:3]
-    entries = keys.pages.shape[1]
+    heads, entries = keys.basis.shape[2], keys.pages.shape[1]
     if not batch or not entries:
         return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     split = splits(batch * heads // 2, entries, processors)
     largest, codebook = values.state
-    out = torch.empty(batch, query_heads, dim, dtype=torch.float32, device=q.device)
-    lse = out.new_empty(batch, query_heads)
+    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
     torch.ops.shadowkv_cuda.attend_mixed_sm90(
         q.contiguous(), begin.contiguous(), end.contiguous(), keys.latents.flatten(1, 2), keys.basis, keys.basis_step,
         keys.widths, keys.mean, keys.slots, keys.first, keys.pages, frequencies(keys.rotary),
@@ -81,9 +80,7 @@ def attend_coded(
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
         out, lse, lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split),
     )  # fmt: skip
-    if values.rotation is not None:
-        out = out @ values.rotation.T
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 @cache

@@ -10,16 +10,13 @@ from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.attend_selected.cuda import available
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.codec import LATENTS
 
 __all__ = ["attend_coded", "available", "supports"]
 
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unless(case.key_codec in LATENTS, f"codec {case.key_codec} of keys is not one of latents") or cuda.supports(
-        case
-    )
+    return unless(case.rank > 0, f"codec {case.key_codec} of keys is not one of latents") or cuda.supports(case)
 
 
 def attend_coded(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.case import Case
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
 from shadowkv.ops.page import PAGE
 
@@ -22,7 +22,9 @@ MOST_RANKS = 256
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec)
+    reasons = unknown_codecs(case.key_codec, known=(CodecId.LATENT_MIXED,))
+    fits = case.key_codec != CodecId.LATENT_MIXED or case.rank <= MOST_RANKS
+    return reasons + unless(fits, f"rank {case.rank} of latents of mixed widths is more than {MOST_RANKS}")
 
 
 def project_latents(
@@ -36,22 +38,32 @@ def project_latents(
     pages: Tensor,
     widths: Tensor | None = None,
 ) -> None:
-    """As the reference; the last dimension of ``keys``, and all but the first two of ``basis``, ``mean`` and ``step``,
-    are dense."""
-    if codec.id not in LATENTS:
+    """As the reference; the last dimension of ``keys``, and all but the first two of ``basis``, ``mean``, ``step`` and
+    ``widths``, are dense. Pages of mixed widths begin at multiples of 4 bytes.
+
+    Raises:
+        ValueError: another codec, or too many rank dimensions of mixed widths.
+    """
+    mixed = codec.id == CodecId.LATENT_MIXED
+    if codec.id not in LATENTS and not mixed:
         raise ValueError(f"project_latents in Triton does not know codec {codec.name!r} ({codec.id})")
     layers, count, _, heads, dim = keys.shape
     rank = basis.shape[2]
+    if mixed and rank > MOST_RANKS:
+        raise ValueError(f"project_latents in Triton takes ranks of up to {MOST_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
     if mean is None or step is None:  # anything stands in for what is not read
         mean = step = basis
+    if widths is None:
+        widths = slots
     packed = codec.id == CodecId.LATENT_INT4
     block = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
-        keys, basis, mean, step, slots, latents, pages,
-        *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2], *latents.stride()[:2],
-        SHARED=len(slots) == 1, LARGEST=float(codec.largest or 0), PACKED=packed,
+        keys, basis, mean, step, widths, slots, latents, pages,
+        *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2],
+        *(widths.stride()[:2] if mixed else (0, 0)), *latents.stride()[:2],
+        SHARED=len(slots) == 1, MIXED=mixed, WIDTH=latents.shape[4], LARGEST=float(codec.largest or 0), PACKED=packed,
         STRONG=2 * latents.shape[4] - rank if packed else rank, HEADS=heads, DIM=dim, RANK=rank, RANK_BLOCK=block,
         STRETCH=32 if dim % 32 == 0 else 16, num_warps=8 if block > 64 else 4, num_stages=4,
     )  # fmt: skip
@@ -59,10 +71,12 @@ def project_latents(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "pages"])
 def _project_latents(
-    keys, basis, mean, step, slots, latents, pages,
+    keys, basis, mean, step, widths, slots, latents, pages,
     key_layer, key_page, key_token, key_head, basis_layer, basis_slot, mean_layer, mean_slot, step_layer, step_slot,
-    latent_layer, latent_page, SHARED: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr, STRONG: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, STRETCH: tl.constexpr,
+    width_layer, width_slot, latent_layer, latent_page,
+    SHARED: tl.constexpr, MIXED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr,
+    STRONG: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):  # fmt: skip
     """One page of one layer. Of packed latents those from STRONG on, if there are any, are in 4 bits."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -86,12 +100,29 @@ def _project_latents(
         centre = tl.load(mean + layer * mean_layer + slot * mean_slot + rank, mask=rank < RANK, other=0.0)
         ratio = (total - centre[None, :]) / (size * size)[None, :]
         largest = tl.where(rank < STRONG, LARGEST, 7.0)[None, :]
+        if MIXED:
+            width = tl.load(widths + layer * width_layer + slot * width_slot + rank, mask=rank < RANK, other=0).to(
+                tl.int32
+            )
+            middle = (1 << width) // 2
+            largest = tl.maximum(middle - 1, 0).to(tl.float32)[None, :]
         # Ties to even, as torch.round: adding and taking off 1.5 * 2^23 drops the fraction.
         ratio = tl.minimum(tl.maximum(ratio, -largest), largest)
         whole = (ratio + 12582912.0) - 12582912.0
-        if PACKED:  # codes plus half of what they may be, the strong ones in a byte, two others to one
+        if MIXED:
+            # Codes plus half of what their bits hold, in one run of bits a page, each over two of its words at the
+            # most. One thread block has them all, and nobody else's are in the page.
+            bits = tl.where(width > 0, whole.to(tl.int32) + middle[None, :], 0).to(tl.uint32)
+            begin = token[:, None] * (8 * WIDTH) + (tl.cumsum(width, 0) - width)[None, :]
+            word = target.to(tl.pointer_type(tl.int32), bitcast=True) + begin // 32
+            shift = (begin % 32).to(tl.uint32)
+            tl.store(target + token[:, None] * WIDTH + rank[None, :], 0, mask=(rank < WIDTH)[None, :])
+            tl.debug_barrier()
+            tl.atomic_or(word, (bits << shift).to(tl.int32, bitcast=True), mask=(width > 0)[None, :])
+            over = begin % 32 + width[None, :] > 32
+            tl.atomic_or(word + 1, (bits >> (32 - shift)).to(tl.int32, bitcast=True), mask=over)
+        elif PACKED:  # codes plus half of what they may be, the strong ones in a byte, two others to one
             code = (whole + (largest + 1.0)).to(tl.int32)
-            WIDTH: tl.constexpr = (RANK + STRONG) // 2
             where = target + token[:, None] * WIDTH
             tl.store(where + rank[None, :], code.to(tl.uint8), mask=(rank < STRONG)[None, :])
             two = tl.reshape(code, (TOKENS, RANK_BLOCK // 2, 2))

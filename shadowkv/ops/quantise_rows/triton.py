@@ -71,8 +71,8 @@ def levels_of(codec: LevelRows, dim: int, device: torch.device) -> tuple[Tensor,
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     codecs = case.key_codec, case.value_codec
-    reasons = unknown_codecs(*codecs, known=(*LANES, CodecId.FP8))
-    if case.head_dim > MOST_DIMS and not set(LANES).isdisjoint(codecs):
+    reasons = unknown_codecs(*codecs, known=(*LANES, CodecId.FP8, CodecId.VQ_4X256, CodecId.LATENT_MIXED))
+    if case.head_dim > MOST_DIMS and not {*LANES, CodecId.VQ_4X256}.isdisjoint(codecs):
         reasons.append(f"head dim {case.head_dim} is more than {MOST_DIMS}")
     return reasons
 
@@ -87,14 +87,16 @@ def quantise_rows(
     scale: Tensor,
     scale_pages: Tensor,
 ) -> None:
-    """As the reference, for codes in lanes of up to 128 rotated dimensions and for 8-bit floats; the last dimension of
-    ``rows`` is dense.
+    """As the reference, for codes in lanes or of vectors, of up to 128 rotated dimensions, and for 8-bit floats; the
+    last dimension of ``rows`` is dense.
 
     Raises:
         ValueError: another codec, or more dimensions.
     """
     layers, pages, _, heads, dim = rows.shape
-    known = codec.id in LANES and isinstance(codec, LevelRows) and rotation is not None
+    vectors = codec.id == CodecId.VQ_4X256 and rotation is not None
+    lanes = codec.id in LANES and isinstance(codec, LevelRows) and rotation is not None
+    known = vectors or lanes
     if not known and codec.id != CodecId.FP8:
         raise ValueError(f"quantise_rows in Triton does not know codec {codec.name!r} ({codec.id})")
     if known and dim > MOST_DIMS:
@@ -109,7 +111,20 @@ def quantise_rows(
             SHARED=steps.shape[1] == 1, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=WARPS,
         )  # fmt: skip
         return
-    assert isinstance(codec, LevelRows) and rotation is not None
+    assert rotation is not None
+    if vectors:
+        largest, codebook = state
+        entries, size = codebook.shape[3:]
+        # The first dimension of each vector, then the second of each, and so on.
+        sources = tuple(size * vector + place for place in range(size) for vector in range(dim // size))
+        parts, exact = arranged(rotation, sources)
+        _quantise_vectors[(pages, layers, heads)](
+            rows, parts, exact, largest, codebook, codes, code_pages,
+            *rows.stride()[:4], *largest.stride()[:3], *codebook.stride()[:2], codes.stride(0), codes.stride(1),
+            SHARED=largest.shape[1] == 1, DIM=dim, ENTRIES=entries, num_warps=WARPS,
+        )  # fmt: skip
+        return
+    assert isinstance(codec, LevelRows)
     per = codec.row_multiple // 8
     run = dim // 8 // per
     block = triton.next_power_of_2(run)
@@ -163,6 +178,43 @@ def nearest_levels(x, levels, boundaries, codes, BITS: tl.constexpr):
             level = tl.where(above, tl.load(levels + i + 1), level)
             code = tl.where(above, tl.load(codes + i + 1), code)
         return level, code
+
+
+@triton.jit(do_not_specialize_on_alignment=["code_pages"])
+def _quantise_vectors(
+    rows, parts, exact, largest, codebook, codes, code_pages,
+    row_layer, row_page, row_token, row_head, largest_layer, largest_page, largest_head, book_layer, book_page,
+    code_layer, code_page, SHARED: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One head of one page of one layer: the first of the entries whose distance is least, 0 for NaN."""
+    page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    state = 0 if SHARED else page
+    VECTORS: tl.constexpr = DIM // 4
+    token, column, vector = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM), tl.arange(0, VECTORS)
+    row = rows + layer * row_layer + page * row_page + head * row_head
+    if rows.dtype.element_ty == tl.bfloat16:
+        entry = tl.arange(0, DIM)[:, None] * DIM + column[None, :]
+        x = tl.load(row + token * row_token + column[None, :])
+        y = tl.dot(x, tl.load(parts + entry), tl.dot(x, tl.load(parts + DIM * DIM + entry)))
+    else:
+        y = rotate_rows(row, row_token, exact, DIM, DIM, DIM)
+    size = largest + layer * largest_layer + state * largest_page + head * largest_head
+    y /= tl.load(size + column % VECTORS * 4 + column // VECTORS)[None, :]
+    y = tl.reshape(y, (TOKENS, 4, VECTORS))
+    place = tl.arange(0, 4)[None, :, None]
+    a, b = tl.sum(tl.where(place == 0, y, 0.0), 1), tl.sum(tl.where(place == 1, y, 0.0), 1)
+    c, d = tl.sum(tl.where(place == 2, y, 0.0), 1), tl.sum(tl.where(place == 3, y, 0.0), 1)
+    best = tl.full((TOKENS, VECTORS), float("-inf"), tl.float32)
+    code = tl.zeros((TOKENS, VECTORS), tl.int32)
+    book = codebook + layer * book_layer + state * book_page
+    for number in range(ENTRIES):
+        e, f = tl.load(book + 4 * number), tl.load(book + 4 * number + 1)
+        g, h = tl.load(book + 4 * number + 2), tl.load(book + 4 * number + 3)
+        closeness = a * e + b * f + c * g + d * h - (e * e + f * f + g * g + h * h) / 2
+        code = tl.where(closeness > best, number, code)
+        best = tl.maximum(closeness, best)
+    target = codes + layer * code_layer + tl.load(code_pages + page) * code_page + head * (TOKENS * VECTORS)
+    tl.store(target + token * VECTORS + vector[None, :], code.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize_on_alignment=["code_pages", "scale_pages"])
