@@ -95,9 +95,9 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[
 template <int kWords>
 struct SignCopies {
   using Stage = SignStage<kWords>;
-  int lane, steps;      // steps: four pages each, as many as hold tokens
-  uint32_t names;       // a lane's is that of one page: granules of 256 bytes, of which 31 bits make 512 GiB
-  const uint8_t* stages; // the warp's
+  int lane, steps;              // steps: four pages each, as many as hold tokens
+  uint32_t names;               // a lane's is that of one page: granules of 256 bytes, of which 31 bits make 512 GiB
+  const uint8_t* stages;        // the warp's
   const uint8_t *signs, *scale; // where the bytes begin that the lane copies first of a page of name 0
   uint32_t signs_stride, scale_stride;
 
