@@ -77,6 +77,23 @@ struct RoundedFour {
   }
 };
 
+// Adds up what the warps' shares of the map have made of a query; returns the largest number of a lane's dimensions.
+template <int kQueries, int kParts>
+__device__ __forceinline__ float join_shares(float4 (&own)[kParts], const float4* sums, int query, int lane) {
+  float top = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    float4& v = own[part];
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      const float4 y = sums[((i * kQueries + query) * kParts + part) * 32 + lane];
+      v.x += y.x, v.y += y.y, v.z += y.z, v.w += y.w;
+    }
+    top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  }
+  return top;
+}
+
 // Rounds and writes a query, by a warp. own: its dimensions of a lane, mapped; top: the largest number of all of them;
 // square: that of its length before.
 template <int kWords, int kParts>
@@ -161,17 +178,7 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
 
   if (warp >= p.group) return;
   float4 own[kParts] = {};
-  float top = 0, square = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    float4& v = own[part];
-#pragma unroll
-    for (int i = 0; i < kQueries; ++i) {
-      const float4 y = sums[((i * kQueries + warp) * kParts + part) * 32 + lane];
-      v.x += y.x, v.y += y.y, v.z += y.z, v.w += y.w;
-    }
-    top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-  }
+  float top = join_shares<kQueries>(own, sums, warp, lane), square = 0;
   for (int i = lane; i < p.dim; i += 32) square = fmaf(turned[i * kQueries + warp], turned[i * kQueries + warp], square);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
