@@ -210,8 +210,8 @@ struct SignQueries {
   }
 };
 
-// The largest over the lanes of a quad of scores of four pages, the last the highest of `low` and `high`. Lanes end with
-// a page each, 2 (t % 2) + t / 2, as a finite number.
+// The largest over the lanes of a quad of scores of four pages, which `low` and `high` hold from the lowest bits on. A
+// lane ends with that of one page, 2 (t % 2) + t / 2, as a finite number.
 __device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, int t) {
   const uint32_t other = __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
   __half2 both = __hmax2(half2_of(t % 2 ? high : low), half2_of(other));
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_sco
     const uint8_t* stage = copies.stage(slot);
     slot = slot + 1 == Stage::kCount ? 0 : slot + 1;
 
-    uint32_t low = 0, high = 0; // scores of four pages, the last the highest
+    uint32_t low = 0, high = 0; // scores of four pages, the first the lowest
 #pragma unroll(kSets == 1 ? 2 : 1) // more at once would take too many registers
     for (int r = 0; r < Stage::kPages; ++r) {
       const float best = queries.best_of_run(stage, r, g);

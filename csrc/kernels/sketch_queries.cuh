@@ -63,7 +63,8 @@ struct RoundedFour {
     }
   }
 
-  // The word of a bit plane that the four dimensions are, in all 8 rows. Of 8 lanes each has its number's; 0 beyond.
+  // The four dimensions of all 8 rows as a word of a bit plane: of 8 lanes, which have a row each, lane j ends with
+  // plane j's, lanes beyond the planes with 0.
   __device__ __forceinline__ uint32_t plane_word(int lane) const {
     uint32_t bits = 0;
 #pragma unroll

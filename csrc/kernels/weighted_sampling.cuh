@@ -108,8 +108,8 @@ struct Chances {
   }
 };
 
-// Leaves in `sums` the sum of chances of all groups before each, and returns that of all. For all threads, with barriers
-// inside and after.
+// Leaves in `sums` the chances of all groups before each, added up, and returns those of all. For all threads, with
+// barriers inside and after.
 __device__ __forceinline__ uint32_t sum_chances(
     RadixShared& shared, const Chances& chances, const uint4* values, uint32_t groups, uint32_t* sums) {
 #pragma unroll 1
@@ -162,10 +162,10 @@ __device__ __forceinline__ void take_at_steps(
 }
 
 // Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
-// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs in
-// ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a block
-// of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use` wrote to
-// be read.
+// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs
+// in ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
+// block of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use`
+// wrote to be read.
 template <typename Use>
 __device__ __forceinline__ Chosen select_by_chance(
     RadixShared& shared, const uint4* values, uint32_t groups, uint32_t certain, uint32_t wanted, float factor,

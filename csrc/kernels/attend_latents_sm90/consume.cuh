@@ -8,7 +8,7 @@
 
 namespace shadowkv {
 
-// Logarithms of weights of tokens `token` and `token` + 8 of a unit, counted from its first one; zeros where all are one.
+// Logarithms of the weights of tokens `token` and `token` + 8 of a unit; zeros where there are none.
 __device__ __forceinline__ void
 load_log_weights(float (&log_weight)[2], const LatentInputs& in, int unit_of_all, int token) {
   log_weight[0] = log_weight[1] = 0;

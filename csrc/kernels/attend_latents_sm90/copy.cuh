@@ -20,11 +20,12 @@ struct RowTurns {
   __device__ static int unit(int turn) { return (32 * turn + int(threadIdx.x) % 32) % kUnits; }
 };
 
-// What a lane copies of every tile's latents. `from`: its units, of a row at address 0; `place`: where the ring says, of a
-// tile, where a row is; `to`: where the unit lies in a stage.
+// What a lane copies of every tile's latents, by turns of a round. `from`: its unit of a row that begins where latents
+// do; `place`: where, among a tile's places in the ring, the row's own is found; `to`: where the unit goes in a stage.
 template <class Shape>
 struct LatentCopies {
-  using Rows = RowTurns<Shape::kLatentBytes, 16>;
+  static constexpr int kBytes = Shape::kLatentBytes;
+  using Rows = RowTurns<kBytes, 16>;
   const char* from[Rows::kTurns];
   uint32_t place[Rows::kTurns], to[Rows::kTurns];
 
@@ -48,7 +49,7 @@ struct LatentCopies {
         for (int i = 0; i < Rows::kTurns; ++i) {
           const uint32_t at = places + place[i] + (round + r) * Rows::kTokens * 16;
           row[r][i] = uint64_t(load_shared4(at)) * 32;
-          if constexpr (Shape::kLatentBytes % 32) row[r][i] += (load_shared4(at + 12) & kPage - 1) * Shape::kLatentBytes;
+          if constexpr (kBytes % 32) row[r][i] += (load_shared4(at + 12) & kPage - 1) * kBytes;
         }
       }
 #pragma unroll
@@ -61,7 +62,7 @@ struct LatentCopies {
   }
 };
 
-// And of their codes, alike.
+// And of the codes of values, alike.
 template <class Shape>
 struct CodeCopies {
   static constexpr int kCodeRow = Shape::kCodeRow, kUnit = kCodeRow % 16 == 0 ? 16 : 8;

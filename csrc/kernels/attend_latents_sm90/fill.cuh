@@ -11,8 +11,8 @@ __device__ __forceinline__ bool tile_begins(const LatentInputs& in, const Run& r
   return __ldg(in.selected + int64_t(run.first_unit + unit) * in.chunks + (tile * kLatentTile >> in.log_chunk)) >= 0;
 }
 
-// The first of the eight dimensions of a unit of 16 bytes in a row of a half of the basis: 32 dimensions and the 32 that
-// they rotate with.
+// The first of eight dimensions: those of a unit of 16 bytes in a row of a half of the basis, which has 32 dimensions
+// and the 32 that they rotate with.
 template <class Shape>
 __device__ __forceinline__ int dim_of(int half, int unit) {
   return unit / 4 * (Shape::kDim / 2) + half * 32 + unit % 4 * 8;
@@ -43,7 +43,7 @@ prefetch_unit(const LatentInputs& in, int64_t slot, int unit_of_all, int head, i
     asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + int64_t(unit_of_all) * in.group * kDim + thread * 64));
 }
 
-// Begins the copies of the basis, `from` the thread's dimensions of a sequence and head to the thread's place, as it is.
+// Begins the copies of the basis, as it is: `from` the thread's dimensions of a sequence and head, `into` its place.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void
 copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int my_row) {
@@ -102,8 +102,8 @@ read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t slot, int head,
   }
 }
 
-// Makes the basis half, where the thread copied it to, and leaves in `sums`, a row of each warp, what codes' offsets add
-// to the keys. Entries under 6e-5 lose bits, of keys around one none.
+// Makes the basis half where the thread has copied it to, and leaves in `sums`, a row of each warp, what codes' offsets
+// add to the keys. Entries under 6e-5 lose bits, of keys around one none.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void round_basis(uint32_t into, float* sums, int my_unit, int thread) {
   using Passes = BasisPasses<Shape, kThreads>;
