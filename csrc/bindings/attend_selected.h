@@ -99,9 +99,6 @@ struct AttendSelected {
     with_codecs<Known...>(key_codec, value_codec, [&]<class P>() {
       using Key = typename P::Key;
       using Value = typename P::Value;
-      constexpr Dtype kStored = Key::kStored == Stored::kBf16   ? Dtype::BFloat16
-                                : Key::kStored == Stored::kInt8 ? Dtype::Char
-                                                                : Dtype::Byte;
       const int64_t dim = q.size(2), chunk = keys.size(-2);
       const int64_t splits = partial.size(2);
       AttendInputs in = {};
@@ -118,41 +115,13 @@ struct AttendSelected {
         check_dense(partial, "partial", Dtype::Float, {in.batch, in.heads, splits, in.group, dim + 4});
       if constexpr (Key::kRebuilt) {
         STD_TORCH_CHECK(basis && slots && first && far_turns && near_turns, "latents need a basis, slots and turns");
-        const int64_t rank = basis->size(1);
-        check_rank(rank);
-        set_basis(in, dim, rank, *basis, mean, *slots, *first);
-        check_dense(*far_turns, "far turns", Dtype::Half, {-1, dim / 4, 2, 2});
-        check_dense(*near_turns, "near turns", Dtype::Half, {8, dim / 4, 2, 2});
-        const int64_t width = keys.size(-1), bits = width * int64_t(keys.element_size()) * 8;
-        // Of so many in 8 bits and others in fewer, multiples of 32, as the rank is.
-        if constexpr (Key::kLeast < Key::kBits) in.strong = int((bits - rank * Key::kLeast) / (Key::kBits - Key::kLeast));
-        check(keys, "latents", kStored, {-1, kPage / chunk, chunk, -1});
-        STD_TORCH_CHECK(
-            in.strong >= 0 && in.strong <= rank && in.strong % 32 == 0 &&
-                bits == (rank - in.strong) * Key::kLeast + in.strong * Key::kBits,
-            "latents of rank ", rank, " have no rows of ", width, " elements");
-        in.far_turns = static_cast<const uint2*>(far_turns->data_ptr());
-        in.near_turns = static_cast<const uint2*>(near_turns->data_ptr());
-        in.rank = int(rank);
+        set_latents<Key>(in, dim, keys, *basis, mean, *slots, *first, *far_turns, *near_turns);
       } else {
-        check(keys, "keys", kStored, {-1, in.heads, kPage / chunk, chunk, dim});
+        check(keys, "keys", kStored<Key>, {-1, in.heads, kPage / chunk, chunk, dim});
       }
-      const int64_t chunks_of_head = value_slots ? values.size(2) : kPage / chunk;
-      if constexpr (Value::kCoded) {
-        STD_TORCH_CHECK(scale, "codes need a scale");
-        check(values, "codes", Dtype::Byte, {-1, in.heads, chunks_of_head, chunk, Value::row_bytes(int(dim))});
-        check_dense(*scale, "scale", Dtype::Half, {-1, in.heads, kPage, Value::scales(int(dim))}, 1);
-        in.scale = static_cast<const char*>(scale->data_ptr());
-        in.scale_page = scale->stride(0) * 2;
-      } else {
-        check(values, "values", Dtype::BFloat16, {-1, in.heads, chunks_of_head, chunk, dim});
-      }
-      if constexpr (Value::kRotated) {
-        STD_TORCH_CHECK(rotation, "rotated codes need a rotation");
-        check_dense(*rotation, "rotation", Dtype::Float, {dim, dim});
-        in.rotation = static_cast<const float*>(rotation->data_ptr());
-      }
-      check_values(in, values, value_pages, value_slots);
+      const int64_t chunks = value_slots ? values.size(2) : kPage / chunk;
+      set_codec_of_values<Value>(in, dim, values, chunks, chunk, scale, rotation);
+      set_places_of_values(in, values, value_pages, value_slots);
       if (in.batch == 0) return;
       const torch::stable::accelerator::DeviceGuard guard(q.get_device());
       const AttendOutputs to = {
@@ -168,7 +137,57 @@ struct AttendSelected {
     STD_TORCH_CHECK(rank > 0 && rank % 32 == 0 && rank <= 256, "rank ", rank, " is not a multiple of 32 up to 256");
   }
 
-  static void check_values(
+  template <class Key>
+  static constexpr Dtype kStored = Key::kStored == Stored::kBf16   ? Dtype::BFloat16
+                                   : Key::kStored == Stored::kInt8 ? Dtype::Char
+                                                                   : Dtype::Byte;
+
+  // Sets what keys have that are rebuilt from latents.
+  template <class Key>
+  static void set_latents(
+      AttendInputs& in, int64_t dim, const Tensor& latents, const Tensor& basis, const std::optional<Tensor>& mean,
+      const Tensor& slots, const Tensor& first, const Tensor& far_turns, const Tensor& near_turns) {
+    const int64_t rank = basis.size(1), chunk = latents.size(-2);
+    check_rank(rank);
+    set_basis(in, dim, rank, basis, mean, slots, first);
+    check_dense(far_turns, "far turns", Dtype::Half, {-1, dim / 4, 2, 2});
+    check_dense(near_turns, "near turns", Dtype::Half, {8, dim / 4, 2, 2});
+    const int64_t width = latents.size(-1), bits = width * int64_t(latents.element_size()) * 8;
+    // Of so many in 8 bits and others in fewer, multiples of 32, as the rank is.
+    if constexpr (Key::kLeast < Key::kBits) in.strong = int((bits - rank * Key::kLeast) / (Key::kBits - Key::kLeast));
+    check(latents, "latents", kStored<Key>, {-1, kPage / chunk, chunk, -1});
+    STD_TORCH_CHECK(
+        in.strong >= 0 && in.strong <= rank && in.strong % 32 == 0 &&
+            bits == (rank - in.strong) * Key::kLeast + in.strong * Key::kBits,
+        "latents of rank ", rank, " have no rows of ", width, " elements");
+    in.far_turns = static_cast<const uint2*>(far_turns.data_ptr());
+    in.near_turns = static_cast<const uint2*>(near_turns.data_ptr());
+    in.rank = int(rank);
+  }
+
+  // Sets what values have by their codec; chunks: of a head, in an entry of the first dimension.
+  template <class Value>
+  static void set_codec_of_values(
+      AttendInputs& in, int64_t dim, const Tensor& values, int64_t chunks, int64_t chunk,
+      const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation) {
+    if constexpr (Value::kCoded) {
+      STD_TORCH_CHECK(scale, "codes need a scale");
+      check(values, "codes", Dtype::Byte, {-1, in.heads, chunks, chunk, Value::row_bytes(int(dim))});
+      check_dense(*scale, "scale", Dtype::Half, {-1, in.heads, kPage, Value::scales(int(dim))}, 1);
+      in.scale = static_cast<const char*>(scale->data_ptr());
+      in.scale_page = scale->stride(0) * 2;
+    } else {
+      check(values, "values", Dtype::BFloat16, {-1, in.heads, chunks, chunk, dim});
+    }
+    if constexpr (Value::kRotated) {
+      STD_TORCH_CHECK(rotation, "rotated codes need a rotation");
+      check_dense(*rotation, "rotation", Dtype::Float, {dim, dim});
+      in.rotation = static_cast<const float*>(rotation->data_ptr());
+    }
+  }
+
+  // Sets where values lie.
+  static void set_places_of_values(
       AttendInputs& in, const Tensor& values, const Tensor& value_pages, const std::optional<Tensor>& value_slots) {
     check_pages(values, "values");
     if (value_slots) {

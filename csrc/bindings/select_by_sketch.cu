@@ -6,6 +6,32 @@
 
 namespace shadowkv {
 
+namespace {
+
+// Sets what sampling takes, which is all there or nothing is sampled.
+void set_sampling(
+    SelectBySketch& p, int64_t batch, int64_t heads, int64_t query_heads, int64_t k,
+    const std::optional<Tensor>& sampled, const std::optional<Tensor>& seeds, const Tensor& length,
+    double run_sharpness, double chunk_sharpness, int64_t layer, const std::optional<Tensor>& log_weight) {
+  STD_TORCH_CHECK(
+      sampled.has_value() == seeds.has_value() && sampled.has_value() == log_weight.has_value(),
+      "sampled, seeds and log_weight go together");
+  if (!sampled) return;
+  check_dense(*sampled, "sampled", Dtype::Long, {batch});
+  check_dense(*seeds, "seeds", Dtype::Long, {batch});
+  check_dense(length, "length", Dtype::Float, {batch, query_heads});
+  check_dense(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
+  p.sampled = static_cast<const int64_t*>(sampled->const_data_ptr());
+  p.seeds = static_cast<const int64_t*>(seeds->const_data_ptr());
+  p.length = static_cast<const float*>(length.const_data_ptr());
+  p.log_weight = static_cast<float*>(log_weight->mutable_data_ptr());
+  constexpr double kLog2E = 1.4426950408889634;
+  p.run_sharpness = float(run_sharpness * kLog2E), p.chunk_sharpness = float(chunk_sharpness * kLog2E);
+  p.first_head = uint32_t(layer * heads);
+}
+
+} // namespace
+
 void select_by_sketch(
     const Tensor whole, const Tensor unit, const Tensor sum, const Tensor coarse, const Tensor signs,
     const Tensor rest, const Tensor scale, const Tensor pages, const Tensor num_pages, const Tensor budget,
@@ -36,22 +62,15 @@ void select_by_sketch(
   check_dense(budget, "budget", Dtype::Long, {batch});
   check_dense(selected, "selected", Dtype::Long, {batch, heads, -1});
   const int64_t k = selected.size(2);
-  STD_TORCH_CHECK(
-      sampled.has_value() == seeds.has_value() && sampled.has_value() == log_weight.has_value(),
-      "sampled, seeds and log_weight go together");
-  if (sampled) {
-    check_dense(*sampled, "sampled", Dtype::Long, {batch});
-    check_dense(*seeds, "seeds", Dtype::Long, {batch});
-    check_dense(length, "length", Dtype::Float, {batch, query_heads});
-    check_dense(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
-  }
   const Region region(columns, chunk, k);
+  SelectBySketch p{.region = region};
+  set_sampling(
+      p, batch, heads, query_heads, k, sampled, seeds, length, run_sharpness, chunk_sharpness, layer, log_weight);
   check_dense(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
   STD_TORCH_CHECK(batch * heads < 65536, batch, " rows of ", heads, " kv heads are 65536 or more");
   if (batch * heads == 0 || k == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(whole.get_device());
-  SelectBySketch p{.region = region};
   p.whole = static_cast<const uint8_t*>(whole.const_data_ptr());
   p.unit = static_cast<const float*>(unit.const_data_ptr()), p.sum = static_cast<const int*>(sum.const_data_ptr());
   p.coarse = static_cast<const uint4*>(coarse.const_data_ptr());
@@ -63,15 +82,6 @@ void select_by_sketch(
   p.pages = static_cast<const int64_t*>(pages.const_data_ptr()), p.pages_stride = pages.stride(0);
   p.num_pages = static_cast<const int64_t*>(num_pages.const_data_ptr());
   p.budget = static_cast<const int64_t*>(budget.const_data_ptr());
-  if (sampled) {
-    p.sampled = static_cast<const int64_t*>(sampled->const_data_ptr());
-    p.seeds = static_cast<const int64_t*>(seeds->const_data_ptr());
-    p.length = static_cast<const float*>(length.const_data_ptr());
-    p.log_weight = static_cast<float*>(log_weight->mutable_data_ptr());
-    constexpr double kLog2E = 1.4426950408889634;
-    p.run_sharpness = float(run_sharpness * kLog2E), p.chunk_sharpness = float(chunk_sharpness * kLog2E);
-    p.first_head = uint32_t(layer * heads);
-  }
   p.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   p.selected = static_cast<int64_t*>(selected.mutable_data_ptr());
   p.rows = unsigned(batch * heads), p.heads = int(heads), p.group = int(group);

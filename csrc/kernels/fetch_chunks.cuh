@@ -69,10 +69,89 @@ __global__ void clear_counts_kernel(MissCounts* counts) {
   for (int i = threadIdx.x; i < int(sizeof(MissCounts) / 4); i += blockDim.x) words[i] = 0;
 }
 
+// A sequence and head's part of the buffer, at the step that is being made.
+struct BufferPart {
+  int64_t state;  // its number among all
+  int32_t* owner; // [M], the chunk of each entry, or below 0
+  int32_t* used;  // [M], the step that each was last selected in
+  int16_t* entry; // [n], of each chunk, or below 0
+  int32_t now;
+
+  __device__ __forceinline__ BufferPart(const FindMisses& p, int64_t row, int64_t head)
+      : state(p.slots[row] * p.heads + head),
+        owner(p.owner + state * p.capacity),
+        used(p.used + state * p.capacity),
+        entry(p.entry + state * p.chunks),
+        now(p.step[state] + 1) {}
+};
+
+// What a block's threads count together.
+struct FindCounts {
+  uint32_t older[16]; // by bit of an age: entries that are at least as old as was tried
+  uint32_t misses, places, ties;
+  uint32_t list; // where the block's misses begin among all of the call
+};
+
+// Finds the entries of what is selected, which are of age 0 from here on, and lists the columns that have none.
+__device__ __forceinline__ void look_up_selected(
+    const FindMisses& p, const BufferPart& part, const int64_t* selected, int64_t* entries, uint16_t* ages,
+    uint16_t* columns, FindCounts& counts) {
+  for (int i = threadIdx.x; i < p.k; i += kFindThreads) {
+    const int64_t chunk = selected[i];
+    const int found = chunk < 0 ? -1 : part.entry[chunk];
+    if (chunk >= 0 && found < 0) {
+      columns[atomicAdd(&counts.misses, 1)] = i;
+    } else {
+      entries[i] = found;
+    }
+    if (found >= 0) part.used[found] = part.now, ages[found] = 0;
+    if (chunk >= 0 && (i + 1 == p.k || selected[i + 1] < 0)) atomicAdd(&p.counters[0], i + 1);
+  }
+}
+
+// Lists `need` entries (1 or more) that make place, the oldest. The greatest age that at least `need` entries have is
+// found bit by bit, and how many are older still. It is not 0, the age of what is selected now: all that is selected
+// fits.
+__device__ __forceinline__ void
+choose_places(const uint16_t* ages, int capacity, uint32_t need, uint16_t* places, FindCounts& counts) {
+  uint32_t limit = 0, beyond = 0;
+  for (int bit = 15; bit >= 0; --bit) {
+    const uint32_t tried = limit | 1u << bit;
+    uint32_t mine = 0;
+    for (int i = threadIdx.x; i < capacity; i += kFindThreads) mine += ages[i] >= tried;
+    mine = __reduce_add_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) atomicAdd(&counts.older[bit], mine);
+    __syncthreads();
+    counts.older[bit] >= need ? limit = tried : beyond = counts.older[bit];
+  }
+  for (int i = threadIdx.x; i < capacity; i += kFindThreads) {
+    const uint32_t age = ages[i];
+    if (age > limit) places[atomicAdd(&counts.places, 1)] = i;
+    if (age == limit) {
+      const uint32_t place = beyond + atomicAdd(&counts.ties, 1);
+      if (place < need) places[place] = i;
+    }
+  }
+}
+
+// Gives an entry to a chunk, and returns the copy that brings its row there.
+__device__ __forceinline__ Miss
+replace_entry(const FindMisses& p, const BufferPart& part, const int64_t* pages, int64_t head, int place, int chunk) {
+  const int old = part.owner[place];
+  if (old >= 0) part.entry[old] = -1;
+  part.owner[place] = chunk;
+  part.entry[chunk] = place;
+  part.used[place] = part.now;
+  const int64_t page = pages[chunk / p.chunks_of_page], inside = head * p.chunks_of_page + chunk % p.chunks_of_page;
+  return {
+      reinterpret_cast<const uint4*>(p.host + page * p.page_stride + inside * p.row_bytes),
+      reinterpret_cast<uint4*>(p.rows + (part.state * p.capacity + place) * p.row_bytes)};
+}
+
 __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMisses p) {
   extern __shared__ uint16_t memory[];
   uint16_t *ages = memory, *places = ages + p.capacity, *columns = places + p.k;
-  __shared__ uint32_t older[16], num_misses, num_places, num_ties, list;
+  __shared__ FindCounts counts;
   const int thread = threadIdx.x;
   const int64_t row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
   const int64_t* selected = p.selected + int64_t(blockIdx.x) * p.k;
@@ -81,72 +160,30 @@ __global__ void __launch_bounds__(kFindThreads) find_misses_kernel(const FindMis
     for (int i = thread; i < p.k; i += kFindThreads) entries[i] = -1;
     return;
   }
-  const int64_t state = p.slots[row] * p.heads + head;
-  int32_t *owner = p.owner + state * p.capacity, *used = p.used + state * p.capacity;
-  int16_t* entry = p.entry + state * p.chunks;
-  const int32_t now = p.step[state] + 1;
-
-  if (thread < 16) older[thread] = 0;
-  if (thread == 0) num_misses = num_places = num_ties = 0;
-  for (int i = thread; i < p.capacity; i += kFindThreads) ages[i] = min(uint32_t(now - used[i]), kOldest);
+  const BufferPart part(p, row, head);
+  if (thread < 16) counts.older[thread] = 0;
+  if (thread == 0) counts.misses = counts.places = counts.ties = 0;
+  for (int i = thread; i < p.capacity; i += kFindThreads) ages[i] = min(uint32_t(part.now - part.used[i]), kOldest);
   __syncthreads();
 
-  for (int i = thread; i < p.k; i += kFindThreads) {
-    const int64_t chunk = selected[i];
-    const int found = chunk < 0 ? -1 : entry[chunk];
-    if (chunk >= 0 && found < 0) {
-      columns[atomicAdd(&num_misses, 1)] = i;
-    } else {
-      entries[i] = found;
-    }
-    if (found >= 0) used[found] = now, ages[found] = 0;
-    if (chunk >= 0 && (i + 1 == p.k || selected[i + 1] < 0)) atomicAdd(&p.counters[0], i + 1);
-  }
+  look_up_selected(p, part, selected, entries, ages, columns, counts);
   __syncthreads();
-  const uint32_t need = num_misses;
-  if (thread == 0) p.step[state] = now;
+  const uint32_t need = counts.misses;
+  if (thread == 0) p.step[part.state] = part.now;
   if (need == 0) return;
   if (thread == 0) {
-    list = atomicAdd(&p.counts->all, need);
+    counts.list = atomicAdd(&p.counts->all, need);
     atomicAdd(&p.counters[1], need);
   }
-
-  // The greatest age that at least `need` entries have, bit by bit, and how many are older still. It is not 0, the age
-  // of what is selected now: all that is selected fits.
-  uint32_t limit = 0, beyond = 0;
-  for (int bit = 15; bit >= 0; --bit) {
-    const uint32_t tried = limit | 1u << bit;
-    uint32_t mine = 0;
-    for (int i = thread; i < p.capacity; i += kFindThreads) mine += ages[i] >= tried;
-    mine = __reduce_add_sync(~0u, mine);
-    if (thread % 32 == 0) atomicAdd(&older[bit], mine);
-    __syncthreads();
-    older[bit] >= need ? limit = tried : beyond = older[bit];
-  }
-  for (int i = thread; i < p.capacity; i += kFindThreads) {
-    const uint32_t age = ages[i];
-    if (age > limit) places[atomicAdd(&num_places, 1)] = i;
-    if (age == limit) {
-      const uint32_t place = beyond + atomicAdd(&num_ties, 1);
-      if (place < need) places[place] = i;
-    }
-  }
+  choose_places(ages, p.capacity, need, places, counts);
   __syncthreads();
 
   const int64_t* pages = p.pages + row * p.pages_stride;
   for (int i = thread; i < need; i += kFindThreads) {
     const int column = columns[i], place = places[i];
-    const int chunk = int(selected[column]), old = owner[place];
-    if (old >= 0) entry[old] = -1;
-    owner[place] = chunk;
-    entry[chunk] = place;
-    used[place] = now;
+    const Miss miss = replace_entry(p, part, pages, head, place, int(selected[column]));
     entries[column] = place;
-    const int64_t page = pages[chunk / p.chunks_of_page], inside = head * p.chunks_of_page + chunk % p.chunks_of_page;
-    const Miss miss = {
-        reinterpret_cast<const uint4*>(p.host + page * p.page_stride + inside * p.row_bytes),
-        reinterpret_cast<uint4*>(p.rows + (state * p.capacity + place) * p.row_bytes)};
-    p.misses[list + i] = miss;
+    p.misses[counts.list + i] = miss;
     if (p.bucket_bits >= 0) atomicAdd(&p.counts->of_bucket[bucket_of(miss.from, p.bucket_bits)], 1);
   }
 }

@@ -203,11 +203,37 @@ struct PagedPeak {
   }
 };
 
+// A lane's scores of query g, times `scale`, of what score_tile leaves: of tokens 2t, 2t + 1, 2t + 8, 2t + 9 those from
+// `skipped` on and before `tokens`, -inf of the others.
+template <typename Rows>
+__device__ __forceinline__ void mask_scores(
+    float (&x)[4], const float (&low)[2][4], const float (&high)[2][4], float scale, int tokens, int skipped, int t) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int i = 2 * t + n % 2 + n / 2 * 8;
+    const bool attended = i < tokens && (!Rows::kSkipping || i >= skipped);
+    x[n] = attended ? (low[n / 2][n % 2] + high[n / 2][n % 2 + 2]) * scale : -INFINITY;
+  }
+}
+
 // What a block's warps leave for each other.
 template <int kDim>
 struct PagedShared {
   float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
   float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
+
+  // A warp's result: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), pairs as Values has them.
+  template <typename Values>
+  __device__ __forceinline__ void
+  leave(const PagedPeak& of_query, const float (&acc)[kDim / 16][4], int warp, int g, int t) {
+    const float sum = quad_sum(of_query.sum);
+    if (t == 0) peaks[warp][g] = of_query.peak, sums[warp][g] = sum;
+#pragma unroll
+    for (int j = 0; j < kDim / 16; ++j) {
+      accs[warp][2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
+      accs[warp][2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
+    }
+  }
 };
 
 // Joins the warps' results of a block's queries: as the outputs, or as a split's share in them.
@@ -292,12 +318,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
       if (tiles.tokens > 0) keys.load(k + tiles.page * in.k_page, tiles.tokens, tiles.skipped, g, t);
 
     float x[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int i = 2 * t + n % 2 + n / 2 * 8;
-      const bool attended = i < tokens && (!Rows::kSkipping || i >= skipped);
-      x[n] = attended ? (low[n / 2][n % 2] + high[n / 2][n % 2 + 2]) * scale : -INFINITY;
-    }
+    mask_scores<Rows>(x, low, high, scale, tokens, skipped, t);
     const float shrink = of_query.weigh(x);
     const float shrink0 = __shfl_sync(~0u, shrink, 8 * t), shrink1 = __shfl_sync(~0u, shrink, 8 * t + 4);
     const uint32_t weights[2] = {Rows::pack(x[0], x[1]), Rows::pack(x[2], x[3])};
@@ -318,13 +339,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
   }
 
   __shared__ PagedShared<kDim> shared;
-  const float sum = quad_sum(of_query.sum);
-  if (t == 0) shared.peaks[warp][g] = of_query.peak, shared.sums[warp][g] = sum;
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    shared.accs[warp][2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
-    shared.accs[warp][2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
-  }
+  shared.template leave<Values>(of_query, acc, warp, g, t);
   __syncthreads();
   join_paged_warps(shared, in, to, sequence, head, first_row, queries, split);
 }

@@ -103,6 +103,98 @@ __device__ __forceinline__ uint8_t bits_of(const uint32_t (&masks)[4]) {
   return uint8_t((low | high) * 0x01010101 >> 24);
 }
 
+// Bit sets of 8 `groups` values, in whole words: those that are above a range, and those in it.
+struct Candidates {
+  uint32_t *above, *alike;
+  int words;
+
+  // Leaves in the sets which values are above the halves `most`, and which of the others are not below `least`.
+  __device__ __forceinline__ void compare(const uint4* values, int groups, __half2 least, __half2 most) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 4 * words; i += blockDim.x) {
+      uint32_t larger[4] = {}, inside[4] = {};
+      if (i < groups) {
+        const uint4 x = values[i];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t pair = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
+          larger[j] = __hgt2_mask(*reinterpret_cast<const __half2*>(&pair), most);
+          inside[j] = __hge2_mask(*reinterpret_cast<const __half2*>(&pair), least) & ~larger[j];
+        }
+      }
+      reinterpret_cast<uint8_t*>(above)[i] = bits_of(larger);
+      reinterpret_cast<uint8_t*>(alike)[i] = bits_of(inside);
+    }
+  }
+};
+
+// What a thread has of the bit sets: words of its own. Numbers of values are theirs among all.
+struct OwnCandidates {
+  const uint4* values;
+  Candidates of;
+  int begin, end;
+
+  __device__ __forceinline__ OwnCandidates(const uint4* values_, const Candidates& of_) : values(values_), of(of_) {
+    const int own = (of.words + blockDim.x - 1) / blockDim.x;
+    begin = min(int(threadIdx.x) * own, of.words), end = min(begin + own, of.words);
+  }
+  __device__ __forceinline__ uint32_t second_digit(int number) const {
+    return ordered2(reinterpret_cast<const uint16_t*>(values)[number]) & 31;
+  }
+
+  // Finds the second digit of the `wanted`-th largest of the block's alike values; returns how many values of that
+  // digit are wanted. With a barrier inside.
+  __device__ __forceinline__ uint32_t find_digit(RadixShared& shared, uint32_t wanted, uint32_t& digit) const {
+#pragma unroll 1
+    for (int word = begin; word < end; ++word)
+#pragma unroll 1
+      for (uint32_t left = of.alike[word]; left; left &= left - 1)
+        atomicAdd(&shared.second[second_digit(32 * word + __ffs(left) - 1)], 1);
+    __syncthreads();
+    wanted -= shared.above;
+    const uint32_t here = shared.second[31 - threadIdx.x % 32], inclusive = scan_warp(here);
+    const int first = __ffs(__ballot_sync(~0u, inclusive >= wanted)) - 1;
+    digit = 31 - first;
+    return wanted - __shfl_sync(~0u, inclusive - here, first);
+  }
+
+  // Makes the sets those of values above the threshold and of values equal to it, which has this second digit; counts
+  // both.
+  __device__ __forceinline__ void split_at(uint32_t digit, uint32_t (&count)[2]) const {
+#pragma unroll 1
+    for (int word = begin; word < end; ++word) {
+      uint32_t larger = of.above[word], same = 0;
+#pragma unroll 1
+      for (uint32_t left = of.alike[word]; left; left &= left - 1) {
+        const int bit = __ffs(left) - 1;
+        const uint32_t own_digit = second_digit(32 * word + bit);
+        if (own_digit >= digit) (own_digit > digit ? larger : same) |= 1u << bit;
+      }
+      of.above[word] = larger, of.alike[word] = same;
+      count[0] += __popc(larger), count[1] += __popc(same);
+    }
+  }
+
+  // Calls use(place, number) for values above the threshold and the first `equal` of the block that equal it. `before`:
+  // how many there are before the thread's own.
+  template <typename Use>
+  __device__ __forceinline__ void take(uint32_t (&before)[2], uint32_t equal, Use use) const {
+#pragma unroll 1
+    for (int word = begin; word < end; ++word) {
+      const uint32_t larger = of.above[word], same = of.alike[word];
+      uint32_t place = before[0] + min(before[1], equal), taken = same;
+      if (before[1] + __popc(same) > equal) { // not all of them: the first
+        taken = 0;
+#pragma unroll 1
+        for (uint32_t left = same, i = before[1]; i < equal; ++i, left &= left - 1) taken |= left & -left;
+      }
+#pragma unroll 1
+      for (uint32_t left = larger | taken; left; left &= left - 1) use(place++, 32 * word + __ffs(left) - 1);
+      before[0] += __popc(larger), before[1] += __popc(same);
+    }
+  }
+};
+
 // Calls use(place, number) for the numbers of the `wanted` (1 or more) largest of 8 `groups` values, places being
 // theirs in ascending order; returns how many there are. Of equal values the first are taken, -inf never. shared.first
 // has counted the values and shared.second is 0. `bits` has room for two sets of 8 `groups`, each in whole words.
@@ -114,74 +206,20 @@ select_largest(RadixShared& shared, const uint4* values, int groups, uint32_t wa
   const bool some = find_bin(shared, wanted);
   const uint32_t bin = shared.bin;
   const int words = (groups + 3) / 4;
-  uint32_t *above = bits, *alike = bits + words; // values above the bin, values in it
+  const Candidates candidates = {bits, bits + words, words};
   const __half2 least = some ? half_of_order(bin << 5) : __half2half2(__ushort_as_half(0x7c00)); // none is in the bin
   const __half2 most = some ? half_of_order(bin << 5 | 31) : __half2half2(__ushort_as_half(kNever)); // all are above
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 4 * words; i += blockDim.x) {
-    uint32_t larger[4] = {}, inside[4] = {};
-    if (i < groups) {
-      const uint4 x = values[i];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t pair = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
-        larger[j] = __hgt2_mask(*reinterpret_cast<const __half2*>(&pair), most);
-        inside[j] = __hge2_mask(*reinterpret_cast<const __half2*>(&pair), least) & ~larger[j];
-      }
-    }
-    reinterpret_cast<uint8_t*>(above)[i] = bits_of(larger);
-    reinterpret_cast<uint8_t*>(alike)[i] = bits_of(inside);
-  }
+  candidates.compare(values, groups, least, most);
   __syncthreads();
 
-  // From here on a thread has words of its own.
-  const int own = (words + blockDim.x - 1) / blockDim.x;
-  const int begin = min(int(threadIdx.x) * own, words), end = min(begin + own, words);
-  const auto second_digit = [&](int number) {
-    return ordered2(reinterpret_cast<const uint16_t*>(values)[number]) & 31;
-  };
+  const OwnCandidates own(values, candidates);
   uint32_t digit = 0, equal = 0;
-  if (some) {
-#pragma unroll 1
-    for (int word = begin; word < end; ++word)
-#pragma unroll 1
-      for (uint32_t left = alike[word]; left; left &= left - 1)
-        atomicAdd(&shared.second[second_digit(32 * word + __ffs(left) - 1)], 1);
-    __syncthreads();
-    wanted -= shared.above;
-    const uint32_t here = shared.second[31 - threadIdx.x % 32], inclusive = scan_warp(here);
-    const int first = __ffs(__ballot_sync(~0u, inclusive >= wanted)) - 1;
-    digit = 31 - first;
-    equal = wanted - __shfl_sync(~0u, inclusive - here, first);
-  }
+  if (some) equal = own.find_digit(shared, wanted, digit);
   uint32_t before[2] = {}, total[2]; // above the threshold, equal to it
-#pragma unroll 1
-  for (int word = begin; word < end; ++word) {
-    uint32_t larger = above[word], same = 0;
-#pragma unroll 1
-    for (uint32_t left = alike[word]; left; left &= left - 1) {
-      const int bit = __ffs(left) - 1;
-      const uint32_t own_digit = second_digit(32 * word + bit);
-      if (own_digit >= digit) (own_digit > digit ? larger : same) |= 1u << bit;
-    }
-    above[word] = larger, alike[word] = same;
-    before[0] += __popc(larger), before[1] += __popc(same);
-  }
+  own.split_at(digit, before);
   scan_block(shared, before, total);
   if (threadIdx.x < 32) shared.second[threadIdx.x] = 0;
-#pragma unroll 1
-  for (int word = begin; word < end; ++word) {
-    const uint32_t larger = above[word], same = alike[word];
-    uint32_t place = before[0] + min(before[1], equal), taken = same;
-    if (before[1] + __popc(same) > equal) { // not all of them: the first
-      taken = 0;
-#pragma unroll 1
-      for (uint32_t left = same, i = before[1]; i < equal; ++i, left &= left - 1) taken |= left & -left;
-    }
-#pragma unroll 1
-    for (uint32_t left = larger | taken; left; left &= left - 1) use(place++, 32 * word + __ffs(left) - 1);
-    before[0] += __popc(larger), before[1] += __popc(same);
-  }
+  own.take(before, equal, use);
   __syncthreads();
   return total[0] + min(total[1], equal);
 }

@@ -91,136 +91,181 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
 }
 
-// A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of one run of pages of one row. Row g of a multiplication
-// is a token of the g-th 8 of a page and row g + 8 another of these, so that a lane ends with all their scores. Columns
-// 2t and 2t + 1 of multiplication m are planes 2m and 2m + 1 of query t of the group, of query t + 4 in the second of
-// kSets; the last query stands in for those that a group does not have. With 2 words a token, a row has two tokens of
-// which the query faces one at a time.
+// The copies of a warp, of its head's signs and scales of a run of pages, to stages that it uses in turn.
+template <int kWords>
+struct SignCopies {
+  using Stage = SignStage<kWords>;
+  int lane, steps;              // steps: four pages each, as many as hold tokens
+  uint32_t names;               // a lane's is that of one page: granules of 256 bytes, of which 31 bits make 512 GiB
+  const uint8_t* stages;        // the warp's
+  const uint8_t *signs, *scale; // where the bytes begin that the lane copies first of a page of name 0
+  uint32_t signs_stride, scale_stride;
+
+  // `pages`: names of the run, of which `valid` hold tokens.
+  __device__ __forceinline__ SignCopies(
+      const SignScores& p, int head, const int64_t* pages, int valid, const uint8_t* stages_)
+      : lane(threadIdx.x),
+        steps((valid + Stage::kPages - 1) / Stage::kPages),
+        names(steps ? uint32_t(pages[min(lane, valid - 1)]) : 0),
+        stages(stages_),
+        signs(p.signs + head * Stage::kPageBytes + lane * 16),
+        scale(p.scale + head * Stage::kScaleBytes + lane % 8 * 8),
+        signs_stride(p.signs_stride),
+        scale_stride(p.scale_stride) {}
+
+  __device__ __forceinline__ const uint8_t* stage(int slot) const { return stages + slot * Stage::kBytes; }
+
+  // Begins the copies of a step; after the last there are none, but a group all the same.
+  __device__ __forceinline__ void begin(int step, int slot) const {
+    if (step < steps) {
+      const uint32_t to = shared_address(stage(slot));
+#pragma unroll
+      for (int i = 0; i < Stage::kPages; ++i) {
+        const uint32_t name = __shfl_sync(~0u, names, Stage::kPages * step + i);
+        Stage::copy_signs(to, i, signs + uint64_t(name) * signs_stride, lane);
+      }
+      const uint32_t name = __shfl_sync(~0u, names, Stage::kPages * step + lane / 8);
+      Stage::copy_scales(to, scale + uint64_t(name) * scale_stride, lane);
+    }
+    close_copy_group();
+  }
+};
+
+// The queries of a kv head as a lane holds them. Row g of a multiplication is a token of the g-th 8 of a page and row
+// g + 8 another of these, so that a lane ends with all their scores. Columns 2t and 2t + 1 of multiplication m are
+// planes 2m and 2m + 1 of query t of the group, of query t + 4 in the second of kSets; the last query stands in for
+// those that a group does not have. With 2 words a token, a row has two tokens of which the query faces one at a time.
+template <int kWords, int kSets>
+struct SignQueries {
+  using Stage = SignStage<kWords>;
+  static constexpr int kFaces = kWords == 4 ? 1 : 2; // words of a plane in a lane
+  uint32_t b[kSets][kQueryPlanes / 2][kFaces];
+  float minus_sum[kSets], unit[kSets]; // of query t of a set
+  int place;                           // in a page, of the first of the pieces that the lane names to ldmatrix
+
+  __device__ __forceinline__ SignQueries(const SignScores& p, int first_query) {
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int s = 0; s < kSets; ++s) {
+      const int query = first_query + min(4 * s + g / 2, p.group - 1);
+      const uint32_t* column = p.planes + int64_t(query) * (kQueryPlanes * kWords);
+#pragma unroll
+      for (int m = 0; m < kQueryPlanes / 2; ++m)
+#pragma unroll
+        for (int f = 0; f < kFaces; ++f) {
+          const uint32_t* plane = column + (2 * m + g % 2) * kWords;
+          b[s][m][f] = kWords == 2 ? (t / 2 == f ? plane[t % 2] : 0) : plane[4 * f + t];
+        }
+      const int own = first_query + min(4 * s + t, p.group - 1);
+      minus_sum[s] = float(-p.sum[own]) * kFactor, unit[s] = p.unit[own] * (16 / kFactor);
+    }
+    const int matrix = lane / 8, run = lane % 8;
+    const int piece = kWords == 2 ? matrix : kWords == 4 ? matrix / 2 + matrix % 2 * 4 : matrix / 2 + matrix % 2 * 8;
+    place = run * Stage::kRun + (piece ^ Stage::swizzle(run) % (Stage::kRun / 16)) * 16;
+  }
+
+  // Scores of the i-th two tokens of a run with the lane's query of set s. `words`: what load_matrices left of the run.
+  __device__ __forceinline__ void score_two(float (&score)[2], const uint32_t (&words)[4], int i, int s) const {
+    score[0] = score[1] = minus_sum[s];
+#pragma unroll
+    for (int m = 0; m < kQueryPlanes / 2; ++m) {
+      int32_t counts[4];
+      if constexpr (kWords == 8)
+        count_bits(counts, words, b[s][m]);
+      else if constexpr (kWords == 4)
+        count_bits(counts, words[i % 2 * 2], words[i % 2 * 2 + 1], b[s][m][0]);
+      else
+        count_bits(counts, words[i / 2 * 2], words[i / 2 * 2 + 1], b[s][m][i % 2]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        score[e / 2] = fmaf(__int_as_float(counts[e]), plane_weight(2 * m + e % 2), score[e / 2]);
+    }
+  }
+
+  // The best score of run g of page r of a stage with the lane's queries.
+  __device__ __forceinline__ float best_of_run(const uint8_t* stage, int r, int g) const {
+    const uint32_t from = shared_address(stage) + r * Stage::kPageBytes;
+    const uint4 scales = decode_scales(*reinterpret_cast<const uint2*>(
+        stage + Stage::kPages * Stage::kPageBytes + r * Stage::kScaleBytes + g * 8));
+    const __half* factor = reinterpret_cast<const __half*>(&scales);
+    float top[kSets];
+#pragma unroll
+    for (int s = 0; s < kSets; ++s) top[s] = -FLT_MAX;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) { // two tokens each
+      if (kWords == 8 || (kWords == 4 && i % 2 == 0) || i == 0) load_matrices(words, from + (place ^ i * 4 * kWords));
+      const int token = kWords == 2 ? i / 2 * 4 + i % 2 : i, other = token + (kWords == 2 ? 2 : 4);
+#pragma unroll
+      for (int s = 0; s < kSets; ++s) {
+        float of_two[2];
+        score_two(of_two, words, i, s);
+        top[s] = fmaxf(top[s], of_two[0] * __half2float(factor[token]));
+        top[s] = fmaxf(top[s], of_two[1] * __half2float(factor[other]));
+      }
+    }
+    float best = top[0] * unit[0];
+    if constexpr (kSets == 2) best = fmaxf(best, top[1] * unit[1]);
+    return best;
+  }
+};
+
+// The largest over the lanes of a quad of scores of four pages, which `low` and `high` hold from the lowest bits on. A
+// lane ends with that of one page, 2 (t % 2) + t / 2, as a finite number.
+__device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, int t) {
+  const uint32_t other = __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
+  __half2 both = __hmax2(half2_of(t % 2 ? high : low), half2_of(other));
+  both = __hmax2(both, __shfl_xor_sync(~0u, both, 2));
+  const __half most = __ushort_as_half(0x7bff), found = t / 2 ? __high2half(both) : __low2half(both);
+  return __hmax(__hmin(found, most), __hneg(most));
+}
+
+// A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of one run of pages of one row.
 template <int kWords, int kSets>
 __global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 ? 1 : 2) sign_scores_kernel(const SignScores p) {
   using Stage = SignStage<kWords>;
-  constexpr int kFaces = kWords == 4 ? 1 : 2; // words of a plane in a lane
-
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   const int head = blockIdx.z * blockDim.y + threadIdx.y;
   if (head >= p.heads) return;
   const int row = blockIdx.y, first_page = blockIdx.x * p.run_pages;
   const int pages_here = min(p.run_pages, p.columns - first_page);
   const int valid = int(max(int64_t(0), min(p.num_pages[row] - first_page, int64_t(pages_here))));
-  const int steps = (valid + Stage::kPages - 1) / Stage::kPages;
 
-  // Names are granules of 256 bytes, of which 31 bits make 512 GiB.
-  const int64_t* own_pages = p.pages + row * p.pages_stride + first_page;
-  const uint32_t names = steps ? uint32_t(own_pages[min(lane, valid - 1)]) : 0;
   extern __shared__ __align__(128) uint8_t stages[];
-  const uint8_t* own_stages = stages + threadIdx.y * (Stage::kCount * Stage::kBytes);
-  const uint8_t* signs = p.signs + head * Stage::kPageBytes + lane * 16;
-  const uint8_t* scale = p.scale + head * Stage::kScaleBytes + lane % 8 * 8;
-  const auto copy = [&](int step, int slot) {
-    if (step < steps) {
-      const uint32_t stage = shared_address(own_stages + slot * Stage::kBytes);
+  const SignCopies<kWords> copies(
+      p, head, p.pages + row * p.pages_stride + first_page, valid,
+      stages + threadIdx.y * (Stage::kCount * Stage::kBytes));
 #pragma unroll
-      for (int i = 0; i < Stage::kPages; ++i) {
-        const uint32_t name = __shfl_sync(~0u, names, Stage::kPages * step + i);
-        Stage::copy_signs(stage, i, signs + uint64_t(name) * p.signs_stride, lane);
-      }
-      const uint32_t name = __shfl_sync(~0u, names, Stage::kPages * step + lane / 8);
-      Stage::copy_scales(stage, scale + uint64_t(name) * p.scale_stride, lane);
-    }
-    close_copy_group();
-  };
-#pragma unroll
-  for (int i = 0; i + 1 < Stage::kCount; ++i) copy(i, i);
+  for (int i = 0; i + 1 < Stage::kCount; ++i) copies.begin(i, i);
 
+  // What is copied was there before the launch that makes the queries.
   wait_for_launch_before();
   let_next_launch_begin();
   __half* scores = p.scores + (int64_t(row * p.heads + head) * p.columns + first_page) * 8;
   if (valid + lane < pages_here)
     reinterpret_cast<uint4*>(scores)[valid + lane] = {0xfc00fc00, 0xfc00fc00, 0xfc00fc00, 0xfc00fc00}; // -inf
-  if (steps == 0) return;
+  if (copies.steps == 0) return;
 
-  uint32_t b[kSets][kQueryPlanes / 2][kFaces];
-  float minus_sum[kSets], unit[kSets];
-  const int first_query = (row * p.heads + head) * p.group;
-#pragma unroll
-  for (int s = 0; s < kSets; ++s) {
-    const int query = first_query + min(4 * s + g / 2, p.group - 1);
-    const uint32_t* column = p.planes + int64_t(query) * (kQueryPlanes * kWords);
-#pragma unroll
-    for (int m = 0; m < kQueryPlanes / 2; ++m)
-#pragma unroll
-      for (int f = 0; f < kFaces; ++f) {
-        const uint32_t* plane = column + (2 * m + g % 2) * kWords;
-        b[s][m][f] = kWords == 2 ? (t / 2 == f ? plane[t % 2] : 0) : plane[4 * f + t];
-      }
-    const int own = first_query + min(4 * s + t, p.group - 1);
-    minus_sum[s] = float(-p.sum[own]) * kFactor, unit[s] = p.unit[own] * (16 / kFactor);
-  }
-
-  // Where the lane reads the first of the pieces that it names to ldmatrix.
-  const int matrix = lane / 8, run = lane % 8;
-  const int piece = kWords == 2 ? matrix : kWords == 4 ? matrix / 2 + matrix % 2 * 4 : matrix / 2 + matrix % 2 * 8;
-  const int place = run * Stage::kRun + (piece ^ Stage::swizzle(run) % (Stage::kRun / 16)) * 16;
+  const SignQueries<kWords, kSets> queries(p, (row * p.heads + head) * p.group);
   int slot = 0;
-
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < copies.steps; ++step) {
     wait_copy_groups<Stage::kCount - 2>();
     __syncwarp(); // all lanes' copies are there, and all lanes are done with the stage that is filled next
-    copy(step + Stage::kCount - 1, slot == 0 ? Stage::kCount - 1 : slot - 1);
-    const uint8_t* stage = own_stages + slot * Stage::kBytes;
+    copies.begin(step + Stage::kCount - 1, slot == 0 ? Stage::kCount - 1 : slot - 1);
+    const uint8_t* stage = copies.stage(slot);
     slot = slot + 1 == Stage::kCount ? 0 : slot + 1;
 
-    uint32_t low = 0, high = 0; // scores of four pages, the last the highest
+    uint32_t low = 0, high = 0; // scores of four pages, the first the lowest
 #pragma unroll(kSets == 1 ? 2 : 1) // more at once would take too many registers
     for (int r = 0; r < Stage::kPages; ++r) {
-      const uint32_t from = shared_address(stage) + r * Stage::kPageBytes;
-      const uint4 scales = decode_scales(*reinterpret_cast<const uint2*>(
-          stage + Stage::kPages * Stage::kPageBytes + r * Stage::kScaleBytes + g * 8));
-      const __half* factor = reinterpret_cast<const __half*>(&scales);
-      float top[kSets];
-#pragma unroll
-      for (int s = 0; s < kSets; ++s) top[s] = -FLT_MAX;
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) { // two tokens each
-        if (kWords == 8 || (kWords == 4 && i % 2 == 0) || i == 0)
-          load_matrices(words, from + (place ^ i * 4 * kWords));
-        const int token = kWords == 2 ? i / 2 * 4 + i % 2 : i, other = token + (kWords == 2 ? 2 : 4);
-#pragma unroll
-        for (int s = 0; s < kSets; ++s) {
-          float score[2] = {minus_sum[s], minus_sum[s]};
-#pragma unroll
-          for (int m = 0; m < kQueryPlanes / 2; ++m) {
-            int32_t counts[4];
-            if constexpr (kWords == 8)
-              count_bits(counts, words, b[s][m]);
-            else if constexpr (kWords == 4)
-              count_bits(counts, words[i % 2 * 2], words[i % 2 * 2 + 1], b[s][m][0]);
-            else
-              count_bits(counts, words[i / 2 * 2], words[i / 2 * 2 + 1], b[s][m][i % 2]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-              score[e / 2] = fmaf(__int_as_float(counts[e]), plane_weight(2 * m + e % 2), score[e / 2]);
-          }
-          top[s] = fmaxf(top[s], score[0] * __half2float(factor[token]));
-          top[s] = fmaxf(top[s], score[1] * __half2float(factor[other]));
-        }
-      }
-      float best = top[0] * unit[0];
-      if constexpr (kSets == 2) best = fmaxf(best, top[1] * unit[1]);
+      const float best = queries.best_of_run(stage, r, g);
       low = __funnelshift_r(low, high, 16);
       high = high >> 16 | uint32_t(__half_as_ushort(__float2half(best))) << 16;
     }
-
-    // The largest over the lanes of a quad, which end with a page each: 2 (t % 2) + t / 2.
-    const uint32_t other = __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
-    __half2 both = __hmax2(half2_of(t % 2 ? high : low), half2_of(other));
-    both = __hmax2(both, __shfl_xor_sync(~0u, both, 2));
-    const __half most = __ushort_as_half(0x7bff), found = t / 2 ? __high2half(both) : __low2half(both);
-    const __half finite = __hmax(__hmin(found, most), __hneg(most));
+    const __half largest = largest_of_quad(low, high, t);
     const int own_page = Stage::kPages * step + 2 * (t % 2) + t / 2;
-    if (own_page < valid) scores[own_page * 8 + g] = finite;
+    if (own_page < valid) scores[own_page * 8 + g] = largest;
   }
 }
 

@@ -49,6 +49,77 @@ struct QueryMemory {
   static int bytes(int dim) { return 4 * (dim * kQueries + kQueries * kQueries * kParts * 32 * 4); }
 };
 
+// Four dimensions of a query in whole numbers, a byte each, and in sixteenths of these; adds up both.
+struct RoundedFour {
+  uint32_t whole = 0, sixteenths = 0;
+
+  __device__ __forceinline__ RoundedFour(const float4& x, float inverse, int& sum, int& sum_of_sixteenths) {
+    const float of_four[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int number = __float2int_rn(of_four[i] * inverse), rounder = min((number + 8) >> 4, 7);
+      sum += number, sum_of_sixteenths += rounder;
+      whole |= uint32_t(number & 255) << 8 * i, sixteenths |= uint32_t(rounder & 255) << 8 * i;
+    }
+  }
+
+  // The four dimensions of all 8 rows as a word of a bit plane: of 8 lanes, which have a row each, lane j ends with
+  // plane j's, lanes beyond the planes with 0.
+  __device__ __forceinline__ uint32_t plane_word(int lane) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int plane = 0; plane < kQueryPlanes; ++plane) {
+      uint32_t word = (sixteenths >> plane & 0x01010101u) << lane % 8;
+#pragma unroll
+      for (int mask = 1; mask < 8; mask *= 2) word |= __shfl_xor_sync(~0u, word, mask);
+      if (lane % 8 == plane) bits = word;
+    }
+    return bits;
+  }
+};
+
+// Adds up what the warps' shares of the map have made of a query; returns the largest number of a lane's dimensions.
+template <int kQueries, int kParts>
+__device__ __forceinline__ float join_shares(float4 (&own)[kParts], const float4* sums, int query, int lane) {
+  float top = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    float4& v = own[part];
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      const float4 y = sums[((i * kQueries + query) * kParts + part) * 32 + lane];
+      v.x += y.x, v.y += y.y, v.z += y.z, v.w += y.w;
+    }
+    top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  }
+  return top;
+}
+
+// Rounds and writes a query, by a warp. own: its dimensions of a lane, mapped; top: the largest number of all of them;
+// square: that of its length before.
+template <int kWords, int kParts>
+__device__ __forceinline__ void
+write_query(const SketchQueries& p, int query, const float4 (&own)[kParts], float top, float square, int lane) {
+  const float unit = fmaxf(top * (1.f / 127.f), 1e-30f), inverse = __frcp_rn(unit);
+  int sum = 0, plane_sum = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const RoundedFour four(own[part], inverse, sum, plane_sum);
+    const uint32_t bits = four.plane_word(lane);
+    if (lane / 8 < kWords) {
+      const int word = lane / 8 + 4 * part;
+      p.whole[(int64_t(query) * 8 + lane % 8) * kWords + word] = four.whole;
+      if (lane % 8 < kQueryPlanes) p.planes[(int64_t(query) * kQueryPlanes + lane % 8) * kWords + word] = bits;
+    }
+  }
+  sum = __reduce_add_sync(~0u, sum), plane_sum = __reduce_add_sync(~0u, plane_sum);
+  if (lane == 0) {
+    p.sum[query] = sum, p.plane_sum[query] = plane_sum;
+    p.unit[query] = square > 0 ? unit / sqrtf(square) : 0.f;
+    p.length[query] = sqrtf(square / p.dim);
+  }
+}
+
 // q M by kQueries warps, first by a share of the rows of M each, and then by a query each. Lane 8 w + j is for word w of
 // row j, four dimensions; with 8 words, for word w + 4 too. Blocks are small so that all rows and heads of a large batch
 // are under way at once.
@@ -108,56 +179,14 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
 
   if (warp >= p.group) return;
   float4 own[kParts] = {};
-  float top = 0, square = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    float4& v = own[part];
-#pragma unroll
-    for (int i = 0; i < kQueries; ++i) {
-      const float4 y = sums[((i * kQueries + warp) * kParts + part) * 32 + lane];
-      v.x += y.x, v.y += y.y, v.z += y.z, v.w += y.w;
-    }
-    top = fmaxf(fmaxf(fmaxf(top, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-  }
+  float top = join_shares<kQueries>(own, sums, warp, lane), square = 0;
   for (int i = lane; i < p.dim; i += 32) square = fmaf(turned[i * kQueries + warp], turned[i * kQueries + warp], square);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
     top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
     square += __shfl_xor_sync(~0u, square, mask);
   }
-  const float unit = fmaxf(top * (1.f / 127.f), 1e-30f), inverse = __frcp_rn(unit);
-  int sum = 0, plane_sum = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float of_four[4] = {own[part].x, own[part].y, own[part].z, own[part].w};
-    uint32_t four = 0, rounder = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int whole = __float2int_rn(of_four[i] * inverse), sixteenths = min((whole + 8) >> 4, 7);
-      sum += whole, plane_sum += sixteenths;
-      four |= uint32_t(whole & 255) << 8 * i, rounder |= uint32_t(sixteenths & 255) << 8 * i;
-    }
-    uint32_t bits = 0; // of the four dimensions in all rows: word w of plane j
-#pragma unroll
-    for (int plane = 0; plane < kQueryPlanes; ++plane) {
-      uint32_t word = (rounder >> plane & 0x01010101u) << lane % 8;
-#pragma unroll
-      for (int mask = 1; mask < 8; mask *= 2) word |= __shfl_xor_sync(~0u, word, mask);
-      if (lane % 8 == plane) bits = word;
-    }
-    if (lane / 8 < kWords) {
-      const int word = lane / 8 + 4 * part;
-      p.whole[(int64_t(first + warp) * 8 + lane % 8) * kWords + word] = four;
-      if (lane % 8 < kQueryPlanes)
-        p.planes[(int64_t(first + warp) * kQueryPlanes + lane % 8) * kWords + word] = bits;
-    }
-  }
-  sum = __reduce_add_sync(~0u, sum), plane_sum = __reduce_add_sync(~0u, plane_sum);
-  if (lane == 0) {
-    p.sum[first + warp] = sum, p.plane_sum[first + warp] = plane_sum;
-    p.unit[first + warp] = square > 0 ? unit / sqrtf(square) : 0.f;
-    p.length[first + warp] = sqrtf(square / p.dim);
-  }
+  write_query<kWords>(p, first + warp, own, top, square, lane);
 }
 
 template <typename T, int kWords, int kQueries>

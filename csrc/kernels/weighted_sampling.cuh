@@ -40,68 +40,82 @@ struct Chosen {
   float edge;
 };
 
-// Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
-// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs in
-// ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a block
-// of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use` wrote to
-// be read.
-template <typename Use>
-__device__ __forceinline__ Chosen select_by_chance(
-    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t certain, uint32_t wanted, float factor,
-    uint32_t uniform, uint32_t* sums, Use use) {
-  __syncthreads();
-  // The first bin, from the top, that does not fit: what is above is sure.
-  const int own_bins = kFirstBins / blockDim.x, first_bin = kFirstBins - own_bins * (threadIdx.x + 1);
-  uint32_t above[1] = {}, total[1];
-  for (int i = 0; i < own_bins; ++i) above[0] += first_bin + i < kFirstFinite ? 0 : shared.first[first_bin + i];
-  const uint32_t here = above[0];
-  if (threadIdx.x == 0) shared.bin = 0;
-  scan_block(shared, above, total);
-  if (above[0] <= certain && certain < above[0] + here) {
-    uint32_t higher = above[0];
-    int bin = first_bin + own_bins - 1;
-    while (higher + shared.first[bin] <= certain) higher += shared.first[bin--];
-    shared.bin = bin, shared.above = higher;
-  }
-  __syncthreads();
-  const int bin = shared.bin; // 0 where all fit
-  const uint32_t sure = bin ? shared.above : total[0];
-  const float edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY, less = bin ? -factor * edge : 0.f;
-  const auto weight_of = [&](float value) { return exp2_fast(fmaf(factor, value, less)); };
-  float sum = 0;
-  for (int from = 0; from < own_bins; from += kBinsAtOnce) { // twice in a block of 8 warps: neighbours of one of 16
-    float of_bins = 0;
-    for (int i = from; i < from + kBinsAtOnce; ++i) {
-      const int own = first_bin + i;
-      const uint32_t count = own > bin || own < kFirstFinite ? 0 : shared.first[own];
-      if (count) of_bins = fmaf(float(count), weight_of(__low2float(half_of_order(own << 5 | 16))), of_bins);
-    }
-    sum += of_bins;
-  }
-  sum = sum_block(shared, sum);
-  // Bins of the largest numbers are so wide that weights of their middles are nothing: then they all count as their edge.
-  if (sum == 0) sum = float(shared.first[bin]);
+// The bins of the first digit that a thread adds up, the first thread's on top.
+struct OwnBins {
+  int count, first;
 
-  const int bits = min(kMostChanceBits, __clz(wanted) - 1);
-  const float one = float(1u << bits), scale = sum > 0 ? kCaution * (wanted - sure) * one / sum : 0.f;
-  // The nearest whole number is in the last bits of a sum with 2^23: conversions are slow.
-  constexpr uint32_t kZero = 0x4b000000;
-  const auto chance_of = [&](float value) {
+  __device__ __forceinline__ OwnBins()
+      : count(kFirstBins / blockDim.x), first(kFirstBins - count * (threadIdx.x + 1)) {}
+
+  // Finds the first bin, from the top, that does not fit into `certain` values: what is above is sure. Leaves it in
+  // shared.bin, 0 where all fit, and how many values are above in shared.above; returns how many there are in all.
+  __device__ __forceinline__ uint32_t find_edge(RadixShared& shared, uint32_t certain) const {
+    uint32_t above[1] = {}, total[1];
+    for (int i = 0; i < count; ++i) above[0] += first + i < kFirstFinite ? 0 : shared.first[first + i];
+    const uint32_t here = above[0];
+    if (threadIdx.x == 0) shared.bin = 0;
+    scan_block(shared, above, total);
+    if (above[0] <= certain && certain < above[0] + here) {
+      uint32_t higher = above[0];
+      int bin = first + count - 1;
+      while (higher + shared.first[bin] <= certain) higher += shared.first[bin--];
+      shared.bin = bin, shared.above = higher;
+    }
+    __syncthreads();
+    return total[0];
+  }
+
+  // The sum of weights of the block's values that are not above a bin, each as the middle of its own.
+  template <typename Weight>
+  __device__ __forceinline__ float sum_weights(RadixShared& shared, int bin, Weight weight_of) const {
+    float sum = 0;
+    for (int from = 0; from < count; from += kBinsAtOnce) { // twice in a block of 8 warps: neighbours of one of 16
+      float of_bins = 0;
+      for (int i = from; i < from + kBinsAtOnce; ++i) {
+        const int own = first + i;
+        const uint32_t values = own > bin || own < kFirstFinite ? 0 : shared.first[own];
+        if (values) of_bins = fmaf(float(values), weight_of(__low2float(half_of_order(own << 5 | 16))), of_bins);
+      }
+      sum += of_bins;
+    }
+    sum = sum_block(shared, sum);
+    // Bins of the largest numbers are so wide that weights of their middles are nothing: then they all count as their
+    // edge.
+    return sum == 0 ? float(shared.first[bin]) : sum;
+  }
+};
+
+// Chances of values, in whole numbers: of those above the edge one, which is 2 to so many `bits`.
+struct Chances {
+  float factor, less, edge, one, scale; // a value's weight is 2^(factor value + less), its chance `scale` times that
+
+  __device__ __forceinline__ float weight_of(float value) const { return exp2_fast(fmaf(factor, value, less)); }
+  __device__ __forceinline__ uint32_t of_value(float value) const {
+    // The nearest whole number is in the last bits of a sum with 2^23: conversions are slow.
+    constexpr uint32_t kZero = 0x4b000000;
     const float chance = value > edge ? one : fminf(weight_of(value) * scale, one);
     return __float_as_uint(chance + 0x1p23f) - kZero;
-  };
-  const auto for_chances = [&](uint32_t group, auto&& see) {
-    const uint4 x = values[group];
+  }
+
+  // Calls see(place in the group, chance) for each of a group of 8 values.
+  template <typename See>
+  __device__ __forceinline__ void for_group(uint4 x, See&& see) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 both = __half22float2(half2_of(i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w));
-      see(2 * i, chance_of(both.x)), see(2 * i + 1, chance_of(both.y));
+      see(2 * i, of_value(both.x)), see(2 * i + 1, of_value(both.y));
     }
-  };
+  }
+};
+
+// Leaves in `sums` the chances of all groups before each, added up, and returns those of all. For all threads, with
+// barriers inside and after.
+__device__ __forceinline__ uint32_t sum_chances(
+    RadixShared& shared, const Chances& chances, const uint4* values, uint32_t groups, uint32_t* sums) {
 #pragma unroll 1
   for (uint32_t group = threadIdx.x; group < groups; group += blockDim.x) {
     uint32_t of_group = 0;
-    for_chances(group, [&](int, uint32_t chance) { of_group += chance; });
+    chances.for_group(values[group], [&](int, uint32_t chance) { of_group += chance; });
     sums[group] = of_group;
   }
   __syncthreads();
@@ -112,12 +126,18 @@ __device__ __forceinline__ Chosen select_by_chance(
   scan_block(shared, before, all);
   for (uint32_t group = begin; group < end; ++group) {
     const uint32_t of_group = sums[group];
-    sums[group] = before[0], before[0] += of_group; // of all groups before
+    sums[group] = before[0], before[0] += of_group;
   }
   __syncthreads();
+  return all[0];
+}
 
-  // One is selected wherever chances, added up from the first value on, pass a whole number.
-  const uint32_t start = uniform >> (32 - bits), count = min(all[0] + start >> bits, wanted);
+// Calls use(place, number, log2 of 1 / its chance) for the `count` values where chances, added up from `start` at the
+// first value on, pass a whole number, which is 2 to so many `bits`.
+template <typename Use>
+__device__ __forceinline__ void take_at_steps(
+    const Chances& chances, const uint4* values, uint32_t groups, const uint32_t* sums, uint32_t start, int bits,
+    uint32_t count, Use use) {
   const uint32_t top_step = 1u << 31 - __clz(groups);
 #pragma unroll 1
   for (uint32_t first = threadIdx.x; first < count; first += kSearches * blockDim.x) {
@@ -131,7 +151,7 @@ __device__ __forceinline__ Chosen select_by_chance(
 #pragma unroll
     for (int i = 0; i < kSearches; ++i) {
       uint32_t reached = sums[group[i]], number = 0, chance = 1;
-      for_chances(group[i], [&](int at, uint32_t own_chance) {
+      chances.for_group(values[group[i]], [&](int at, uint32_t own_chance) {
         if (reached < pass(i)) number = at, chance = own_chance;
         reached += own_chance;
       });
@@ -139,8 +159,36 @@ __device__ __forceinline__ Chosen select_by_chance(
       if (place < count) use(place, 8 * group[i] + number, bits - __log2f(float(chance)));
     }
   }
+}
+
+// Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
+// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs
+// in ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
+// block of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use`
+// wrote to be read.
+template <typename Use>
+__device__ __forceinline__ Chosen select_by_chance(
+    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t certain, uint32_t wanted, float factor,
+    uint32_t uniform, uint32_t* sums, Use use) {
   __syncthreads();
-  return {count, edge};
+  const OwnBins own_bins;
+  const uint32_t total = own_bins.find_edge(shared, certain);
+  const int bin = shared.bin; // 0 where all fit
+  const uint32_t sure = bin ? shared.above : total;
+
+  Chances chances;
+  chances.factor = factor, chances.edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY;
+  chances.less = bin ? -factor * chances.edge : 0.f; // so that a value at the edge weighs 1
+  const float sum = own_bins.sum_weights(shared, bin, [&](float value) { return chances.weight_of(value); });
+  const int bits = min(kMostChanceBits, __clz(wanted) - 1);
+  chances.one = float(1u << bits);
+  chances.scale = sum > 0 ? kCaution * (wanted - sure) * chances.one / sum : 0.f;
+
+  const uint32_t all = sum_chances(shared, chances, values, groups, sums);
+  const uint32_t start = uniform >> (32 - bits), count = min(all + start >> bits, wanted);
+  take_at_steps(chances, values, groups, sums, start, bits, count, use);
+  __syncthreads();
+  return {count, chances.edge};
 }
 
 } // namespace shadowkv

@@ -8,11 +8,44 @@
 
 namespace shadowkv {
 
+// Logarithms of the weights of tokens `token` and `token` + 8 of a unit; zeros where there are none.
+__device__ __forceinline__ void
+load_log_weights(float (&log_weight)[2], const LatentInputs& in, int unit_of_all, int token) {
+  log_weight[0] = log_weight[1] = 0;
+  if (in.log_weight == nullptr) return;
+  const float* const of_unit = in.log_weight + unit_of_all * in.chunks;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    log_weight[half] = __ldg(of_unit + min(token + half * 8 >> in.log_chunk, in.chunks - 1));
+}
+
+// The products of a warp's keys, rebuilt from its latents in a stage, with a unit's queries: (tokens g, g + 8; queries
+// 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other: turns made while the
+// product is under way, or this tile's values while the next one's is, took longer (87 and 90 against 82 us at 63 rows
+// of 960 tokens on an H200).
+template <class Shape>
+__device__ __forceinline__ void score_tokens(
+    float (&s)[4], const LatentMemory<Shape>& memory, int unit, uint32_t latents, uint32_t queries, uint32_t places) {
+  uint32_t a[Shape::kSteps][4];
+  load_latents<Shape>(a, latents);
+#pragma unroll
+  for (int h = 0; h < Shape::kHalves; ++h) {
+    float k[32];
+    Turns turns;
+    HalfKeys keys;
+    begin_keys<Shape>(k, a, memory.basis(unit), h);
+    wait_products(k);
+    keys.take(k);
+    turns.make(memory.frequencies(), places, h);
+    keys.rotate(turns);
+    keys.score(s, queries + h * 1024);
+  }
+}
+
 template <class Shape>
 __device__ __forceinline__ void consume_latents(
     const LatentInputs& in, const LatentOutputs& to, const Runs& runs, const Run& run,
     const LatentMemory<Shape>& memory, int consumer) {
-  constexpr int kHalves = Shape::kHalves;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, g = lane / 4;
 
   // The first unit, while those who fill the others are too few.
@@ -38,32 +71,11 @@ __device__ __forceinline__ void consume_latents(
     for (; next < until; next += Shape::kConsumers) {
       const uint32_t queries = shared_address(memory.queries(unit)) + lane * 16;
       const uint32_t places = memory.places(next % Shape::kRing) + (warp * 16 + g) * 16;
-      float log_weight[2] = {}; // of tokens g, g + 8; on their way while the keys are made
-      if (in.log_weight) {
-        const float* const of_unit = in.log_weight + (run.first_unit + unit) * in.chunks;
-        const int token = (next + offset) * kLatentTile + warp * 16 + g;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          log_weight[half] = __ldg(of_unit + min(token + half * 8 >> in.log_chunk, in.chunks - 1));
-      }
+      float log_weight[2]; // of tokens g, g + 8; on their way while the keys are made
+      load_log_weights(log_weight, in, run.first_unit + unit, (next + offset) * kLatentTile + warp * 16 + g);
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
-      uint32_t a[Shape::kSteps][4];
-      load_latents<Shape>(a, memory.stage(stage) + warp * 16 * Shape::kLatentRow);
-      float s[4] = {}; // scores: (tokens g, g + 8; queries 2t, 2t + 1)
-      // One after the other: turns made while the product is under way, or this tile's values while the next one's is,
-      // took longer (87 and 90 against 82 us at 63 rows of 960 tokens on an H200).
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        float k[32];
-        Turns turns;
-        HalfKeys keys;
-        begin_keys<Shape>(k, a, memory.basis(unit), h);
-        wait_products(k);
-        keys.take(k);
-        turns.make(memory.frequencies(), places, h);
-        keys.rotate(turns);
-        keys.score(s, queries + h * 1024);
-      }
+      float s[4] = {};
+      score_tokens<Shape>(s, memory, unit, memory.stage(stage) + warp * 16 * Shape::kLatentRow, queries, places);
       TileValues<Shape> values;
       values.load(memory.stage(stage) + kLatentTile * Shape::kLatentRow + warp * 16 * Shape::kCodeRow, places);
       __syncwarp();

@@ -20,38 +20,123 @@ struct RowTurns {
   __device__ static int unit(int turn) { return (32 * turn + int(threadIdx.x) % 32) % kUnits; }
 };
 
+// What a lane copies of every tile's latents, by turns of a round. `from`: its unit of a row that begins where latents
+// do; `place`: where, among a tile's places in the ring, the row's own is found; `to`: where the unit goes in a stage.
+template <class Shape>
+struct LatentCopies {
+  static constexpr int kBytes = Shape::kLatentBytes;
+  using Rows = RowTurns<kBytes, 16>;
+  const char* from[Rows::kTurns];
+  uint32_t place[Rows::kTurns], to[Rows::kTurns];
+
+  __device__ __forceinline__ explicit LatentCopies(const char* latents) {
+#pragma unroll
+    for (int i = 0; i < Rows::kTurns; ++i) {
+      const int token = Rows::token(i), unit = Rows::unit(i);
+      from[i] = latents + unit * 16;
+      place[i] = token * 16;
+      to[i] = token * Shape::kLatentRow + unit * 16;
+    }
+  }
+
+  __device__ __forceinline__ void copy(uint32_t places, uint32_t into) const {
+#pragma unroll
+    for (int round = 0; round < Rows::kRounds; round += Rows::kAtOnce) {
+      uint64_t row[Rows::kAtOnce][Rows::kTurns];
+#pragma unroll
+      for (int r = 0; r < Rows::kAtOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < Rows::kTurns; ++i) {
+          const uint32_t at = places + place[i] + (round + r) * Rows::kTokens * 16;
+          row[r][i] = uint64_t(load_shared4(at)) * 32;
+          if constexpr (kBytes % 32) row[r][i] += (load_shared4(at + 12) & kPage - 1) * kBytes;
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < Rows::kAtOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < Rows::kTurns; ++i)
+          copy16_async(into + to[i] + (round + r) * Rows::kTokens * Shape::kLatentRow, from[i] + row[r][i]);
+      }
+    }
+  }
+};
+
+// And of the codes of values, alike.
+template <class Shape>
+struct CodeCopies {
+  static constexpr int kCodeRow = Shape::kCodeRow, kUnit = kCodeRow % 16 == 0 ? 16 : 8;
+  using Rows = RowTurns<kCodeRow, kUnit>;
+  const char* from[Rows::kTurns];
+  uint32_t place[Rows::kTurns], to[Rows::kTurns];
+
+  __device__ __forceinline__ explicit CodeCopies(const char* codes) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < Rows::kTurns; ++i) {
+      const int token = Rows::token(i), unit = Rows::unit(i);
+      from[i] = codes + unit * kUnit;
+      place[i] = token * 16 + 8;
+      to[i] = kLatentTile * Shape::kLatentRow +
+          (Shape::kSwapped ? row_at<Shape>(token) + (unit * kUnit ^ moved_at<Shape>(token)) : (32 * i + lane) * kUnit);
+    }
+  }
+
+  __device__ __forceinline__ void copy(uint32_t places, uint32_t into) const {
+#pragma unroll
+    for (int round = 0; round < Rows::kRounds; round += Rows::kAtOnce) {
+      uint64_t row[Rows::kAtOnce][Rows::kTurns];
+#pragma unroll
+      for (int r = 0; r < Rows::kAtOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < Rows::kTurns; ++i) {
+          const uint32_t at = places + place[i] + (round + r) * Rows::kTokens * 16;
+          if constexpr (kCodeRow % 32 == 0) {
+            row[r][i] = uint64_t(load_shared4(at)) * 32;
+          } else {
+            const uint2 head_and_position = load_shared8(at);
+            row[r][i] = uint64_t(head_and_position.x) * 32 + (head_and_position.y & kPage - 1) * kCodeRow;
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < Rows::kAtOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < Rows::kTurns; ++i) {
+          const uint32_t there = into + to[i] + (round + r) * Rows::kTokens * kCodeRow;
+          if constexpr (kUnit == 16)
+            copy16_async(there, from[i] + row[r][i]);
+          else
+            copy8_async(there, from[i] + row[r][i]);
+        }
+      }
+    }
+  }
+};
+
+// Copies the scales of a lane's two tokens into the ring, over where their codes began, which no lane reads any more.
+// `place`: of the first of them in the ring.
+__device__ __forceinline__ void copy_scales(const char* scales, uint32_t place) {
+  uint4 scale[2]; // where the tokens' are, and their positions
+#pragma unroll
+  for (int i = 0; i < 2; ++i) scale[i] = load_shared16(place + i * 512);
+  __syncwarp(); // all lanes know where their codes begin
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    copy4_async(
+        place + i * 512 + 8, scales + uint64_t(scale[i].y) * 32 + (scale[i].w & 15) / 2 * 4, int(scale[i].w) >= 0);
+}
+
 // Copies tiles. All 64 rows of a tile are copied, of tokens that are none too. 16 bytes a lane: bulk copies (TMA) of
 // single rows were slower, even of latents or 3-bit codes alone by a warp of their own (150 against 87 us at 63 rows of
 // 960 tokens on an H200), those of chunks of eight no faster. Nor is the copier what others wait for: a second one, or
 // scales that the finder fetches into the cache, won nothing, and without copies the rest takes 80 us.
 template <class Shape>
 __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentMemory<Shape>& memory) {
-  constexpr int kCodeRow = Shape::kCodeRow, kRing = Shape::kRing;
-  constexpr int kLatentBytes = Shape::kLatentBytes, kLatentRow = Shape::kLatentRow;
-  constexpr int kCodeUnit = kCodeRow % 16 == 0 ? 16 : 8;
-  using Latents = RowTurns<kLatentBytes, 16>;
-  using Codes = RowTurns<kCodeRow, kCodeUnit>;
+  constexpr int kRing = Shape::kRing;
   const int lane = threadIdx.x % 32;
-  const char* latents[Latents::kTurns];
-  uint32_t latents_place[Latents::kTurns], latents_to[Latents::kTurns];
-#pragma unroll
-  for (int i = 0; i < Latents::kTurns; ++i) {
-    const int token = Latents::token(i), unit = Latents::unit(i);
-    latents[i] = in.latents + unit * 16;
-    latents_place[i] = token * 16;
-    latents_to[i] = token * kLatentRow + unit * 16;
-  }
-  const char* codes[Codes::kTurns];
-  uint32_t codes_place[Codes::kTurns], codes_to[Codes::kTurns];
-#pragma unroll
-  for (int i = 0; i < Codes::kTurns; ++i) {
-    codes[i] = in.codes + Codes::unit(i) * kCodeUnit;
-    codes_place[i] = Codes::token(i) * 16 + 8;
-    const int token = Codes::token(i);
-    codes_to[i] = kLatentTile * kLatentRow +
-        (Shape::kSwapped ? row_at<Shape>(token) + (Codes::unit(i) * kCodeUnit ^ moved_at<Shape>(token))
-                         : (32 * i + lane) * kCodeUnit);
-  }
+  const LatentCopies<Shape> latents(in.latents);
+  const CodeCopies<Shape> codes(in.codes);
   int stage = 0, stage_parity = 1, slot = 0, slot_parity = 0, done = kRing - Shape::kStages;
   for (int tile = 0;; ++tile) {
     wait_phase(memory.ring_full(slot), slot_parity);
@@ -62,63 +147,9 @@ __device__ __forceinline__ void copy_tiles(const LatentInputs& in, const LatentM
     if (tile >= Shape::kStages && lane == 0) arrive(memory.ring_empty(done));
     if (++done == kRing) done = 0;
     const uint32_t into = memory.stage(stage);
-#pragma unroll
-    for (int round = 0; round < Latents::kRounds; round += Latents::kAtOnce) {
-      uint64_t from[Latents::kAtOnce][Latents::kTurns];
-#pragma unroll
-      for (int r = 0; r < Latents::kAtOnce; ++r) {
-#pragma unroll
-        for (int i = 0; i < Latents::kTurns; ++i) {
-          const uint32_t place = places + latents_place[i] + (round + r) * Latents::kTokens * 16;
-          from[r][i] = uint64_t(load_shared4(place)) * 32;
-          if constexpr (kLatentBytes % 32) from[r][i] += (load_shared4(place + 12) & kPage - 1) * kLatentBytes;
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < Latents::kAtOnce; ++r) {
-#pragma unroll
-        for (int i = 0; i < Latents::kTurns; ++i)
-          copy16_async(
-              into + latents_to[i] + (round + r) * Latents::kTokens * kLatentRow, latents[i] + from[r][i]);
-      }
-    }
-#pragma unroll
-    for (int round = 0; round < Codes::kRounds; round += Codes::kAtOnce) {
-      uint64_t from[Codes::kAtOnce][Codes::kTurns];
-#pragma unroll
-      for (int r = 0; r < Codes::kAtOnce; ++r) {
-#pragma unroll
-        for (int i = 0; i < Codes::kTurns; ++i) {
-          const uint32_t place = places + codes_place[i] + (round + r) * Codes::kTokens * 16;
-          if constexpr (kCodeRow % 32 == 0) {
-            from[r][i] = uint64_t(load_shared4(place)) * 32;
-          } else {
-            const uint2 head_and_position = load_shared8(place);
-            from[r][i] = uint64_t(head_and_position.x) * 32 + (head_and_position.y & kPage - 1) * kCodeRow;
-          }
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < Codes::kAtOnce; ++r) {
-#pragma unroll
-        for (int i = 0; i < Codes::kTurns; ++i) {
-          const uint32_t to = into + codes_to[i] + (round + r) * Codes::kTokens * kCodeRow;
-          if constexpr (kCodeUnit == 16)
-            copy16_async(to, codes[i] + from[r][i]);
-          else
-            copy8_async(to, codes[i] + from[r][i]);
-        }
-      }
-    }
-    uint4 scale[2]; // where two tokens' are, and their positions
-#pragma unroll
-    for (int i = 0; i < 2; ++i) scale[i] = load_shared16(my_place + i * 512);
-    __syncwarp(); // as they come over where codes began, which is known by now
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      copy4_async(
-          my_place + i * 512 + 8, in.scale + uint64_t(scale[i].y) * 32 + (scale[i].w & 15) / 2 * 4,
-          int(scale[i].w) >= 0);
+    latents.copy(places, into);
+    codes.copy(places, into);
+    copy_scales(in.scale, my_place);
     arrive_with_copies(full);
     __syncwarp();
     if (lane == 0) arrive(full); // for what was read in the ring, and is there for others

@@ -11,82 +11,112 @@ __device__ __forceinline__ bool tile_begins(const LatentInputs& in, const Run& r
   return __ldg(in.selected + int64_t(run.first_unit + unit) * in.chunks + (tile * kLatentTile >> in.log_chunk)) >= 0;
 }
 
-// Makes a unit ready: so many threads, with a barrier and room for their warps' sums of their own.
-template <class Shape, int kThreads>
-__device__ __forceinline__ void fill_unit(
-    const LatentInputs& in, const Run& run, const LatentMemory<Shape>& memory, int unit, int thread, int barrier,
-    float* sums) {
-  constexpr int kDim = Shape::kDim, kRank = Shape::kRank;
-  const int lane = thread % 32, batch = (run.first_unit + unit) / in.heads, head = (run.first_unit + unit) % in.heads;
-  const int64_t slot = __ldg(in.slots + batch);
+// The first of eight dimensions: those of a unit of 16 bytes in a row of a half of the basis, which has 32 dimensions
+// and the 32 that they rotate with.
+template <class Shape>
+__device__ __forceinline__ int dim_of(int half, int unit) {
+  return unit / 4 * (Shape::kDim / 2) + half * 32 + unit % 4 * 8;
+}
 
-  // The basis as half, 32 dimensions and the 32 they rotate with in a row; first as it is. A thread has the same eight
-  // dimensions of all rows that it moves, and their ranks are the sum of what the thread and the pass make of it.
-  constexpr int kRowsAtOnce = kThreads / 8, kPasses = kRank / kRowsAtOnce, kWeak = kRank - kStrong;
-  const int my_row = thread / 8, my_unit = (thread ^ my_row) % 8;
-  const auto dim_of = [](int half, int unit) { return unit / 4 * (kDim / 2) + half * 32 + unit % 4 * 8; };
-  const uint32_t into = shared_address(memory.basis(unit)) + thread * 16;
-  const __nv_bfloat16* const from = in.basis + slot * in.basis_slot + head * kDim + dim_of(0, my_unit);
-  // Into the second-level cache already, while the unit before the last is in use.
-  constexpr int kLines = kDim / 64;
+// How so many threads share the rows of a half of the basis. A thread has the same eight dimensions of all rows that it
+// moves, and their ranks are the sum of what the thread and the pass make of it.
+template <class Shape, int kThreads>
+struct BasisPasses {
+  static constexpr int kRows = kThreads / 8, kPasses = Shape::kRank / kRows; // rows: of a pass
+  static constexpr int kWeak = Shape::kRank - kStrong;
+  static constexpr int kBytes = kRows * 128, kHalfBytes = Shape::kRows * 128; // in shared memory
+
+  // Whether a pass has dimensions of rank in 8 bits: they come first in memory and last in the product.
+  static __device__ __forceinline__ bool is_strong(int pass) { return pass * kRows >= kWeak; }
+};
+
+// Fetches a unit's basis and queries into the second-level cache, while the unit before the last is in use.
+template <class Shape, int kThreads>
+__device__ __forceinline__ void
+prefetch_unit(const LatentInputs& in, int64_t slot, int unit_of_all, int head, int thread) {
+  constexpr int kDim = Shape::kDim, kLines = kDim / 64;
 #pragma unroll 1
-  for (int i = thread; i < kRank * kLines; i += kThreads)
+  for (int i = thread; i < Shape::kRank * kLines; i += kThreads)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(
         in.basis + slot * in.basis_slot + int64_t(i / kLines) * in.heads * kDim + head * kDim + i % kLines * 64));
   if (thread < in.group * kLines)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(
-        in.q + int64_t(run.first_unit + unit) * in.group * kDim + thread * 64));
-  wait_phase(memory.unit_empty(unit), unit / 2 % 2 ^ 1);
-#pragma unroll(kPasses % 5 == 0 ? 10 : 8) // not all of 16 or 20 passes: registers are scarce
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = pass * kRowsAtOnce;
-    const bool strong = row >= kWeak; // they come first in memory and last in the product
-    const int rank = rank_of(row, strong) + rank_of(my_row, strong) + (strong ? -kWeak : kStrong);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + int64_t(unit_of_all) * in.group * kDim + thread * 64));
+}
+
+// Begins the copies of the basis, as it is: `from` the thread's dimensions of a sequence and head, `into` its place.
+template <class Shape, int kThreads>
+__device__ __forceinline__ void
+copy_basis(const LatentInputs& in, const __nv_bfloat16* from, uint32_t into, int my_row) {
+  using Passes = BasisPasses<Shape, kThreads>;
+#pragma unroll(Passes::kPasses % 5 == 0 ? 10 : 8) // not all of 16 or 20 passes: registers are scarce
+  for (int pass = 0; pass < Passes::kPasses; ++pass) {
+    const bool strong = Passes::is_strong(pass);
+    const int rank =
+        rank_of(pass * Passes::kRows, strong) + rank_of(my_row, strong) + (strong ? -Passes::kWeak : kStrong);
 #pragma unroll
     for (int half = 0; half < Shape::kHalves; ++half)
-      copy16_async(into + half * Shape::kRows * 128 + row * 128, from + int64_t(rank) * (in.heads * kDim) + half * 32);
+      copy16_async(
+          into + half * Passes::kHalfBytes + pass * Passes::kBytes,
+          from + int64_t(rank) * (in.heads * Shape::kDim) + half * 32);
   }
   close_copy_group();
+}
+
+// Leaves a unit's queries as half where products read them; zeros of those that a group does not have.
+template <class Shape, int kThreads>
+__device__ __forceinline__ void fill_queries(const LatentInputs& in, uint2* queries, int unit_of_all, int thread) {
+  constexpr int kDim = Shape::kDim;
 #pragma unroll kDim / 64
   for (int i = thread; i < kDim * 2; i += kThreads) {
     const int query = i % 32 / 4 % Shape::kQueries, j = i / 32;
-    const __nv_bfloat16* const q =
-        in.q + (int64_t(run.first_unit + unit) * in.group + query) * kDim + j * 8 + i % 4 * 2;
+    const __nv_bfloat16* const q = in.q + (int64_t(unit_of_all) * in.group + query) * kDim + j * 8 + i % 4 * 2;
     uint32_t x[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       x[half] = query < in.group ? __ldg(reinterpret_cast<const uint32_t*>(q + half * kDim / 2)) : 0;
       x[half] = bits(__float22half2_rn(unpack_bf16(x[half])));
     }
-    memory.queries(unit)[j / 2 * 64 + i % 32 * 2 + j % 2] = make_uint2(x[0], x[1]);
+    queries[j / 2 * 64 + i % 32 * 2 + j % 2] = make_uint2(x[0], x[1]);
   }
-  if (thread < 32) { // tiles with tokens: -1s come last
-    int count = 0;
-    for (int tile = run.unit_begin(unit) + lane; tile - lane < run.unit_end(unit); tile += 32)
-      count += __popc(__ballot_sync(~0u, tile < run.unit_end(unit) && tile_begins(in, run, unit, tile)));
-    if (lane == 0) memory.counts()[unit % 2] = count;
-  }
-  constexpr int kMeans = kDim > kThreads ? kDim / kThreads : 1;
-  float mean[kMeans] = {}; // of dimensions thread + j kThreads, in the order that the product has them in
+}
+
+// Counts a unit's tiles with tokens: -1s come last. For one warp.
+__device__ __forceinline__ int count_tiles(const LatentInputs& in, const Run& run, int unit, int lane) {
+  int count = 0;
+  for (int tile = run.unit_begin(unit) + lane; tile - lane < run.unit_end(unit); tile += 32)
+    count += __popc(__ballot_sync(~0u, tile < run.unit_end(unit) && tile_begins(in, run, unit, tile)));
+  return count;
+}
+
+// mean[j]: of dimension thread + j kThreads, in the order that the product has them in.
+template <class Shape, int kThreads, int kMeans>
+__device__ __forceinline__ void
+read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t slot, int head, int thread) {
 #pragma unroll
   for (int j = 0; j < kMeans; ++j) {
     const int i = thread + j * kThreads;
-    if (in.mean == nullptr || i >= kDim) continue;
-    const int64_t at = slot * in.mean_slot + head * kDim + dim_of(i / 64, i / 8 % 8) + i % 8;
+    if (in.mean == nullptr || i >= Shape::kDim) continue;
+    const int64_t at = slot * in.mean_slot + head * Shape::kDim + dim_of<Shape>(i / 64, i / 8 % 8) + i % 8;
     mean[j] = in.mean_is_float ? static_cast<const float*>(in.mean)[at]
                                : __bfloat162float(static_cast<const __nv_bfloat16*>(in.mean)[at]);
   }
-  wait_copy_groups<0>();
-  // Entries under 6e-5 lose bits, of keys around one none.
+}
+
+// Makes the basis half where the thread has copied it to, and leaves in `sums`, a row of each warp, what codes' offsets
+// add to the keys. Entries under 6e-5 lose bits, of keys around one none.
+template <class Shape, int kThreads>
+__device__ __forceinline__ void round_basis(uint32_t into, float* sums, int my_unit, int thread) {
+  using Passes = BasisPasses<Shape, kThreads>;
+  const int lane = thread % 32;
 #pragma unroll 1
   for (int half = 0; half < Shape::kHalves; ++half) {
     float sum_of[8] = {};
-#pragma unroll(kPasses < 5 ? kPasses : 5)
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const uint32_t at = into + half * Shape::kRows * 128 + pass * kRowsAtOnce * 128;
+#pragma unroll(Passes::kPasses < 5 ? Passes::kPasses : 5)
+    for (int pass = 0; pass < Passes::kPasses; ++pass) {
+      const uint32_t at = into + half * Passes::kHalfBytes + pass * Passes::kBytes;
       const uint4 loaded = load_shared16(at);
       uint32_t x[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-      const float too_much = pass * kRowsAtOnce >= kWeak ? 1024 + 128 : 1024 + 8; // of a code
+      const float too_much = Passes::is_strong(pass) ? 1024 + 128 : 1024 + 8; // of a code
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 both = unpack_bf16(x[j]);
@@ -100,26 +130,58 @@ __device__ __forceinline__ void fill_unit(
     for (int i = 0; i < 8; ++i) { // over the warp's four rows
       sum_of[i] += __shfl_xor_sync(~0u, sum_of[i], 9);
       sum_of[i] += __shfl_xor_sync(~0u, sum_of[i], 18);
-      if (lane < 8) sums[thread / 32 * kDim + half * 64 + my_unit * 8 + i] = sum_of[i];
+      if (lane < 8) sums[thread / 32 * Shape::kDim + half * 64 + my_unit * 8 + i] = sum_of[i];
     }
   }
-  sync_threads(barrier, kThreads);
+}
+
+// Writes behind the basis the mean less what the product of the codes has too much, in two halves whose first factor is
+// 64. The product's other rows, here and behind, meet zeros: all they need is to be finite.
+template <class Shape, int kThreads, int kMeans>
+__device__ __forceinline__ void write_mean(char* basis, const float (&mean)[kMeans], const float* sums, int thread) {
 #pragma unroll
   for (int m = 0; m < kMeans; ++m) {
-    // What the product of the codes has too much, in two halves whose first factor is 64. The product's other rows,
-    // here and behind, meet zeros: all they need is to be finite.
     const int i = thread + m * kThreads;
-    if (i >= kDim) break;
+    if (i >= Shape::kDim) break;
     float sum = 0;
-    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w * kDim + i];
+    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w * Shape::kDim + i];
     const float x = (mean[m] - sum) / 64.f;
     const __half high = __float2half(x);
-    char* const row = memory.basis(unit) + (i / 64 * Shape::kRows + kRank) * 128 + i % 8 * 2;
+    char* const row = basis + (i / 64 * Shape::kRows + Shape::kRank) * 128 + i % 8 * 2;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       *reinterpret_cast<__half*>(row + j * 128 + (i / 8 % 8 ^ j) * 16) =
           j == 0 ? high : j == 1 ? __float2half(x - __half2float(high)) : __half(0.f);
   }
+}
+
+// Makes a unit ready: so many threads, with a barrier and room for their warps' sums of their own. What needs no basis
+// is done while it travels.
+template <class Shape, int kThreads>
+__device__ __forceinline__ void fill_unit(
+    const LatentInputs& in, const Run& run, const LatentMemory<Shape>& memory, int unit, int thread, int barrier,
+    float* sums) {
+  constexpr int kDim = Shape::kDim;
+  const int unit_of_all = run.first_unit + unit, batch = unit_of_all / in.heads, head = unit_of_all % in.heads;
+  const int64_t slot = __ldg(in.slots + batch);
+  const int my_row = thread / 8, my_unit = (thread ^ my_row) % 8;
+  const uint32_t into = shared_address(memory.basis(unit)) + thread * 16;
+  const __nv_bfloat16* const from = in.basis + slot * in.basis_slot + head * kDim + dim_of<Shape>(0, my_unit);
+
+  prefetch_unit<Shape, kThreads>(in, slot, unit_of_all, head, thread);
+  wait_phase(memory.unit_empty(unit), unit / 2 % 2 ^ 1);
+  copy_basis<Shape, kThreads>(in, from, into, my_row);
+  fill_queries<Shape, kThreads>(in, memory.queries(unit), unit_of_all, thread);
+  if (thread < 32) {
+    const int count = count_tiles(in, run, unit, thread);
+    if (thread == 0) memory.counts()[unit % 2] = count;
+  }
+  float mean[kDim > kThreads ? kDim / kThreads : 1] = {};
+  read_mean<Shape, kThreads>(mean, in, slot, head, thread);
+  wait_copy_groups<0>();
+  round_basis<Shape, kThreads>(into, sums, my_unit, thread);
+  sync_threads(barrier, kThreads);
+  write_mean<Shape, kThreads>(memory.basis(unit), mean, sums, thread);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   sync_threads(barrier, kThreads);
   if (thread == 0) arrive(memory.unit_full(unit));

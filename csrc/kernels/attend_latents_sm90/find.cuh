@@ -5,91 +5,118 @@
 
 namespace shadowkv {
 
+constexpr int kFindBatch = 4; // tiles that are looked up at a time
+
+// Of a batch of tiles what a lane has of tokens `lane` and 32 + lane of each.
+using OfTokens = int[kFindBatch][2];
+
+// A place on the line of all tiles.
+struct LinePlace {
+  int batch, head, row, tile; // row: where the unit's chunks begin in `selected`; tile: of the unit
+
+  __device__ __forceinline__ void advance(const LatentInputs& in, const Run& run) {
+    if (++tile < run.tiles) return;
+    tile = 0, row += in.chunks;
+    if (++head == in.heads) head = 0, ++batch;
+  }
+};
+
+// Names and numbers are under 2^31: of their 64 bits the lower 32 count.
+__device__ __forceinline__ int load_low(const int64_t* p) { return __ldg(reinterpret_cast<const int*>(p)); }
+
+// Where a token of a chunk is in its sequence, from the row's first one on.
+__device__ __forceinline__ int position_of(const LatentInputs& in, int chunk, int half) {
+  const int lane = threadIdx.x % 32;
+  return (chunk << in.log_chunk) + (half * 32 + lane & (1 << in.log_chunk) - 1);
+}
+
+// The chunks of the tokens of a batch that begins `at` a place, which is moved behind it; -1 of no token.
+__device__ __forceinline__ void find_chunks(const LatentInputs& in, const Run& run, LinePlace& at, OfTokens& chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kFindBatch; ++i) {
+    const bool any = at.batch < in.batch;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int index = (at.tile * kLatentTile + half * 32 + lane) >> in.log_chunk;
+      chunk[i][half] = any && index < in.chunks ? load_low(in.selected + (at.row + index)) : -1;
+    }
+    at.advance(in, run);
+  }
+}
+
+// The pages of these chunks, where they are among the `left` tiles that the run has; 0 of the others.
+__device__ __forceinline__ void find_pages(
+    const LatentInputs& in, const Run& run, LinePlace at, int left, const OfTokens& chunk, OfTokens& key_page,
+    OfTokens& value_page) {
+#pragma unroll
+  for (int i = 0; i < kFindBatch; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      key_page[i][half] = value_page[i][half] = 0;
+      if (i < left && chunk[i][half] >= 0) {
+        const uint32_t entry = uint32_t(position_of(in, chunk[i][half], half)) / kPage;
+        key_page[i][half] = load_low(in.key_pages + (uint32_t(at.batch) * uint32_t(in.key_pages_row) + entry));
+        value_page[i][half] = load_low(in.value_pages + (uint32_t(at.batch) * uint32_t(in.value_pages_row) + entry));
+      }
+    }
+    at.advance(in, run);
+  }
+}
+
+// Says in the ring, in a tile's `places`, where its tokens are. first: the position of the row's first token.
+template <class Shape>
+__device__ __forceinline__ void write_places(
+    const LatentInputs& in, uint32_t places, int head, int first, const int (&chunk)[2], const int (&key_page)[2],
+    const int (&value_page)[2]) {
+  constexpr int kLatentBytes = Shape::kLatentBytes, kCodeRow = Shape::kCodeRow;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // No token has some row's latents, which are masked, and some row's codes, of scale zero.
+    const bool found = chunk[half] >= 0;
+    const int position = position_of(in, chunk[half], half);
+    const uint32_t row = position & kPage - 1;
+    const uint32_t latent = key_page[half] * in.latent_page + (kLatentBytes % 32 == 0 ? row * (kLatentBytes / 32) : 0);
+    const uint32_t code = value_page[half] * in.code_page + head * (kPage * kCodeRow / 32) +
+        (kCodeRow % 32 == 0 ? row * (kCodeRow / 32) : 0);
+    const uint32_t scale = value_page[half] * in.scale_page + head * (kPage / 16) + row / 16;
+    store_shared16(
+        places + (half * 32 + lane) * 16,
+        found ? make_uint4(latent, scale, code, first + position) : make_uint4(0, 0, 0, ~0u));
+  }
+}
+
 // Finds the tokens of the block's tiles and says in the ring where they are, as far ahead of the copies as it has room.
 // Four tiles at a time: the loads of a batch do not wait for each other, chunk numbers are read a batch ahead. The line
 // is walked without a break between units; tiles without tokens are left out.
 template <class Shape>
 __device__ __forceinline__ void find_tokens(const LatentInputs& in, const Run run, const LatentMemory<Shape>& memory) {
-  constexpr int kBatch = 4, kLatentBytes = Shape::kLatentBytes;
   const int lane = threadIdx.x % 32;
-  struct Place {
-    int batch, head, row, tile; // row: where the unit's chunks begin in `selected`
-  };
-  const auto next_of = [&](Place& at) {
-    if (++at.tile < run.tiles) return;
-    at.tile = 0, at.row += in.chunks;
-    if (++at.head == in.heads) at.head = 0, ++at.batch;
-  };
-  // Names and numbers are under 2^31: of their 64 bits the lower 32 count.
-  const auto low = [](const int64_t* p) { return __ldg(reinterpret_cast<const int*>(p)); };
-  const auto position_of = [&](int chunk, int half) {
-    return (chunk << in.log_chunk) + (half * 32 + lane & (1 << in.log_chunk) - 1);
-  };
-  Place here = {
+  LinePlace here = {
       run.first_unit / in.heads, run.first_unit % in.heads, run.first_unit * in.chunks, run.unit_begin(0)};
-  Place ahead = here;
-  int chunk[kBatch][2], chunk_ahead[kBatch][2]; // of tokens `lane` and 32 + lane
-  const auto find_chunks = [&](int (&into)[kBatch][2]) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const bool any = ahead.batch < in.batch;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int index = (ahead.tile * kLatentTile + half * 32 + lane) >> in.log_chunk;
-        into[i][half] = any && index < in.chunks ? low(in.selected + (ahead.row + index)) : -1;
-      }
-      next_of(ahead);
-    }
-  };
-  find_chunks(chunk);
+  LinePlace ahead = here;
+  OfTokens chunk, chunk_ahead;
+  find_chunks(in, run, ahead, chunk);
   int slot = 0, parity = 1;
-  for (int left = run.end - run.begin; left > 0; left -= kBatch) {
-    int key_page[kBatch][2], value_page[kBatch][2];
-    {
-      Place paged = here;
+  for (int left = run.end - run.begin; left > 0; left -= kFindBatch) {
+    OfTokens key_page, value_page;
+    find_pages(in, run, here, left, chunk, key_page, value_page);
+    find_chunks(in, run, ahead, chunk_ahead);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          key_page[i][half] = value_page[i][half] = 0;
-          if (i < left && chunk[i][half] >= 0) {
-            const uint32_t entry = uint32_t(position_of(chunk[i][half], half)) / kPage;
-            key_page[i][half] = low(in.key_pages + (uint32_t(paged.batch) * uint32_t(in.key_pages_row) + entry));
-            value_page[i][half] = low(in.value_pages + (uint32_t(paged.batch) * uint32_t(in.value_pages_row) + entry));
-          }
-        }
-        next_of(paged);
-      }
-    }
-    find_chunks(chunk_ahead);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kFindBatch; ++i) {
       if (i < left && __shfl_sync(~0u, chunk[i][0], 0) >= 0) {
-        const int first = low(in.first + uint32_t(here.batch));
+        const int first = load_low(in.first + uint32_t(here.batch));
         wait_phase(memory.ring_empty(slot), parity);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // No token has some row's latents, which are masked, and some row's codes, of scale zero.
-          const bool found = chunk[i][half] >= 0;
-          const int position = position_of(chunk[i][half], half);
-          const uint32_t row = position & kPage - 1;
-          const uint32_t latent =
-              key_page[i][half] * in.latent_page + (kLatentBytes % 32 == 0 ? row * (kLatentBytes / 32) : 0);
-          const uint32_t code = value_page[i][half] * in.code_page + here.head * (kPage * Shape::kCodeRow / 32) +
-              (Shape::kCodeRow % 32 == 0 ? row * (Shape::kCodeRow / 32) : 0);
-          const uint32_t scale = value_page[i][half] * in.scale_page + here.head * (kPage / 16) + row / 16;
-          store_shared16(
-              memory.places(slot) + (half * 32 + lane) * 16,
-              found ? make_uint4(latent, scale, code, first + position) : make_uint4(0, 0, 0, ~0u));
-        }
+        write_places<Shape>(in, memory.places(slot), here.head, first, chunk[i], key_page[i], value_page[i]);
         __syncwarp();
         if (lane == 0) arrive(memory.ring_full(slot));
         if (++slot == Shape::kRing) slot = 0, parity ^= 1;
       }
-      next_of(here);
+      here.advance(in, run);
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) chunk[i][0] = chunk_ahead[i][0], chunk[i][1] = chunk_ahead[i][1];
+    for (int i = 0; i < kFindBatch; ++i) chunk[i][0] = chunk_ahead[i][0], chunk[i][1] = chunk_ahead[i][1];
   }
   wait_phase(memory.ring_empty(slot), parity);
   if (lane == 0) {

@@ -20,13 +20,53 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], con
       : "r"(round(a[0])), "r"(round(a[1])), "r"(round(a[2])), "r"(round(a[3])), "r"(round(b[0])), "r"(round(b[1])));
 }
 
+// The sum or the maximum over the lanes of a query, so many.
+template <int kLanes, class Join>
+__device__ __forceinline__ float reduce_query(float x, Join join) {
+  const uint32_t lanes = kLanes == 32 ? ~0u : 0xffffu << (threadIdx.x & 16);
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) x = join(x, __shfl_xor_sync(lanes, x, i));
+  return x;
+}
+
+// Joins the parts of a query, by so many lanes that have four dimensions each; returns those, and writes the query's
+// lse.
+template <int kDim, int kConsumers>
+__device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) {
+  constexpr int kLanes = kDim / 4;
+  const int group = call.in.group, lane = threadIdx.x % kLanes, at = lane * 4;
+  const int unit = query / group, next = group * (kDim + 4);
+  const int parts = call.runs.segments(unit) * kConsumers;
+  const float* const partial = call.to.partial + (int64_t(unit) * call.to.parts * group + query % group) * (kDim + 4);
+  float highest = -INFINITY, total = 0;
+  for (int i = lane; i < parts; i += kLanes) highest = fmaxf(highest, __ldcg(partial + i * next + kDim));
+  highest = reduce_query<kLanes>(highest, [](float a, float b) { return fmaxf(a, b); });
+  const auto share_of = [&](float top) { return top > -INFINITY ? exp2_fast(top - highest) : 0.f; };
+  for (int i = lane; i < parts; i += kLanes) {
+    const float2 state = __ldcg(reinterpret_cast<const float2*>(partial + i * next + kDim));
+    total += state.y * share_of(state.x);
+  }
+  total = reduce_query<kLanes>(total, [](float a, float b) { return a + b; });
+  float4 x = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+  for (int i = 0; i < parts; ++i) {
+    const float4 part = __ldcg(reinterpret_cast<const float4*>(partial + i * next + at));
+    const float share = share_of(__ldcg(partial + i * next + kDim));
+    if (share == 0) continue; // and maybe no sum was written
+    x.x += part.x * share, x.y += part.y * share, x.z += part.z * share, x.w += part.w * share;
+  }
+  const float scale = total > 0 ? 1 / total : 0.f;
+  x.x *= scale, x.y *= scale, x.z *= scale, x.w *= scale;
+  if (at == 0) call.to.lse[query] = (highest + log2f(total)) * 0.6931471805599453f;
+  return x;
+}
+
 // Joins the parts of the units of eight queries, as many as those have, and rotates the values back; a warp makes 16
 // dimensions. It may start before the parts are there: the rotation is read meanwhile.
 template <int kDim, int kConsumers>
 __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCall call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const LatentInputs& in = call.in;
-  const LatentOutputs& to = call.to;
   __shared__ __align__(16) float y[8][kDim + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float4 turned[kDim / 16][2]; // of dimensions 16 warp + g, + 8; four of each 16
@@ -42,43 +82,9 @@ __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCal
 
   const int group = in.group, units = 8 / group, first_query = int(blockIdx.x) * units * group;
   const int queries = min(units * group, in.batch * in.heads * group - first_query);
-  {
-    constexpr int kLanes = kDim / 4; // of a query
-    const int query = threadIdx.x / kLanes, at = threadIdx.x % kLanes * 4;
-    const auto reduce = [&](float x, auto join) {
-      const uint32_t lanes = kLanes == 32 ? ~0u : 0xffffu << (lane & 16);
-#pragma unroll
-      for (int i = kLanes / 2; i > 0; i /= 2) x = join(x, __shfl_xor_sync(lanes, x, i));
-      return x;
-    };
-    float4 x = make_float4(0, 0, 0, 0);
-    if (query < queries) {
-      const int unit = (first_query + query) / group, next = group * (kDim + 4);
-      const int parts = call.runs.segments(unit) * kConsumers;
-      const float* const partial = to.partial + (int64_t(unit) * to.parts * group + query % group) * (kDim + 4);
-      float highest = -INFINITY, total = 0;
-      for (int i = threadIdx.x % kLanes; i < parts; i += kLanes)
-        highest = fmaxf(highest, __ldcg(partial + i * next + kDim));
-      highest = reduce(highest, [](float a, float b) { return fmaxf(a, b); });
-      const auto share_of = [&](float top) { return top > -INFINITY ? exp2_fast(top - highest) : 0.f; };
-      for (int i = threadIdx.x % kLanes; i < parts; i += kLanes) {
-        const float2 state = __ldcg(reinterpret_cast<const float2*>(partial + i * next + kDim));
-        total += state.y * share_of(state.x);
-      }
-      total = reduce(total, [](float a, float b) { return a + b; });
-#pragma unroll 8
-      for (int i = 0; i < parts; ++i) {
-        const float4 part = __ldcg(reinterpret_cast<const float4*>(partial + i * next + at));
-        const float share = share_of(__ldcg(partial + i * next + kDim));
-        if (share == 0) continue; // and maybe no sum was written
-        x.x += part.x * share, x.y += part.y * share, x.z += part.z * share, x.w += part.w * share;
-      }
-      const float scale = total > 0 ? 1 / total : 0.f;
-      x.x *= scale, x.y *= scale, x.z *= scale, x.w *= scale;
-      if (at == 0) to.lse[first_query + query] = (highest + log2f(total)) * 0.6931471805599453f;
-    }
-    *reinterpret_cast<float4*>(&y[query][at]) = x;
-  }
+  const int query = threadIdx.x / (kDim / 4), at = threadIdx.x % (kDim / 4) * 4; // at: the thread's four dimensions
+  *reinterpret_cast<float4*>(&y[query][at]) =
+      query < queries ? join_parts<kDim, kConsumers>(call, first_query + query) : make_float4(0, 0, 0, 0);
   __syncthreads();
   float c[4] = {}; // (dimensions 16 warp + g, + 8; queries 2t, 2t + 1)
 #pragma unroll
@@ -91,7 +97,7 @@ __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCal
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if (2 * t + i % 2 < queries)
-      to.out[int64_t(first_query + 2 * t + i % 2) * kDim + 16 * warp + 8 * (i / 2) + g] = __float2bfloat16(c[i]);
+      call.to.out[int64_t(first_query + 2 * t + i % 2) * kDim + 16 * warp + 8 * (i / 2) + g] = __float2bfloat16(c[i]);
 #endif
 }
 
