@@ -93,7 +93,7 @@ def by_threads(
     return out if values.rotation is None else out @ values.rotation.T, lse
 
 
-@pytest.mark.parametrize(("begin", "end", "splits", "group"), [(0, 576, 1, 4), (70, 640 - 7, 2, 5), (8, 63, 1, 1)])
+@pytest.mark.parametrize(("begin", "end", "splits", "group"), [(0, 384, 1, 4), (70, 320 - 7, 2, 5), (8, 63, 1, 1)])
 @pytest.mark.parametrize(("keys", "values"), PAIRS)
 def test_attention_is_that_of_the_reference(
     library: ctypes.CDLL, keys: str, values: str, begin: int, end: int, splits: int, group: int
