@@ -115,7 +115,12 @@ METHODS = (
         (*_parts("coded"), *_codecs("rotated", "lloyd", "tables", "packing")),
         ("quantise_rows", "attend_coded", "rebuild_rows"),
         ("codecs.h", "cpu/row_codecs.inc.h", "kernels/attend/value_codecs.cuh", "kernels/attend_coded.cuh"),
-        ("kvcache/test_lloyd_rows.py", "ops/test_attend_coded.py", "ops/test_coded_pages.py"),
+        (
+            "kvcache/test_lloyd_rows.py",
+            "ops/test_attend_coded.py",
+            "ops/test_coded_pages.py",
+            "ops/test_coded_kernel.py",
+        ),
     ),
     Method(
         "rows of 8-bit floats",
@@ -124,9 +129,21 @@ METHODS = (
         ("kernels/paged_rows.cuh",),
         ("kvcache/test_coded_policies.py", "ops/test_cuda_attend_fp8.py"),
     ),
-    Method("`tq3_0`", _codecs("tq3_0"), (), (), ("kvcache/test_tq3_0.py",)),
+    Method(
+        "`tq3_0`",
+        _codecs("tq3_0"),
+        ("attend_coded",),
+        ("kernels/attend_coded/blocks.cuh", "kernels/attend_coded/block_products.cuh"),
+        ("kvcache/test_tq3_0.py",),
+    ),
     Method("TQ35, TQ25 and QJL", _codecs("hybrid", "qjl"), (), (), ("kvcache/test_hybrid_rows.py",)),
-    Method("KVarN", _codecs("variance_normalised"), (), (), ("kvcache/test_variance_normalised.py",)),
+    Method(
+        "KVarN",
+        _codecs("variance_normalised"),
+        ("attend_coded",),
+        ("kernels/attend_coded/steps.cuh", "kernels/attend_coded/step_products.cuh"),
+        ("kvcache/test_variance_normalised.py",),
+    ),
     Method(
         "Shard",
         (*_parts("keys_mixed", "bit_allocation"), *_codecs("vectors")),

@@ -26,10 +26,10 @@ TUNED_FOR = "sm_90a"
 CASES = [(op, gpu) for op in SOURCES for gpu in ("sm_80", TUNED_FOR) if (op, gpu) != ("attend_codecs", TUNED_FOR)]
 """The tests' own codecs have nothing that is for one GPU alone."""
 
-SPILLING = re.compile(r"attend_coded_kernelILi[234]ELi3ELb0E")
-"""Of attention over coded tokens those kernels of 3-bit values without a mean of the keys may spill 12 bytes, by
-measurement: they read an address back twice a page, and are 11 % faster with five blocks a multiprocessor than they
-were with three that kept all in registers."""
+SPILLING = re.compile(r"attend_coded_kernelI\w+Lloyd3E+(?:NS_11LevelValuesIS2_)?E+Lb0E")
+"""Of attention over coded tokens those kernels of 3-bit values without a mean of the keys may spill 4 bytes: they
+read an address back once a page. With five blocks a multiprocessor they were measured, with 12 bytes, to be 11 % faster
+than with three that kept all in registers."""
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -60,4 +60,4 @@ def test_an_op_compiles_and_spills_nothing_on_a_hopper(
     assert kernels, done.stderr
     if gpu == TUNED_FOR:
         spilled = [(name, max(map(int, count))) for name, *count in kernels if count != ["0", "0"]]
-        assert not [(name, most) for name, most in spilled if most > 12 or not SPILLING.search(name)]
+        assert not [(name, most) for name, most in spilled if most > 4 or not SPILLING.search(name)]

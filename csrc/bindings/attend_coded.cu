@@ -2,17 +2,20 @@
 #include "../kernels/attend_coded.cuh"
 
 #include "../codecs.h"
+#include "../kernels/attend_coded/block_products.cuh"
+#include "../kernels/attend_coded/levels.cuh"
+#include "../kernels/attend_coded/step_products.cuh"
 #include "checks.h"
 
 namespace shadowkv {
 namespace {
 
-template <int kKeyBits, int kValueBits, bool kCentred>
+template <class Keys, class Values, bool kCentred>
 void launch(const CodedInputs& in, const MeanInputs& mean, const SplitOutputs<float>& to, cudaStream_t stream) {
   const int query_blocks = (in.group + kCodedQueries - 1) / kCodedQueries;
   const dim3 grid(in.splits * query_blocks, in.heads, in.batch);
-  const auto kernel = attend_coded_kernel<kKeyBits, kValueBits, kCentred>;
-  constexpr int kBytes = sizeof(CodedShared<kKeyBits, kValueBits, kCentred>);
+  const auto kernel = attend_coded_kernel<Keys, Values, kCentred>;
+  constexpr int kBytes = sizeof(CodedShared<Keys, Values, kCentred>);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_coded's ", kBytes, " bytes of shared memory: ",
                   cudaGetErrorString(error));
@@ -28,46 +31,86 @@ void launch(const CodedInputs& in, const MeanInputs& mean, const SplitOutputs<fl
   STD_TORCH_CHECK(error == cudaSuccess, "attend_coded's merge: ", cudaGetErrorString(error));
 }
 
-template <int kKeyBits, int kValueBits>
-void launch_keys(
-    const CodedInputs& in, const MeanInputs& mean, const SplitOutputs<float>& to, bool centred, cudaStream_t stream) {
-  if (centred) return launch<kKeyBits, kValueBits, true>(in, mean, to, stream);
-  launch<kKeyBits, kValueBits, false>(in, mean, to, stream);
-}
+struct Launch {
+  const CodedInputs& in;
+  const MeanInputs& mean;
+  const SplitOutputs<float>& to;
+  bool centred;
+  cudaStream_t stream;
 
-template <int kKeyBits>
-void launch_values(
-    int64_t bits, const CodedInputs& in, const MeanInputs& mean, const SplitOutputs<float>& to, bool centred,
-    cudaStream_t stream) {
-  switch (bits) {
-    case 4: return launch_keys<kKeyBits, 4>(in, mean, to, centred, stream);
-    case 3: return launch_keys<kKeyBits, 3>(in, mean, to, centred, stream);
-    case 2: return launch_keys<kKeyBits, 2>(in, mean, to, centred, stream);
+  template <class Keys, class Values>
+  void of() const {
+    if (centred) return launch<Keys, Values, true>(in, mean, to, stream);
+    launch<Keys, Values, false>(in, mean, to, stream);
   }
+
+  template <class Keys>
+  void of_lloyd(int64_t value_codec) const {
+    switch (value_codec) {
+      case codec::kLloyd4: return of<Keys, LevelValues<Lloyd4>>();
+      case codec::kLloyd3: return of<Keys, LevelValues<Lloyd3>>();
+      case codec::kLloyd2: return of<Keys, LevelValues<Lloyd2>>();
+    }
+  }
+
+  void of_codecs(int64_t key_codec, int64_t value_codec) const {
+    switch (key_codec) {
+      case codec::kLloyd4: return of_lloyd<LevelKeys<Lloyd4>>(value_codec);
+      case codec::kLloyd3: return of_lloyd<LevelKeys<Lloyd3>>(value_codec);
+      case codec::kLloyd2: return of_lloyd<LevelKeys<Lloyd2>>(value_codec);
+      case codec::kPolarInt4: return of<LevelKeys<PolarInt4>, LevelValues<PolarInt4>>();
+      case codec::kTq3: return of<BlockKeys, BlockValues>();
+      case codec::kKvarn4: return of<SteppedKeys, SteppedValues>();
+    }
+  }
+};
+
+// What is stored of a token.
+struct StoredRow {
+  int64_t bytes, scales;
+  Dtype scale;
+};
+
+template <class Page>
+constexpr StoredRow stored_row() {
+  return {Page::kStoredRow, Page::kScales, sizeof(typename Page::Scale) == 4 ? Dtype::Float : Dtype::Half};
 }
 
-// Bits of a codec's codes.
-int64_t bits_of(int64_t codec, const char* name) {
+StoredRow row_of(int64_t codec, const char* name) {
   switch (codec) {
-    case codec::kLloyd4: return 4;
-    case codec::kLloyd3: return 3;
-    case codec::kLloyd2: return 2;
+    case codec::kLloyd4: return stored_row<CodedPage<Lloyd4>>();
+    case codec::kLloyd3: return stored_row<CodedPage<Lloyd3>>();
+    case codec::kLloyd2: return stored_row<CodedPage<Lloyd2>>();
+    case codec::kPolarInt4: return stored_row<CodedPage<PolarInt4>>();
+    case codec::kTq3: return stored_row<BlockPage>();
+    case codec::kKvarn4: return stored_row<SteppedKeyPage>();
+    case codec::kKvarn2: return stored_row<SteppedValuePage>();
     default: STD_TORCH_CHECK(false, "attend_coded does not know codec ", codec, " of ", name);
   }
 }
 
+// Lloyd codecs go with each other, the others as their policies pair them.
+void check_pair(int64_t keys, int64_t values) {
+  const auto is_lloyd = [](int64_t x) { return x == codec::kLloyd4 || x == codec::kLloyd3 || x == codec::kLloyd2; };
+  const bool known = keys == codec::kKvarn4 ? values == codec::kKvarn2
+                     : is_lloyd(keys)       ? is_lloyd(values)
+                                            : values == keys && keys != codec::kKvarn2;
+  STD_TORCH_CHECK(known, "attend_coded does not take keys of codec ", keys, " with values of codec ", values);
+}
+
 CodedPages coded_pages(
-    const char* name, int64_t bits, int64_t batch, int64_t heads, int64_t entries, const Tensor& codes,
+    const char* name, int64_t codec, int64_t batch, int64_t heads, int64_t entries, const Tensor& codes,
     const Tensor& scale, const Tensor& pages, const Tensor& scale_pages, int64_t levels, double step) {
-  check_field(codes, name, Dtype::Byte, {-1, heads, kPage, kCodedDim * bits / 8});
-  check_field(scale, name, Dtype::Half, {-1, heads, kPage, 1});
+  const StoredRow row = row_of(codec, name);
+  check_field(codes, name, Dtype::Byte, {-1, heads, kPage, row.bytes});
+  if (row.scales > 0) check_field(scale, name, row.scale, {-1, heads, kPage, row.scales});
   check_dense(pages, name, Dtype::Long, {batch, entries}, 1);
   check_dense(scale_pages, name, Dtype::Long, {batch, entries}, 1);
   return {
-      static_cast<const uint8_t*>(codes.data_ptr()), static_cast<const __half*>(scale.data_ptr()),
+      static_cast<const uint8_t*>(codes.data_ptr()), static_cast<const uint8_t*>(scale.data_ptr()),
       static_cast<const int64_t*>(pages.data_ptr()), static_cast<const int64_t*>(scale_pages.data_ptr()),
-      uint32_t(codes.stride(0)), uint32_t(scale.stride(0) * 2), pages.stride(0), scale_pages.stride(0),
-      {uint32_t(levels), uint32_t(uint64_t(levels) >> 32)}, float(step)};
+      uint32_t(codes.stride(0)), uint32_t(scale.stride(0) * int64_t(scale.element_size())), pages.stride(0),
+      scale_pages.stride(0), {uint32_t(levels), uint32_t(uint64_t(levels) >> 32)}, float(step)};
 }
 
 // The number of splits is what the partial results have room for. Levels are bytes of a 64-bit integer.
@@ -91,13 +134,13 @@ void attend_coded(
   STD_TORCH_CHECK(heads > 0 && rows % heads == 0, rows, " query heads are no multiple of ", heads, " kv heads");
   STD_TORCH_CHECK(splits > 0 && batch < 65536 && heads < 65536 && entries < 1 << 25, "no room for ", splits,
                   " splits, ", batch, " sequences, ", heads, " heads, ", entries, " pages");
-  const int64_t key_bits = bits_of(key_codec, "keys"), value_bits = bits_of(value_codec, "values");
   CodedInputs in = {static_cast<const float*>(q.data_ptr())};
   in.keys = coded_pages(
-      "keys", key_bits, batch, heads, entries, key_codes, key_scale, key_pages, key_scale_pages, key_levels, key_step);
+      "keys", key_codec, batch, heads, entries, key_codes, key_scale, key_pages, key_scale_pages, key_levels, key_step);
   in.values = coded_pages(
-      "values", value_bits, batch, heads, entries, value_codes, value_scale, value_pages, value_scale_pages,
+      "values", value_codec, batch, heads, entries, value_codes, value_scale, value_pages, value_scale_pages,
       value_levels, value_step);
+  check_pair(key_codec, value_codec);
   in.begin = static_cast<const int64_t*>(begin.data_ptr()), in.end = static_cast<const int64_t*>(end.data_ptr());
   in.batch = int(batch), in.heads = int(heads), in.group = int(rows / heads);
   in.entries = int(entries), in.splits = int(splits);
@@ -124,12 +167,7 @@ void attend_coded(
   const SplitOutputs<float> to = {
       static_cast<float*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
       static_cast<float*>(partial_out.data_ptr()), static_cast<float*>(partial_lse.data_ptr())};
-  const cudaStream_t stream = current_stream(q);
-  switch (key_bits) {
-    case 4: return launch_values<4>(value_bits, in, centre, to, mean.has_value(), stream);
-    case 3: return launch_values<3>(value_bits, in, centre, to, mean.has_value(), stream);
-    case 2: return launch_values<2>(value_bits, in, centre, to, mean.has_value(), stream);
-  }
+  Launch{in, centre, to, mean.has_value(), current_stream(q)}.of_codecs(key_codec, value_codec);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {

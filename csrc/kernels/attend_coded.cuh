@@ -10,13 +10,25 @@
 // A block takes a share of the pages of one sequence and kv head for four query heads, each of its warps a page at a
 // time. A warp has room for one page of keys and one of values in shared memory. Its next page's keys travel while its
 // values are used, its next values while those keys are.
+//
+// Formats are pairs of structs, a page of keys and one of values as they lie in shared memory (attend_coded/levels.cuh,
+// step_products.cuh, block_products.cuh). Both have
+//   kStoredRow, kScales, Scale  bytes of a token's codes, how many scales are beside them, and how each is stored
+//   copy      starts a warp's copy of a page
+// Keys have besides
+//   Asked     queries of a block as they want them, which ask() makes in the beginning
+//   Products  what a lane knows of a page when its bytes are no longer wanted: multiply() finds it, and score() makes
+//             scores of query t and the tokens of g of it
+// Values
+//   Weights   a warp's weights of a page
+//   add       makes weights of a page's scores, and adds to the sums
+//   value_dim dimension of a lane's sum, and result(), what it is
 #pragma once
 
 #include <type_traits>
 
-#include "attend_coded/codes.cuh"
 #include "attend_coded/mean.cuh"
-#include "attend_coded/queries.cuh"
+#include "attend_coded/sums.cuh"
 #include "merge_splits.cuh"
 
 namespace shadowkv {
@@ -29,22 +41,14 @@ constexpr int kCodedBlocks = kCentred ? 2 : 5;
 
 // Keys or values. Strides in bytes between consecutive page names.
 struct CodedPages {
-  const uint8_t* codes; // pages of [heads, 64, bytes]
-  const __half* scales; // pages of [heads, 64]
-  const int64_t* pages; // [batch, entries]
+  const uint8_t* codes;  // pages of [heads, 64, bytes]
+  const uint8_t* scales; // pages of [heads, 64, scales]
+  const int64_t* pages;  // [batch, entries]
   const int64_t* scale_pages;
   uint32_t page, scale_page;
   int64_t pages_row, scale_pages_row;
   LevelBytes levels;
   float step;
-
-  __device__ __forceinline__ const uint8_t* rows(uint32_t name, int head, int row) const {
-    return codes + uint64_t(name) * page + head * (kPage * row);
-  }
-  __device__ __forceinline__ const __half* scales_of(uint32_t name, int head) const {
-    return reinterpret_cast<const __half*>(reinterpret_cast<const uint8_t*>(scales) + uint64_t(name) * scale_page) +
-           head * kPage;
-  }
 };
 
 struct CodedInputs {
@@ -55,194 +59,51 @@ struct CodedInputs {
   int batch, heads, group, entries, splits;
 };
 
-// A warp's weights of a page: bytes of query g / 2 in row g, the upper ones in even rows.
-struct alignas(16) CodedWeights {
-  uint8_t row[2 * kCodedQueries][kPage + 16];
-};
-
 // What a warp has in the end, by query.
 struct CodedResults {
   float peak[kCodedQueries], sum[kCodedQueries];
   float out[kCodedQueries][kCodedDim + 8];
 };
 
-template <int kKeyBits, int kValueBits>
+template <class Keys, class Values>
 struct CodedWork {
-  CodedPage<kKeyBits> keys;
-  CodedPage<kValueBits> values;
-  CodedWeights weights;
+  Keys keys;
+  Values values;
+  typename Values::Weights weights;
 };
 
-template <int kKeyBits, int kValueBits, bool kCentred>
+template <class Keys, class Values, bool kCentred>
 struct CodedShared {
   union {
-    CodedWork<kKeyBits, kValueBits> work;
+    CodedWork<Keys, Values> work;
     CodedResults results;
   } warp[kCodedWarps<kCentred>];
-  CodedQueriesShared asked;
+  typename Keys::Asked asked;
+  const int64_t* tables[4]; // of the sequence: keys, their scales, values, theirs
   std::conditional_t<kCentred, MeanShared, NoMeanShared> mean;
 };
 
-// Over the lanes with the same t.
-__device__ __forceinline__ float max_over_rows(float x) {
-#pragma unroll
-  for (int step = 4; step < 32; step *= 2) x = max_or_nan(x, __shfl_xor_sync(~0u, x, step));
-  return x;
+// Starts a warp's copy of a page of a head.
+template <class Page>
+__device__ __forceinline__ void copy_coded_page(
+    Page& to, const CodedPages& from, uint32_t name, uint32_t scale_name, int head, int lane) {
+  const uint8_t* const rows = from.codes + (uint64_t(name) * from.page + uint32_t(head * (kPage * Page::kStoredRow)));
+  const uint32_t head_scales = head * (kPage * Page::kScales * int(sizeof(typename Page::Scale)));
+  const uint8_t* const scales = from.scales + (uint64_t(scale_name) * from.scale_page + head_scales);
+  to.copy(rows, reinterpret_cast<const typename Page::Scale*>(scales), lane);
 }
 
-__device__ __forceinline__ float sum_over_rows(float x) {
-#pragma unroll
-  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
-__device__ __forceinline__ void eight_floats(const uint4& x, float (&y)[8]) {
-  const uint32_t pair[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 two = __half22float2(half2_of(pair[i]));
-    y[2 * i] = two.x, y[2 * i + 1] = two.y;
-  }
-}
-
-// Products 2 (256 upper + lower) + sum of query t and the eight tokens of g, exact. Row g of tile i is token 2 i, row
-// g + 8 the next one.
-template <int kBits>
-__device__ __forceinline__ void coded_scores(
-    const CodedPage<kBits>& keys, const LevelBytes& levels, const CodedQueriesShared& asked, int g, int t,
-    float (&scores)[8]) {
-  const uint4* quads = reinterpret_cast<const uint4*>(asked.quads) + 4 * g + t;
-  const uint4 first = quads[0], second = quads[32];
-  const uint32_t q[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
-  const int sum = asked.sum[t];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t word[Codes<kBits>::kWords], even[2][4], odd[2][4];
-    keys.load_key(i, 0, g, t, word);
-    Codes<kBits>::decode(word, levels, even);
-    keys.load_key(i, 1, g, t, word);
-    Codes<kBits>::decode(word, levels, odd);
-    int32_t c[4] = {};
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const int unit = s / 2, quad = s % 2 * 2;
-      mma_s8s8(c, {even[unit][quad], odd[unit][quad], even[unit][quad + 1], odd[unit][quad + 1]}, q[s]);
-    }
-    scores[2 * i] = float(512 * c[0] + (2 * c[1] + sum)), scores[2 * i + 1] = float(512 * c[2] + (2 * c[3] + sum));
-  }
-}
-
-// Weighs a page: acc = acc * fade + unit * bytes x integer weights, of query t and the dimensions of lane g's values.
-template <int kBits>
-__device__ __forceinline__ void coded_values(
-    const CodedPage<kBits>& values, const LevelBytes& levels, const uint4& weights, float fade, float unit, int g,
-    int t, float (&acc)[4][4]) {
-  const uint32_t weight[4] = {weights.x, weights.y, weights.z, weights.w}; // of four tokens each
-  int32_t c[2][4][4] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t quad[2][4];
-    values.decode_values(i, g, t, levels, quad);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      // The byte of a token at place r, where the dimensions are that are r-th in their quads; zeros elsewhere.
-      const uint32_t place = 0xfu << 4 * r, first = i % 2 * 2;
-      const uint32_t b[2] = {
-          permute(weight[i / 2], 0, (0x4444 & ~place) | first << 4 * r),
-          permute(weight[i / 2], 0, (0x4444 & ~place) | (first + 1) << 4 * r)};
-      mma_s8u8(c[0][r], {quad[0][0], quad[0][1], quad[1][0], quad[1][1]}, b);
-      mma_s8u8(c[1][r], {quad[0][2], quad[0][3], quad[1][2], quad[1][3]}, b);
-    }
-  }
+// Writes what a lane has in the end: `results` may be in place of what the warp no longer reads.
+template <class Values>
+__device__ __forceinline__ void leave_sums(CodedSums& sums, CodedResults& results, float step, int g, int t) {
+  const float sum = sum_over_rows(sums.sum), ones = sum_over_rows(sums.ones);
+  if (g == 0) results.peak[t] = sums.peak, results.sum[t] = sum;
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int32_t whole = 256 * c[n / 2][r][n % 2 * 2] + c[n / 2][r][n % 2 * 2 + 1];
-      acc[n][r] = acc[n][r] * fade + float(whole) * unit;
-    }
+    for (int r = 0; r < 4; ++r)
+      results.out[t][Values::value_dim(n, r, g)] = Values::result(sums.acc[n][r], ones, step);
 }
-
-// Queries' bytes as the words that coded_scores reads, in the keys' order of dimensions.
-template <int kWarps, int kBits>
-__device__ __forceinline__ void arrange_queries(const CodedPage<kBits>& keys, CodedQueriesShared& asked) {
-  for (int i = threadIdx.x; i < 2 * 32 * 4; i += kWarps * 32) {
-    const int unit = i / 128, row = i % 128 / 16, quad = i % 4;
-    uint32_t x = 0;
-#pragma unroll
-    for (int byte = 0; byte < 4; ++byte)
-      x |= uint32_t(uint8_t(asked.byte[row][keys.key_dim(unit, quad, byte, i / 4 % 4)])) << 8 * byte;
-    asked.quads[i] = x;
-  }
-}
-
-// Which of a page's tokens are attended to, by the places of lane g's: 2 g + 16 i, + 1.
-struct CodedSpan {
-  uint32_t start, span;
-  __device__ __forceinline__ bool has(int i) const { return start + (i / 2 * 16 + i % 2) < span; }
-};
-
-// Writes a lane's eight weights x in fixed point, the largest of the warp's as 65535, where lane t reads those of g = t
-// and g = t + 4. Returns what they add up to.
-__device__ __forceinline__ uint32_t
-quantise_weights(const float (&x)[8], float largest, int g, int t, CodedWeights& weights) {
-  // Integers up to 65535 are the last bits of floats from 2^23 on.
-  const float inverse = largest > 1e-30f ? __fdividef(65535.0f, largest) : 0.0f;
-  uint32_t whole[8], all = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    whole[i] = __float_as_uint(fmaf(x[i], inverse, 8388608.0f));
-    all += whole[i] - __float_as_uint(8388608.0f);
-  }
-  uint32_t pair[4]; // lower and then upper bytes of two tokens
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pair[i] = permute(whole[2 * i], whole[2 * i + 1], 0x5140);
-  const uint2 upper = {permute(pair[0], pair[1], 0x7632), permute(pair[2], pair[3], 0x7632)};
-  const uint2 lower = {permute(pair[0], pair[1], 0x5410), permute(pair[2], pair[3], 0x5410)};
-  *reinterpret_cast<uint2*>(&weights.row[2 * t][g % 4 * 16 + g / 4 * 8]) = upper;
-  *reinterpret_cast<uint2*>(&weights.row[2 * t + 1][g % 4 * 16 + g / 4 * 8]) = lower;
-  return all;
-}
-
-// What a lane has of query t so far.
-struct CodedSums {
-  float peak = -INFINITY, sum = 0.0f, ones = 0.0f; // sums over the lane's own tokens
-  float acc[4][4] = {};                            // quads of lane g x places in them
-
-  // Takes the peak of a page's scores in, and returns what sums so far shrink by.
-  __device__ __forceinline__ float raise_peak(float top) {
-    // Every page has a token, so the new peak is finite, or NaN, which has to show.
-    const float new_peak = max_or_nan(peak, max_over_rows(top)), fade = exp2_fast(peak - new_peak);
-    peak = new_peak;
-    return fade;
-  }
-
-  // Makes a page's scores x weights, in multiples of the values' scales; returns the largest.
-  __device__ __forceinline__ float weigh(float (&x)[8], const float (&scale)[8], const CodedSpan& span, float fade) {
-    float largest = 0.0f, total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = exp2_fast(x[i] - peak);
-      total += x[i];
-      x[i] = span.has(i) ? x[i] * scale[i] : 0.0f;
-      largest = max_or_nan(largest, x[i]);
-    }
-    sum = sum * fade + total;
-    return max_over_rows(largest);
-  }
-
-  // `results` may be in place of what the warp no longer reads.
-  template <int kBits>
-  __device__ __forceinline__ void
-  leave(CodedResults& results, const CodedPage<kBits>& values, float step, int g, int t) {
-    sum = sum_over_rows(sum), ones = sum_over_rows(ones);
-    if (g == 0) results.peak[t] = peak, results.sum[t] = sum;
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) results.out[t][values.value_dim(n, r, g)] = (2.0f * acc[n][r] + ones) * step;
-  }
-};
 
 // Joins the warps' results of a block's queries: as the outputs, or as a split's share in them.
 template <int kWarps, class Shared>
@@ -275,13 +136,14 @@ __device__ __forceinline__ void join_coded_warps(
 
 // Scores of a page in units of log 2, on top of what the mean key has given to x; -inf of tokens that are not attended
 // to. Returns the largest of the lane's.
-template <bool kCentred>
-__device__ __forceinline__ float
-finish_scores(float (&x)[8], const float (&products)[8], const float (&scale)[8], float unit, const CodedSpan& span) {
+template <bool kCentred, class Keys>
+__device__ __forceinline__ float finish_scores(
+    float (&x)[8], const typename Keys::Products& products, const typename Keys::Asked& asked, int t,
+    const CodedSpan& span) {
   float top = -INFINITY;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float score = products[i] * (unit * scale[i]);
+    const float score = products.score(asked, t, i);
     if constexpr (kCentred) x[i] += score;
     else x[i] = score;
     x[i] = span.has(i) ? x[i] : -INFINITY;
@@ -292,7 +154,7 @@ finish_scores(float (&x)[8], const float (&products)[8], const float (&scale)[8]
 
 // Grid: splits * query blocks, heads, batch. A block's query blocks are neighbours, so that what the first one reads
 // the others find in the second-level cache. A CodedShared of dynamic shared memory.
-template <int kKeyBits, int kValueBits, bool kCentred>
+template <class Keys, class Values, bool kCentred>
 __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCentred>)
     attend_coded_kernel(const CodedInputs in, const MeanInputs mean_in, const SplitOutputs<float> to) {
   constexpr int kWarps = kCodedWarps<kCentred>;
@@ -305,8 +167,8 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   const int queries = min(kCodedQueries, in.group - first_query);
   const int64_t first_row = (sequence * in.heads + head) * in.group + first_query;
   extern __shared__ __align__(128) unsigned char coded_memory[];
-  auto& shared = *reinterpret_cast<CodedShared<kKeyBits, kValueBits, kCentred>*>(coded_memory);
-  CodedQueriesShared& asked = shared.asked;
+  auto& shared = *reinterpret_cast<CodedShared<Keys, Values, kCentred>*>(coded_memory);
+  typename Keys::Asked& asked = shared.asked;
   auto& mean = shared.mean;
   // By themselves: made from one reference to all, their addresses took registers that spilled.
   auto& keys = shared.warp[warp].work.keys;
@@ -317,34 +179,36 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   const int low = int(in.begin[sequence]), high = int(in.end[sequence]);
   const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0, turn = in.splits * kWarps;
   int page = low / kPage + split * kWarps + warp;
-  // Lane 4 i + n reads the name of a page in table n: keys, their scales, values, theirs. Names are below 2^32.
-  const CodedPages& side = t < 2 ? in.keys : in.values;
-  const int64_t* table =
-      t % 2 == 0 ? side.pages + sequence * side.pages_row : side.scale_pages + sequence * side.scale_pages_row;
-  uint32_t names = page < last ? uint32_t(table[page]) : 0;
+  // Lane 4 i + n reads the name of a page in table n: keys, their scales, values, theirs. Names are below 2^32. Where
+  // tables are is read once a page from shared memory: in registers it made others spill.
+  if (threadIdx.x < 4) {
+    const CodedPages& side = t < 2 ? in.keys : in.values;
+    shared.tables[t] =
+        t % 2 == 0 ? side.pages + sequence * side.pages_row : side.scale_pages + sequence * side.scale_pages_row;
+  }
+  __syncthreads();
+  const auto names_of = [&](int of) { return of < last ? uint32_t(shared.tables[t][of]) : 0; };
+  uint32_t names = names_of(page);
   // A copy group each, empty ones behind the last page.
   const auto copy = [&](auto& to, const CodedPages& from, int place, bool wanted) {
     if (wanted) {
-      const uint8_t* const rows = from.rows(__shfl_sync(~0u, names, place), head, to.kRow);
-      to.copy(rows, from.scales_of(__shfl_sync(~0u, names, place + 1), head), lane);
+      const uint32_t name = __shfl_sync(~0u, names, place), scale_name = __shfl_sync(~0u, names, place + 1);
+      copy_coded_page(to, from, name, scale_name, head, lane);
     }
     close_copy_group();
   };
   copy(keys, in.keys, 0, page < last), copy(values, in.values, 2, page < last);
-  names = page + turn < last ? uint32_t(table[page + turn]) : 0;
+  names = names_of(page + turn);
 
   const float log2e_scale = 1.4426950408889634f * rsqrtf(float(kCodedDim));
-  quantise_queries(in.q + first_row * kCodedDim, queries, in.keys.step * log2e_scale, asked);
   if constexpr (kCentred) mean.fill(mean_in, sequence, head, first_row, queries);
-  __syncthreads();
-  arrange_queries<kWarps>(keys, asked);
-  __syncthreads();
+  Keys::template ask<kWarps>(in.q + first_row * kCodedDim, queries, in.keys.step * log2e_scale, asked);
 
   CodedSums sums;
   float later[8]; // the mean key's terms, which are found for two pages at a time
   bool known = false;
   for (; page < last; page += turn) {
-    float x[8], scale[8];
+    float x[8];
     if constexpr (kCentred) {
       if (known) {
 #pragma unroll
@@ -355,28 +219,22 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
       known = !known;
     }
     wait_copy_groups<1>(), __syncwarp(); // the keys are here
-    float products[8];
-    coded_scores<kKeyBits>(keys, in.keys.levels, asked, g, t, products);
-    eight_floats(keys.scales_of(g), scale);
+    typename Keys::Products products;
+    keys.multiply(in.keys.levels, asked, lane, products);
     const bool more = page + turn < last;
     __syncwarp(); // all have read them
     copy(keys, in.keys, 0, more);
 
     const CodedSpan span = {uint32_t(page * kPage + 2 * g - low), uint32_t(high - low)};
-    const float fade = sums.raise_peak(finish_scores<kCentred>(x, products, scale, asked.unit[t], span));
+    const float fade = sums.raise_peak(finish_scores<kCentred, Keys>(x, products, asked, t, span));
     wait_copy_groups<1>(), __syncwarp(); // the values are here
-    eight_floats(values.scales_of(g), scale);
-    const float largest = sums.weigh(x, scale, span, fade), unit = largest * (1.0f / 65535.0f);
-    sums.ones = sums.ones * fade + float(quantise_weights(x, largest, g, t, weights)) * unit;
-    __syncwarp();
-    const uint4 mine = *reinterpret_cast<const uint4*>(&weights.row[g][16 * t]);
-    coded_values<kValueBits>(values, in.values.levels, mine, fade, unit, g, t, sums.acc);
+    values.add(in.values.levels, x, span, fade, lane, weights, sums);
     __syncwarp(); // all have read values and weights
     copy(values, in.values, 2, more);
-    names = page + 2 * turn < last ? uint32_t(table[page + 2 * turn]) : 0;
+    names = names_of(page + 2 * turn);
   }
 
-  sums.leave(shared.warp[warp].results, values, in.values.step, g, t);
+  leave_sums<Values>(sums, shared.warp[warp].results, in.values.step, g, t);
   __syncthreads();
   join_coded_warps<kWarps>(shared, to, first_row, queries, split, in.splits);
 }

@@ -53,6 +53,14 @@ __device__ __forceinline__ void mma_s8u8(int32_t (&c)[4], const uint32_t (&a)[4]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same, a and b unsigned.
+__device__ __forceinline__ void mma_u8u8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Bytes of x (0 to 3) and y (4 to 7), chosen by the lower four nibbles of the selector. One with its highest bit set
 // gives the byte's sign eight times, which __byte_perm leaves out.
 __device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {

@@ -143,9 +143,9 @@ class RowCodec(ABC):
         [2 ** bits]; None where that is not the same for all rows."""
         return None
 
-    def lane_bytes(self, dim: int) -> tuple[tuple[int, ...], float] | None:
-        """``code_levels`` as signed bytes b, [2 ** bits], and a step, of which a code stands for 2 b + 1; None where
-        levels are no such multiples."""
+    def whole_levels(self, dim: int) -> tuple[tuple[int, ...], float] | None:
+        """``code_levels`` as kernels multiply them that compute with integers: multiples [2 ** bits] of a step, either
+        that or nearest to it by less than 0.5 % of the distortion; None where there are none."""
         return None
 
     def check(self, dim: int) -> None:

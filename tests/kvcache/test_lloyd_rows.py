@@ -134,15 +134,31 @@ def test_widths_that_do_not_suit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_levels_are_bytes_and_lose_next_to_nothing_by_it(bits: int) -> None:
+def test_levels_are_whole_and_lose_next_to_nothing_by_it(bits: int) -> None:
     codec, exact = LLOYD_ROWS[bits], LloydRows(1234, "exact", Lanes(4) if bits == 4 else LLOYD_ROWS[bits].packing)
-    found = codec.lane_bytes(128)
-    assert found is not None and exact.lane_bytes(128) is None
-    table, step = torch.tensor(found[0], dtype=torch.int8), found[1]
-    torch.testing.assert_close((2.0 * table + 1) * step, codec.code_levels(128, table.device))
+    found = codec.whole_levels(128)
+    assert found is not None and exact.whole_levels(128) is None
+    multiples, step = torch.tensor(found[0]), found[1]
+    assert (multiples % 2 == 1).all() and (multiples.abs() <= 255).all()
+    torch.testing.assert_close(multiples * step, codec.code_levels(128, multiples.device))
     rows = gaussian_rows(10000, 128)
     (rounded, _), (wanted, _) = losses(codec, rows), losses(exact, rows)
     assert rounded < 1.005 * wanted
+
+
+def test_kernels_that_multiply_integers_lose_next_to_nothing_of_levels_that_are_stored_as_they_were() -> None:
+    found = POLAR_INT4.whole_levels(128)
+    assert found is not None
+    multiples, step = torch.tensor(found[0]), found[1]
+    assert (multiples % 2 == 1).all() and (multiples.abs() <= 255).all() and torch.equal(multiples, -multiples.flip(0))
+    near = copy(POLAR_INT4)
+    near.levels = tuple((multiples * step * 128**0.5).tolist())
+    rows = gaussian_rows(10000, 128)
+    codes, scale = POLAR_INT4.encode(rows, None)
+    exact, decoded = (codec.decode(codes, scale, None, 128) for codec in (POLAR_INT4, near))
+    lost, wanted = ((rows - x).square().sum(-1).div(rows.square().sum(-1)).mean() for x in (decoded, exact))
+    assert wanted < lost < 1.003 * wanted
+    torch.testing.assert_close(decoded.norm(dim=-1), rows.norm(dim=-1), rtol=4e-3, atol=0)
 
 
 def test_the_highest_of_four_bits_is_a_sign() -> None:

@@ -49,6 +49,24 @@ def test_bytes_are_those_of_the_c_reference(name: str) -> None:
     torch.testing.assert_close(still_turned, levels)
 
 
+def test_kernels_that_multiply_integers_lose_next_to_nothing() -> None:
+    multiples, step = CODEC.whole_levels(128)
+    assert max(multiples) <= 127 and multiples == tuple(-x for x in multiples[::-1])
+    rows = gaussian_rows(10000, 128)
+    codes, scale = CODEC.encode(rows, None)
+    exact = CODEC.decode(codes, scale, None, 128)
+    nearest = (exact.unsqueeze(-1) / gammas(codes) - torch.tensor(LEVELS)).abs().argmin(-1)
+    decoded = torch.tensor(multiples)[nearest] * step * gammas(codes).squeeze(-1)
+    lost, wanted = ((rows - x).square().sum(-1).div(rows.square().sum(-1)).mean() for x in (decoded, exact))
+    assert abs(lost / wanted - 1) < 0.001
+
+
+def gammas(codes: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks [n, dim, 1] of rows in bytes."""
+    stored = codes.unflatten(-1, (-1, 14))[..., 12:].contiguous().view(torch.float16).float()
+    return stored.repeat_interleave(32, dim=-2).flatten(-2).unsqueeze(-1)
+
+
 def test_blocks_of_a_row_are_alike_and_apart() -> None:
     row = torch.tensor([VECTORS[name][0] for name in ("ramp", "zeros", "squares", "random")]).flatten()
     assert bytes(encoded(row[None])[0].tolist()).hex() == "".join(

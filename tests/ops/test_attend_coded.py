@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from whole_levels import with_whole_levels
 
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.ops.apply_rope.reference import apply_rope
@@ -101,12 +102,14 @@ class Stored:
         store[pages] = rows.unflatten(2, (PAGES, 64)).transpose(1, 2)
         return store.unflatten(2, (-1, chunk))
 
-    def decoded(self) -> Tensor:
-        """What is attended to, [B, H, n, d]."""
-        chunk = (self.source.rows if isinstance(self.source, DenseRows) else self.source.codes).shape[3]
+    def decoded(self, backend: ModuleType) -> Tensor:
+        """What a backend attends to, [B, H, n, d]."""
+        whole = backend is cuda and isinstance(self.source, CodedRows)
+        source = with_whole_levels(self.source) if whole else self.source
+        chunk = (source.rows if isinstance(source, DenseRows) else source.codes).shape[3]
         heads = self.rows.shape[1]
         every = torch.arange(64 * PAGES // chunk, device=DEVICE).expand(len(ENDS), heads, -1)
-        return gather_selected(self.source, every).float()
+        return gather_selected(source, every).float()
 
 
 def plain(q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +154,13 @@ OF_CUDA = [
     ("lloyd-3bit", "lloyd-4bit", 128, 5, 1, replace(WIDE, rotary_dim=64, interleaved=True)),
     ("lloyd-2bit", "lloyd-3bit", 128, 2, 8, replace(WIDE, scaling="yarn", factor=4.0, original_max_position=2048)),
 ]
+PAIRS = [("polar-int4", "polar-int4"), ("kvarn-4bit", "kvarn-2bit"), ("tq3_0", "tq3_0")]
+"""Formats that the CUDA kernel has besides those of lloyd codecs."""
+OF_CUDA += [
+    (*pair, 128, group, chunk, rope)
+    for pair in PAIRS
+    for group, chunk, rope in ((1, 8, None), (4, 1, None), (8, 8, None), (4, 8, WIDE))
+]
 EVERY = pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.__name__.rpartition(".")[2])
 
 
@@ -185,7 +195,7 @@ def test_attention_is_that_of_the_decoded_rows(
     q = torch.randn(len(ENDS), heads * group, dim, device=DEVICE)
     begin, end = torch.tensor([0, 0, 8, 0, 64, 16], device=DEVICE) // chunk * chunk, stored.end // chunk * chunk
     out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, end)
-    expected, expected_lse = plain(q, stored.decoded(), weighed.decoded(), begin, end)
+    expected, expected_lse = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, end)
     # In CUDA queries and weights have 16 bits, and the mean key's cosines and sines are float16.
     error = 2e-5 if backend is not cuda else 2e-4 if rope is None else 4e-3
     torch.testing.assert_close(out.double(), expected, atol=error, rtol=1e-5)
@@ -205,9 +215,33 @@ def test_a_long_row_of_centred_keys(
     stored, weighed = Stored("lloyd-4bit", 1, 128, 1, WIDE), Stored("lloyd-3bit", 1, 128, 1)
     q, begin = torch.randn(1, 4, 128, device=DEVICE), torch.tensor([70], device=DEVICE)
     out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, stored.end)
-    expected, expected_lse = plain(q, stored.decoded(), weighed.decoded(), begin, stored.end)
+    expected, expected_lse = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, stored.end)
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse, atol=4e-3, rtol=0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="slow")
+@EVERY
+@pytest.mark.parametrize("pages", [1, 7, 75])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_rows_of_any_number_of_pages(
+    backend: ModuleType, keys: str, values: str, splits: int, pages: int, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Ragged ones, for warps that take many pages in turn or none; what is written to holds NaN before."""
+    if not serves(backend, keys, values, 128, None):
+        pytest.skip("not one of the backend's formats")
+    monkeypatch.setattr(cuda, "splits", lambda *_: splits)
+    monkeypatch.setattr(sys.modules[__name__], "PAGES", pages)
+    monkeypatch.setattr(sys.modules[__name__], "ENDS", [64 * pages, 64 * pages - 9, 0, min(130, 64 * pages)])
+    stored, weighed = Stored(keys, 2, 128, 1), Stored(values, 2, 128, 1)
+    q, begin = torch.randn(4, 10, 128, device=DEVICE), torch.tensor([0, 41, 0, 3], device=DEVICE)
+    expected, expected_lse = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, stored.end)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kind: torch.full_like(x, torch.nan, **kind))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **kind: x.new_full(shape, torch.nan, **kind))
+    out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, stored.end)
+    torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=1e-5)
 
 
 @EVERY
@@ -250,9 +284,10 @@ def test_small_values_of_little_weight_count_beside_a_large_one(backend: ModuleT
     assert (out[0].float() - expected).norm() < 0.01 * expected.norm()
 
 
-def paged(rows: Tensor, name: str) -> CodedRows:
+def paged(rows: Tensor, name: str, codec_name: str = "lloyd-4bit") -> CodedRows:
     """Rows [1, 1, n, d] of one head in whole pages that lie in order."""
-    rotation, codec = random_rotation(rows.shape[3], name).to(DEVICE), ROW_CODECS["lloyd-4bit"].for_axis(name)
+    codec = ROW_CODECS[codec_name].for_axis(name)
+    rotation = codec.rotation_matrix(rows.shape[3], name).to(DEVICE)
     codes, scale = (x.unflatten(2, (-1, 64)).squeeze(0).transpose(0, 1) for x in codec.encode(rows, rotation))
     pages = torch.arange(len(codes), device=DEVICE)[None]
     return CodedRows(codes.unflatten(2, (64, 1)).contiguous(), scale.contiguous(), codec, 128, rotation, pages)
@@ -284,5 +319,27 @@ def test_a_scale_that_is_no_number_shows(backend: ModuleType, axis: str, seed: i
     q, (begin, end) = torch.randn(1, 3, 128, device=DEVICE), torch.tensor([[0], [192]], device=DEVICE)
     out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin, end)
     assert out.isnan().all() and (axis == "values" or lse.isnan().all())
+    out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin + 80, end)
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+@EVERY
+@pytest.mark.parametrize("axis", ["keys", "values"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_number_of_a_token_that_is_none_shows(
+    backend: ModuleType, pair: tuple[str, str], axis: str, seed: int
+) -> None:
+    if not serves(backend, *pair, 128, None):
+        pytest.skip("not one of the backend's formats")
+    names = dict(zip(("keys", "values"), pair, strict=True))
+    rows = {side: paged(torch.randn(1, 1, 192, 128, device=DEVICE), side, name) for side, name in names.items()}
+    if pair[0] == "tq3_0":
+        rows[axis].codes[1, 0, 9, 0, 26:28] = torch.tensor([0, 0x7E])  # the scale of a block
+    else:
+        rows[axis].scale[1, 0, 9, 0] = torch.nan
+    q, (begin, end) = torch.randn(1, 3, 128, device=DEVICE), torch.tensor([[0], [192]], device=DEVICE)
+    out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin, end)
+    of_block = axis == "values" and pair[0] == "tq3_0"  # turned back by itself
+    assert (out[..., 32:64] if of_block else out).isnan().all() and (axis == "values" or lse.isnan().all())
     out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin + 80, end)
     assert out.isfinite().all() and lse.isfinite().all()

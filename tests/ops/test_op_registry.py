@@ -145,6 +145,14 @@ def test_levels_that_are_bytes_go_to_cuda(built: None, dim: int, backend: str) -
     assert Ops("cuda", coded).backends["attend_coded"] == backend
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "backend"), [(8, 8, "cuda"), (9, 9, "cuda"), (14, 15, "cuda"), (8, 9, "triton")]
+)
+def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, values: int, backend: str) -> None:
+    coded = replace(TURBO, ops=frozenset({"attend_coded"}), key_codec=keys, value_codec=values)
+    assert Ops("cuda", coded).backends["attend_coded"] == backend
+
+
 def test_ops_that_are_not_called_are_not_asked(built: None) -> None:
     ops = Ops("cuda", replace(TURBO, ops=frozenset(("apply_rope",)), dtype=torch.float16))
     assert ops.called == {"apply_rope"}

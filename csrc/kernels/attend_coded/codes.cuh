@@ -1,52 +1,95 @@
 // Codes of 4, 3 and 2 bits as bytes b, each of which stands for 2 b + 1 steps (shadowkv/kvcache/codecs/lloyd.py), and
 // pages of them in shared memory.
 //
-// A unit is what the format calls a lane: the 16 codes of dimensions 8 j + unit of a row, units 0 to 7. Units are
-// decoded two at a time, into four registers of four bytes each, quads. Which codes make a quad is what costs least:
-// products may take dimensions in any order.
+// A unit is the 16 codes whose bits lie together in a row (of lloyd codecs, what the format calls a lane), units 0 to
+// 7. Units are decoded two at a time, into four registers of four bytes each, quads. Which codes make a quad is what
+// costs least: products may take dimensions in any order.
+//
+// Each codec is a struct:
+//   kId     its number
+//   kBits   of a code
+//   Scale   how a token's scale is stored
+//   kWords  words that two units are decoded from
+//   decode  quads of two units
+//   dim     dimension of a byte of a unit's quads
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
+#include "codecs.h"
 #include "../mma.cuh"
 
 namespace shadowkv {
 
 constexpr int kCodedDim = 128;
 
-// Levels as bytes: of 4 bits those of the positive ones, of 3 and 2 bits all.
+// Levels as bytes: of codes 0 to 7, from which those of 4 bits have the others.
 struct LevelBytes {
   uint32_t low, high;
 };
 
-template <int kBits>
-struct Codes;
-
 // A sign over the number of a magnitude. The negative of a level is its complement, and the sign of each code that of a
 // byte, either of the word or of the word moved up by a code.
-template <>
-struct Codes<4> {
-  static constexpr int kWords = 4; // two of each unit
+struct SignedNibbles {
+  static constexpr int kBits = 4, kWords = 4; // two of each unit
+  using Scale = __half;
 
-  static __device__ __forceinline__ void decode(
+  static __device__ __forceinline__ uint32_t magnitudes(uint32_t word) { return word & 0x77777777; }
+
+  template <class Codec>
+  static __device__ __forceinline__ void decode_as(
       const uint32_t (&word)[kWords], const LevelBytes& levels, uint32_t (&quad)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t magnitude = word[i] & 0x77777777, moved = word[i] << 4;
+      const uint32_t magnitude = Codec::magnitudes(word[i]), moved = word[i] << 4;
       quad[i / 2][i % 2 * 2] = permute(levels.low, levels.high, magnitude) ^ permute(word[i], moved, 0x9d8c);
       quad[i / 2][i % 2 * 2 + 1] =
           permute(levels.low, levels.high, magnitude >> 16) ^ permute(word[i], moved, 0xbfae);
     }
   }
+};
 
-  static __device__ __forceinline__ constexpr int code(int quad, int byte) { return 4 * quad + byte; }
+struct Lloyd4 : SignedNibbles {
+  static constexpr int64_t kId = codec::kLloyd4;
+
+  static __device__ __forceinline__ void decode(
+      const uint32_t (&word)[kWords], const LevelBytes& levels, uint32_t (&quad)[2][4]) {
+    decode_as<Lloyd4>(word, levels, quad);
+  }
+
+  static __device__ __forceinline__ constexpr int dim(int unit, int quad, int byte) {
+    return 8 * (4 * quad + byte) + unit;
+  }
+};
+
+// Levels in ascending order: those of c and 15 - c are opposite, so that codes from 8 on are counted from 15 down. A
+// byte has a dimension of the first half and one of the second (Halves in shadowkv/kvcache/codecs/packing.py).
+struct PolarInt4 : SignedNibbles {
+  static constexpr int64_t kId = codec::kPolarInt4;
+  using Scale = float;
+
+  static __device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
+    // 7/8 of a set top bit are the three others. A multiplication leaves the busier pipe of integers alone.
+    return (word ^ __umulhi(word & 0x88888888, 0xe0000000)) & 0x77777777;
+  }
+
+  static __device__ __forceinline__ void decode(
+      const uint32_t (&word)[kWords], const LevelBytes& levels, uint32_t (&quad)[2][4]) {
+    decode_as<PolarInt4>(word, levels, quad);
+  }
+
+  static __device__ __forceinline__ constexpr int dim(int unit, int quad, int byte) {
+    return byte % 2 * (kCodedDim / 2) + 8 * unit + (4 * quad + byte) / 2;
+  }
 };
 
 // Selectors of all eight levels: of both units a nibble for every other code, the upper bits where they are needed
 // (SelectorLanes in shadowkv/kvcache/codecs/packing.py).
-template <>
-struct Codes<3> {
-  static constexpr int kWords = 3; // lower bits of each unit, upper bits of both
+struct Lloyd3 {
+  static constexpr int64_t kId = codec::kLloyd3;
+  static constexpr int kBits = 3, kWords = 3; // lower bits of each unit, upper bits of both
+  using Scale = __half;
 
   static __device__ __forceinline__ void decode(
       const uint32_t (&word)[kWords], const LevelBytes& levels, uint32_t (&quad)[2][4]) {
@@ -61,14 +104,15 @@ struct Codes<3> {
     }
   }
 
-  static __device__ __forceinline__ constexpr int code(int quad, int byte) {
-    return quad / 2 * 8 + quad % 2 + 2 * byte;
+  static __device__ __forceinline__ constexpr int dim(int unit, int quad, int byte) {
+    return 8 * (quad / 2 * 8 + quad % 2 + 2 * byte) + unit;
   }
 };
 
-template <>
-struct Codes<2> {
-  static constexpr int kWords = 2; // one of each unit
+struct Lloyd2 {
+  static constexpr int64_t kId = codec::kLloyd2;
+  static constexpr int kBits = 2, kWords = 2; // one of each unit
+  using Scale = __half;
 
   static __device__ __forceinline__ void decode(
       const uint32_t (&word)[kWords], const LevelBytes& levels, uint32_t (&quad)[2][4]) {
@@ -80,18 +124,24 @@ struct Codes<2> {
     }
   }
 
-  static __device__ __forceinline__ constexpr int code(int quad, int byte) { return Codes<3>::code(quad, byte); }
+  static __device__ __forceinline__ constexpr int dim(int unit, int quad, int byte) {
+    return Lloyd3::dim(unit, quad, byte);
+  }
 };
 
 // A page of a head in shared memory. A lane has eight tokens: number 2 i is token 16 i + 2 g of the page, 2 i + 1 the
 // next one. As keys they are those of its own g, as values those of g = t and g = t + 4. Reads have no bank conflicts,
 // but for pairs of lanes at the upper bits of 3-bit keys: rows of 48 bytes lie in different banks by themselves, of the
 // others the 16-byte chunks of a 128-byte line are permuted.
-template <int kBits>
+template <class Codec>
 struct alignas(128) CodedPage {
-  static constexpr int kRow = kCodedDim * kBits / 8; // bytes
+  using Scale = typename Codec::Scale;
+  static constexpr int64_t kId = Codec::kId;
+  static constexpr int kBits = Codec::kBits, kRow = kCodedDim * kBits / 8; // bytes
+  static constexpr int kStoredRow = kRow;
+  static constexpr int kScales = 1;                                        // of a token
   uint8_t codes[kPage * kRow];
-  uint32_t scales[kPage / 2]; // in half, of tokens 16 i + 2 g and the next one at 4 g + i
+  alignas(16) Scale scales[kPage]; // of token 16 i + 2 g + b at 8 g + 2 i + b
 
   static __device__ __forceinline__ int place(int byte) {
     const int line = byte / 128;
@@ -101,18 +151,20 @@ struct alignas(128) CodedPage {
   }
 
   // Starts a warp's copy, 512 bytes at a time.
-  __device__ __forceinline__ void copy(const uint8_t* rows, const __half* row_scales, int lane) {
+  __device__ __forceinline__ void copy(const uint8_t* rows, const Scale* row_scales, int lane) {
     const uint32_t to = shared_address(codes + place(16 * lane));
     const auto copy_all = [&]<int... kSteps>(std::integer_sequence<int, kSteps...>) {
       (copy16_async_at<512 * kSteps>(to, rows + 16 * lane), ...);
     };
     copy_all(std::make_integer_sequence<int, kPage * kRow / 512>());
-    copy4_async(shared_address(scales + lane % 8 * 4 + lane / 8), row_scales + 2 * lane);
+    const uint32_t pair = shared_address(scales + lane % 8 * 8 + lane / 8 * 2);
+    if constexpr (sizeof(Scale) == 2) copy4_async(pair, row_scales + 2 * lane);
+    else copy8_async(pair, row_scales + 2 * lane);
   }
 
   // Units 2t and 2t + 1 of token 2 i + next of g.
   __device__ __forceinline__ void load_key(
-      int i, int next, int g, int t, uint32_t (&word)[Codes<kBits>::kWords]) const {
+      int i, int next, int g, int t, uint32_t (&word)[Codec::kWords]) const {
     const int first = (2 * g + next) * kRow, row = 16 * kRow * i;
     if constexpr (kBits == 4) {
       const uint4 x = *reinterpret_cast<const uint4*>(codes + place(first + 16 * t) + row);
@@ -131,30 +183,28 @@ struct alignas(128) CodedPage {
     if constexpr (kBits == 4) {
       const uint2 x = *reinterpret_cast<const uint2*>(codes + place(first + 8 * g) + row);
       const uint2 y = *reinterpret_cast<const uint2*>(codes + place(second + 8 * g) + row);
-      Codes<4>::decode({x.x, x.y, y.x, y.y}, levels, quad);
+      Codec::decode({x.x, x.y, y.x, y.y}, levels, quad);
     } else {
       const uint32_t x = *reinterpret_cast<const uint32_t*>(codes + place(first + 4 * g) + row);
       const uint32_t y = *reinterpret_cast<const uint32_t*>(codes + place(second + 4 * g) + row);
       if constexpr (kBits == 3) {
         const uint32_t upper = *reinterpret_cast<const uint16_t*>(codes + first + 32 + 2 * g + row);
         const uint32_t next = *reinterpret_cast<const uint16_t*>(codes + second + 32 + 2 * g + row);
-        Codes<3>::decode({x, y, upper | next << 16}, levels, quad);
+        Codec::decode({x, y, upper | next << 16}, levels, quad);
       } else {
-        Codes<2>::decode({x, y}, levels, quad);
+        Codec::decode({x, y}, levels, quad);
       }
     }
   }
 
-  // Of the eight tokens of g, in half.
-  __device__ __forceinline__ uint4 scales_of(int g) const { return reinterpret_cast<const uint4*>(scales)[g]; }
+  // Of the eight tokens of g.
+  __device__ __forceinline__ const Scale* scales_of(int g) const { return scales + 8 * g; }
 
   // Dimension of a byte of a key's quads in lane t, and of a value's in lane g.
   static __device__ __forceinline__ int key_dim(int unit, int quad, int byte, int t) {
-    return 8 * Codes<kBits>::code(quad, byte) + 2 * t + unit;
+    return Codec::dim(2 * t + unit, quad, byte);
   }
-  static __device__ __forceinline__ int value_dim(int quad, int byte, int g) {
-    return 8 * Codes<kBits>::code(quad, byte) + g;
-  }
+  static __device__ __forceinline__ int value_dim(int quad, int byte, int g) { return Codec::dim(g, quad, byte); }
 };
 
 } // namespace shadowkv

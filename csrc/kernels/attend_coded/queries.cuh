@@ -13,6 +13,14 @@ struct CodedQueriesShared {
   alignas(16) uint32_t quads[2 * 32 * 4];    // row g of them in the order of a key's quads, by unit, lane and quad
   int sum[kCodedQueries];
   float unit[kCodedQueries];
+
+  // Factors of the four products with a lane's quads of keys.
+  __device__ __forceinline__ void read(int g, int t, uint32_t (&q)[4][2]) const {
+    const uint4* at = reinterpret_cast<const uint4*>(quads) + 4 * g + t;
+    const uint4 first = at[0], second = at[32];
+    q[0][0] = first.x, q[0][1] = first.y, q[1][0] = first.z, q[1][1] = first.w;
+    q[2][0] = second.x, q[2][1] = second.y, q[3][0] = second.z, q[3][1] = second.w;
+  }
 };
 
 // Of a block of at least kCodedQueries warps, the first ones a query each; queries past the group are 0.
@@ -40,6 +48,23 @@ __device__ __forceinline__ void quantise_queries(const float* q, int queries, fl
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (lane == 0) to.sum[query] = sum, to.unit[query] = largest / 32639.0f * scale;
+}
+
+// Queries of a block in the order of the keys' dimensions, `key_dim` of a unit, quad, byte and lane t.
+template <int kWarps, class KeyDim>
+__device__ __forceinline__ void ask_by_bytes(
+    const float* q, int queries, float scale, const KeyDim& key_dim, CodedQueriesShared& asked) {
+  quantise_queries(q, queries, scale, asked);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * 32 * 4; i += kWarps * 32) {
+    const int unit = i / 128, row = i % 128 / 16, quad = i % 4;
+    uint32_t x = 0;
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte)
+      x |= uint32_t(uint8_t(asked.byte[row][key_dim(unit, quad, byte, i / 4 % 4)])) << 8 * byte;
+    asked.quads[i] = x;
+  }
+  __syncthreads();
 }
 
 } // namespace shadowkv

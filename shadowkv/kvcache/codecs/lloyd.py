@@ -58,6 +58,8 @@ class LloydRows(LevelRows):
         rule: of scales.
         rule_of_keys: of those of keys, where they have another.
         rotation: orthogonal matrices by dimensions and name.
+        steps: of the largest level, whose odd multiples the others are or are nearest to, where kernels multiply levels
+            as whole numbers.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class LloydRows(LevelRows):
         scale_dtype: torch.dtype = torch.float16,
         half: Half | None = None,
         signed: bool = False,
+        steps: int | None = None,
     ) -> None:
         self.id, self.name, self.scale_dtype, self.signed = id, name, scale_dtype, signed
-        self.half = GAUSSIAN[packing.bits] if half is None else half
+        self.half, self.steps = GAUSSIAN[packing.bits] if half is None else half, steps
         self.levels = (*self.half, *(-level for level in self.half)) if signed else mirrored(self.half)
         self.bits, self.packing, self.row_multiple = packing.bits, packing, packing.row_multiple
         self.rule, self.rule_of_keys, self.rotation = rule, rule_of_keys, rotation
@@ -124,11 +127,11 @@ class LloydRows(LevelRows):
     def code_levels(self, dim: int, device: torch.device) -> Tensor:
         return constant(self.levels, device) / dim**0.5
 
-    def lane_bytes(self, dim: int) -> tuple[tuple[int, ...], float] | None:
-        if not isinstance(self.packing, Lanes) or self.half != of_bytes(self.half):
+    def whole_levels(self, dim: int) -> tuple[tuple[int, ...], float] | None:
+        if self.steps is None:
             return None
-        step = self.half[-1] / 255
-        return tuple(round((level / step - 1) / 2) for level in self.levels), step / dim**0.5
+        step = self.half[-1] / self.steps
+        return tuple(2 * round((level / step - 1) / 2) + 1 for level in self.levels), step / dim**0.5
 
     def upper_places(self, dim: int) -> tuple[int, ...]:
         if not isinstance(self.packing, Lanes):
@@ -138,13 +141,16 @@ class LloydRows(LevelRows):
 
 LLOYD_ROWS = {
     8: LloydRows(CodecId.LLOYD_8BIT, "lloyd-8bit", Lanes(8)),
-    4: LloydRows(CodecId.LLOYD_4BIT, "lloyd-4bit", Lanes(4), half=of_bytes(GAUSSIAN[4]), signed=True),
-    3: LloydRows(CodecId.LLOYD_3BIT, "lloyd-3bit", SelectorLanes(), half=of_bytes(GAUSSIAN[3])),
-    2: LloydRows(CodecId.LLOYD_2BIT, "lloyd-2bit", Lanes(2), half=of_bytes(GAUSSIAN[2])),
+    4: LloydRows(CodecId.LLOYD_4BIT, "lloyd-4bit", Lanes(4), half=of_bytes(GAUSSIAN[4]), signed=True, steps=255),
+    3: LloydRows(CodecId.LLOYD_3BIT, "lloyd-3bit", SelectorLanes(), half=of_bytes(GAUSSIAN[3]), steps=255),
+    2: LloydRows(CodecId.LLOYD_2BIT, "lloyd-2bit", Lanes(2), half=of_bytes(GAUSSIAN[2]), steps=255),
 }
 """By bits. Those that the CUDA kernel of attention over all tokens reads have levels that are bytes there
 (``tables.of_bytes``), which costs less than 0.5 % of the distortion."""
 
-POLAR_INT4 = LloydRows(CodecId.POLAR_INT4, "polar-int4", Halves(), renormalised, None, scale_dtype=torch.float32)
+POLAR_INT4 = LloydRows(
+    CodecId.POLAR_INT4, "polar-int4", Halves(), renormalised, None, scale_dtype=torch.float32, steps=229
+)
 """Not the PolarQuant of arXiv:2502.02617, whose codes are angles. Renormalising is part of the stored scale, so that a
-decoder needs no sum over the row."""
+decoder needs no sum over the row. Of all odd numbers up to 255 229 is the number of steps that is nearest to these
+levels: 0.16 % of the distortion."""

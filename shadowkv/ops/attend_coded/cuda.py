@@ -14,7 +14,14 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.extension import load_cuda
 
-CODECS = (CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
+LLOYD = (CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
+VALUES_OF = {
+    **dict.fromkeys(LLOYD, LLOYD),
+    CodecId.POLAR_INT4: (CodecId.POLAR_INT4,),
+    CodecId.TQ3_0: (CodecId.TQ3_0,),
+    CodecId.KVARN_4BIT: (CodecId.KVARN_2BIT,),
+}
+"""Codecs of values that there are kernels for, by that of the keys."""
 DIM = 128
 
 QUERIES = 4
@@ -36,8 +43,7 @@ available = partial(load_cuda, "attend_coded", "attend_coded")
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     reasons = unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
-    for codec, axis in ((case.key_codec, "keys"), (case.value_codec, "values")):
-        reasons += unless(codec in CODECS, f"codec {codec} of {axis} is not one of lloyd-4bit, -3bit and -2bit")
+    reasons += _unknown_pair(case.key_codec, case.value_codec)
     whole = not case.centred or case.rope_dim % 8 == 0
     return reasons + unless(whole, f"centred keys of which {case.rope_dim} dimensions rotate, no multiple of 8")
 
@@ -48,16 +54,22 @@ def attend_coded(
     """As the reference, but queries and weights are rounded to 16 bits: queries in units of their largest entry, the
     weights of a page times its values' scales in units of the largest. It can be captured in a CUDA graph.
 
-    Rows of 128 dimensions in ``CODECS``, pages of a head together. Names, slots and positions are read on the device
-    and not checked: those that do not exist are read all the same.
+    Rows of 128 dimensions in the pairs of ``VALUES_OF``, pages of a head together. Levels are multiplied as
+    ``whole_levels``. Names, slots and positions are read on the device and not checked: those that do not exist are
+    read all the same.
 
     Raises:
         ValueError: other rows.
         RuntimeError: shapes, dtypes or strides that do not fit.
     """
     batch, query_heads, dim = q.shape
-    key_form, value_form = _form(keys, dim), _form(values, dim)
-    assert isinstance(keys, CodedRows) and isinstance(values, CodedRows)
+    if not isinstance(keys, CodedRows) or not isinstance(values, CodedRows) or dim != DIM:
+        kinds = (rows.codec.name if isinstance(rows, CodedRows) else "dense" for rows in (keys, values))
+        raise ValueError(
+            f"attend_coded in CUDA takes {DIM} dimensions of coded rows, not {dim} in {' and '.join(kinds)}"
+        )
+    if wrong := _unknown_pair(keys.codec.id, values.codec.id):
+        raise ValueError(f"attend_coded in CUDA: {'; '.join(wrong)}")
     heads, entries = keys.codes.shape[1], keys.pages.shape[1]
     if not batch or not entries:
         return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
@@ -69,7 +81,7 @@ def attend_coded(
     out, lse = torch.empty_like(asked), asked.new_empty(batch, query_heads)
     partial_out, partial_lse = lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split)
     torch.ops.shadowkv_cuda.attend_coded(
-        asked, begin.contiguous(), end.contiguous(), *key_form, *value_form, *_mean(turned, keys),
+        asked, begin.contiguous(), end.contiguous(), *_form(keys), *_form(values), *_mean(turned, keys),
         out, lse, partial_out, partial_lse,
     )  # fmt: skip
     if values.rotation is not None:
@@ -88,24 +100,30 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
     return max(1, min(-(-entries // (2 * warps)), places * waves // units))
 
 
-def level_bytes(codec: RowCodec, dim: int) -> tuple[int, float]:
-    """A codec's levels as the bytes of an integer, and their step. Of 4 bits they are the positive ones: the others
-    follow from them."""
-    levels = codec.lane_bytes(dim)
+def level_bytes(codec: RowCodec) -> tuple[int, float]:
+    """The levels of a codec's first eight codes as the bytes of an integer, and their step: those of more codes follow
+    from them. A byte b stands for 2 b + 1 steps, or, where there are few enough steps, for b. Of codecs that have no
+    levels, 0 and 1."""
+    levels = codec.whole_levels(DIM)
     if levels is None:
-        raise ValueError(f"levels of codec {codec.name!r} are no bytes")
-    return int.from_bytes((byte & 255 for byte in levels[0][:8]), "little", signed=True), levels[1]
+        return 0, 1.0
+    multiples, step = levels
+    whole = multiples if codec.id == CodecId.TQ3_0 else tuple((multiple - 1) // 2 for multiple in multiples)
+    return int.from_bytes((byte & 255 for byte in whole[:8]), "little", signed=True), step
 
 
-def _form(rows: DenseRows | CodedRows, dim: int) -> tuple[Any, ...]:
+def _unknown_pair(keys: int, values: int) -> list[str]:
+    """Why there is no kernel for a codec of keys with one of values."""
+    wanted = {int(codec): others for codec, others in VALUES_OF.items()}.get(keys)
+    if wanted is None:
+        return [f"codec {keys} of keys is not one of lloyd-4bit, -3bit and -2bit, polar-int4, tq3_0 and kvarn-4bit"]
+    return unless(values in wanted, f"codec {values} of values goes with no codec {keys} of keys")
+
+
+def _form(rows: CodedRows) -> tuple[Any, ...]:
     """Codec, codes, scales, their pages, levels as the bytes of an integer, and their step."""
-    if not isinstance(rows, CodedRows) or rows.codec.id not in CODECS or dim != DIM:
-        kind = rows.codec.name if isinstance(rows, CodedRows) else "dense"
-        raise ValueError(
-            f"attend_coded in CUDA takes {DIM} dimensions in lloyd-4bit, -3bit or -2bit, not {dim} in {kind}"
-        )
     scale_pages = rows.pages if rows.scale_pages is None else rows.scale_pages
-    return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, rows.pages, scale_pages, *level_bytes(rows.codec, dim)
+    return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, rows.pages, scale_pages, *level_bytes(rows.codec)
 
 
 def _mean(turned: Tensor, keys: CodedRows) -> tuple[Any, ...]:

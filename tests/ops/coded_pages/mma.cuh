@@ -19,6 +19,8 @@ struct uint4 {
 
 using __half = uint16_t;
 
+inline uint32_t __umulhi(uint32_t x, uint32_t y) { return uint64_t(x) * y >> 32; }
+
 namespace shadowkv {
 
 alignas(128) inline char shared_memory[1 << 13]; // addresses count from its begin
@@ -29,6 +31,7 @@ void copy16_async_at(uint32_t to, const void* from) {
   memcpy(shared_memory + to + kBytes, static_cast<const char*>(from) + kBytes, 16);
 }
 inline void copy4_async(uint32_t to, const void* from) { memcpy(shared_memory + to, from, 4); }
+inline void copy8_async(uint32_t to, const void* from) { memcpy(shared_memory + to, from, 8); }
 
 // As PTX describes prmt.b32.
 inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
