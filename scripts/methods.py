@@ -147,9 +147,9 @@ METHODS = (
     Method(
         "Shard",
         (*_parts("keys_mixed", "bit_allocation"), *_codecs("vectors")),
-        ("project_latents", "attend_selected"),
-        (),
-        ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py"),
+        ("project_latents", "quantise_rows", "attend_coded"),
+        ("kernels/attend_mixed_sm90.cuh",),
+        ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py", "ops/test_cuda_attend_mixed.py"),
     ),
     Method(
         "values on the host",

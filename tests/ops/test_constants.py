@@ -7,10 +7,13 @@ import pytest
 import torch
 from compiled_source import CSRC, compiled
 
+from shadowkv.kvcache.codecs import vectors
 from shadowkv.kvcache.layout import MOST_ENTRIES
+from shadowkv.kvcache.parts import bit_allocation
 from shadowkv.ops import sampling
 from shadowkv.ops.attend_coded import cuda as attend_coded
 from shadowkv.ops.attend_coded import cuda_fp8
+from shadowkv.ops.attend_coded import cuda_mixed as attend_mixed
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.codec import STRONG, CodecId
@@ -76,6 +79,13 @@ SHARED = {
         "kLatentTile": cuda_sm90.TILE,
         "kStrong": STRONG,
         "kLatentConsumers": (cuda_sm90.CONSUMERS, 2),
+    },
+    "kernels/attend_mixed_sm90/shape.cuh": {
+        "kMixedDim": attend_mixed.DIM,
+        "kSameWidth": bit_allocation.GROUP,
+        "kVector": vectors.GROUP,
+        "kEntries": vectors.ENTRIES,
+        "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),
     },
     "kernels/block_copies.cuh": {"kBlock": select_blocks.BLOCK},
     "kernels/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MOST_ENTRIES},

@@ -23,6 +23,8 @@ TURBO = Case(
     capability=(9, 0), block_memory=232448,
 )  # fmt: skip
 """Llama-3.1-8B on an H200."""
+SHARD = {"key_codec": 19, "value_codec": 13}
+"""Formats of the preset of that name."""
 
 
 @pytest.fixture
@@ -149,8 +151,34 @@ def test_levels_that_are_bytes_go_to_cuda(built: None, dim: int, backend: str) -
     ("keys", "values", "backend"), [(8, 8, "cuda"), (9, 9, "cuda"), (14, 15, "cuda"), (8, 9, "triton")]
 )
 def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, values: int, backend: str) -> None:
-    coded = replace(TURBO, ops=frozenset({"attend_coded"}), key_codec=keys, value_codec=values)
+    coded = replace(TURBO, ops=frozenset({"attend_coded"}), rank=0, key_codec=keys, value_codec=values)
     assert Ops("cuda", coded).backends["attend_coded"] == backend
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "reason"),
+    [
+        ({}, "cuda_mixed", None),
+        ({"rank": 176}, "triton_selected", "cuda_mixed: rank 176 is not one of 96, 128, 160, 192"),
+        ({"num_kv_heads": 9, "num_query_heads": 36}, "triton_selected", "cuda_mixed: 9 kv heads are an odd number"),
+        ({"head_dim": 64, "rope_dim": 64}, "triton_selected", "cuda_mixed: head dim 64 is not 128"),
+        ({"interleaved": True}, "triton_selected", "cuda_mixed: not all dimensions rotate, or not in halves"),
+        ({"capability": (8, 0)}, "triton_selected", "cuda_mixed: compute capability (8, 0) is not that of Hopper, 9.0"),
+        ({"key_codec": 18, "value_codec": 2}, "cuda_selected", "cuda_mixed: codec 2 of values is not vq-4x256"),
+        ({"value_codec": 10}, "reference", "triton_selected: codec 10 of values is unknown"),
+    ],
+)
+def test_low_rank_keys_without_an_index_have_kernels(
+    built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], backend: str, reason: str | None
+) -> None:
+    known = lambda case: [] if case.key_codec == 18 else ["no kernel for its codecs"]  # noqa: E731
+    monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", known)
+    ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, **{**SHARD, **changes}))
+    assert ops.backends["attend_coded"] == backend
+    told = ops.reasons["attend_coded"]
+    assert reason is None or any(
+        reason in of_backend for of_backend in told if of_backend.startswith(reason.split()[0])
+    )
 
 
 def test_ops_that_are_not_called_are_not_asked(built: None) -> None:

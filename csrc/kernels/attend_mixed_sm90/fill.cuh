@@ -19,7 +19,7 @@ struct LatentPlace {
     uint32_t words = 0, width = 0;
 #pragma unroll // so that all are loaded at once
     for (int i = 0; i < kSteps; ++i) {
-      const uint32_t x = widths[16 * i];
+      const uint32_t x = widths[kSameWidth * i];
       if (i < step) words += x / 2; // 16 latents in so many
       if (i == step) width = x;
     }

@@ -7,11 +7,14 @@
 
 namespace shadowkv {
 
-constexpr int kMixedDim = 128, kMixedHalf = kMixedDim / 2;
-constexpr int kVector = 4, kEntries = 256;      // dimensions of a codebook's entry, and entries
-constexpr int kValueRow = kMixedDim / kVector;  // bytes
-constexpr int kCopies = 16;                     // of the codebook: lanes read their own, from banks of their own
-constexpr int kTurningWarps = kMixedHalf / 32;  // a thread for each frequency
+constexpr int kMixedDim = 128;
+constexpr int kMixedHalf = kMixedDim / 2;      // dimensions that the others rotate with
+constexpr int kSameWidth = 16;                 // latents that follow each other and have one: a step of the product
+constexpr int kVector = 4;                     // dimensions of an entry of a codebook
+constexpr int kEntries = 256;
+constexpr int kValueRow = kMixedDim / kVector; // bytes
+constexpr int kCopies = 16;                    // of the codebook: lanes read their own, from banks of their own
+constexpr int kTurningWarps = kMixedHalf / 32; // a thread for each frequency
 
 // Strides count bytes between consecutive page names, and elements between consecutive slots.
 struct MixedInputs {
@@ -27,7 +30,7 @@ struct MixedInputs {
   const int64_t* end;
   const int8_t* basis;       // [slots, rank, heads, 128]
   const float* step;         // [slots, rank], of the basis
-  const uint8_t* widths;     // [slots, rank], of latents: the same of 16 that follow each other
+  const uint8_t* widths;     // [slots, rank], of latents
   const __nv_bfloat16* mean; // [slots, heads, 128]
   const float* largest;      // [slots, heads, 128]: what values were divided by
   const float* codebook;     // [slots, 256, 4]
@@ -66,10 +69,11 @@ struct MixedShape {
   static constexpr bool kFew = kFew_;
   static constexpr int kQueries = kFew ? 4 : 8;
   static constexpr int kSums = kFew ? 4 : 8;  // fragments of them
-  static constexpr int kSteps = kRank / 16;   // of the keys' product
+  static constexpr int kSteps = kRank / kSameWidth; // of the keys' product
   static constexpr int kLatentRow = kRank / 2;
   // Warpgroups that attend, and registers of their threads and of the producers': 512 for four, or 504 for three.
-  static constexpr int kConsumers = kFew ? 3 : 2, kFillThreads = 128 * kConsumers;
+  static constexpr int kConsumers = kFew ? 3 : 2;
+  static constexpr int kFillThreads = 128 * kConsumers;
   static constexpr int kThreads = kFillThreads + 128;
   static constexpr int kProducerRegisters = kFew ? 32 : 40, kConsumerRegisters = kFew ? 160 : 232;
 
@@ -85,7 +89,7 @@ struct MixedShape {
   static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes / kConsumers * kConsumers;
   static constexpr int kStages = kRoom < 6 ? kRoom : 6;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
-  static_assert(kRank % 16 == 0 && kStages >= kConsumers);
+  static_assert(kRank % kSameWidth == 0 && kStages >= kConsumers);
 };
 
 // What a warp has in the end of a head, by query; scores are in the exponent to base 2.

@@ -19,8 +19,9 @@ DIM = 128
 RANKS = (96, 128, 160, 192)
 MAX_GROUP = 8
 
-CONSUMERS = 2
-"""Warpgroups of a thread block that attend, a page each at a time."""
+CONSUMERS = {True: 3, False: 2}
+"""Warpgroups of a thread block that attend, a page each at a time, by whether a kv head has four query heads or
+fewer."""
 
 FILLING = 4
 """Pages of each of them that a block could attend to in the time that its basis and codebook take."""
@@ -70,7 +71,7 @@ def attend_coded(
     if not batch or not entries:
         return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * heads // 2, entries, processors)
+    split = splits(batch * heads // 2, entries, CONSUMERS[query_heads <= 4 * heads], processors)
     largest, codebook = values.state
     out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
     torch.ops.shadowkv_cuda.attend_mixed_sm90(
@@ -84,13 +85,13 @@ def attend_coded(
 
 
 @cache
-def splits(units: int, entries: int, processors: int) -> int:
+def splits(units: int, entries: int, consumers: int, processors: int) -> int:
     """Shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: those that take least
     time in waves of one thread block on each multiprocessor, each of which fills its shared memory first."""
-    most = max(1, entries // (2 * CONSUMERS))
+    most = max(1, entries // (2 * consumers))
 
     def time(share: int) -> int:
         waves = -(-units * share // processors)
-        return waves * (-(-entries // (share * CONSUMERS)) + FILLING)
+        return waves * (-(-entries // (share * consumers)) + FILLING)
 
     return min(range(1, min(most, 2 * processors) + 1), key=time)
