@@ -70,10 +70,23 @@ def prefilled(loaded: LoadedModel, policies: list[str], prompt: list[int], room:
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
+    """Reads the file in Python, for 19 seconds of CPU: what compares with it is in this file."""
     from transformers import AutoModelForCausalLM
 
     file = fetch("smollm2-135m-instruct")
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+
+
+def test_logits_are_those_of_transformers_reading_of_the_file(loaded: LoadedModel, oracle: Any) -> None:
+    ids = loaded.tokenizer.encode(
+        "The quick brown fox jumps over the lazy dog. In 1969, three people flew to the Moon;\n\n"
+        "def f(x):\n    return x\n"
+    )
+    with torch.no_grad():
+        theirs = oracle(torch.tensor([ids])).logits[0]
+    # Logits reach 37 and went through 30 layers of float32 in another order of operations: 8e-5 apart when measured.
+    for count in (5, len(ids)):
+        torch.testing.assert_close(all_logits(loaded, ids[:count]), theirs[:count], atol=5e-4, rtol=0)
 
 
 def test_ten_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle: Any) -> None:
@@ -108,8 +121,8 @@ def test_generate_of_transformers_with_our_cache_gives_our_tokens(
 
 
 def test_ragged_batch_equals_each_prompt_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BLOCK_TOKENS, "cpu", 1024)
-    lengths = [1, 7, 63, 64, 65, 400, 700]  # two are compressed; together they are more than a block
+    monkeypatch.setitem(BLOCK_TOKENS, "cpu", 512)
+    lengths = [1, 7, 63, 64, 65, 780]  # the last is compressed; together they are more than a block
     assert sum(lengths) > BLOCK_TOKENS["cpu"]
     prompts = [filler(llm, n, seed=n) for n in lengths]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0, cache_prompt=False)
@@ -158,27 +171,20 @@ def test_second_turn_extends_the_cached_sequence(
 
 def test_a_document_behind_a_short_first_turn_is_kept_as_well_as_in_one_prompt(llm: LLM, loaded: LoadedModel) -> None:
     """It does not fit the state that the first turn left: it has one of its own, or is exact where it is short."""
-    loss: dict[str, list[Tensor]] = {"one prompt": [], "turns": []}
     question = llm.tokenizer.encode("\n\nWhat is the text above about, in detail? Answer:")
-    for seed in range(2):
-        first, document = filler(llm, 400, seed), texts(llm)[2000 * seed : 2000 * seed + 800]
-        whole = first + document + question
-        (full, logits), (one, its_logits) = prefilled(loaded, ["full", "turbo"], whole, 24)
-        tokens, exact = zip(*full.answer(logits, 24))
-        turns = Session(loaded, preset("turbo"), len(whole) + 24)
-        turns.feed(first)
-        turns.feed(document)
-        for name, found in (
-            ("one prompt", one.follow(its_logits, list(tokens))),
-            ("turns", turns.force(question, list(tokens))),
-        ):
-            loss[name].append(kl_divergence(torch.stack(exact), found))
-        assert (len(one.sequence.path), len(turns.sequence.path)) == (1, 2)
-    means = {name: float(torch.cat(found).mean()) for name, found in loss.items()}
-    print(f"KL to full attention: {means}")
-    # 1.84 over these two texts, 1.72 over four; of latents that all have 8 bits 1.49 and 1.53. With the first turn's
-    # state alone it was 2.1 and more of those.
-    assert means["turns"] <= 2 * means["one prompt"]
+    first, document = filler(llm, 400, seed=0), texts(llm)[:800]
+    whole = first + document + question
+    (full, logits), (one, its_logits) = prefilled(loaded, ["full", "turbo"], whole, 24)
+    tokens, exact = zip(*full.answer(logits, 24))
+    turns = Session(loaded, preset("turbo"), len(whole) + 24)
+    turns.feed(first)
+    turns.feed(document)
+    assert (len(one.sequence.path), len(turns.sequence.path)) == (1, 2)
+    answers = {"one prompt": one.follow(its_logits, list(tokens)), "turns": turns.force(question, list(tokens))}
+    loss = {name: float(kl_divergence(torch.stack(exact), found).mean()) for name, found in answers.items()}
+    print(f"KL to full attention: {loss}")
+    # 1.71 of this text, 1.72 over four.
+    assert loss["turns"] <= 2 * loss["one prompt"]
 
 
 def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:

@@ -35,7 +35,7 @@ def make_cache(
 def scatter(cache: KVCache, seed: int) -> None:
     """Leaves the free blocks mixed, as many sequences that come and go do."""
     draw, held = random.Random(seed), []
-    for _ in range(40 * cache.slots):
+    for _ in range(8 * cache.slots):
         start = draw.randint(1, cache.max_model_len)
         if cache.demand(start, start).within(cache.free):
             held.append(cache.allocate(start, start))

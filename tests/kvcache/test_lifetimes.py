@@ -224,5 +224,5 @@ class Lifetimes(RuleBasedStateMachine):
 def test_lifetimes(name: str) -> None:
     machine = type("Lifetimes", (Lifetimes,), {"name": name})
     # A GPU adds kernels, not orders of events, and takes longer for sequences as small as these.
-    examples = 16 if DEVICE == "cpu" else 8
+    examples = 12 if DEVICE == "cpu" else 8
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, deadline=None))

@@ -75,12 +75,10 @@ def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
 
 
 def crowd(cache: KVCache) -> list[Stream]:
-    """Others that take whatever is free."""
+    """Others that take whatever is free; what they are does not matter, and a seed's input takes long to draw."""
     streams = []
-    for seed in range(50, 80):
-        if not cache.demand(200, 250).within(cache.free):
-            break
-        streams.append(Stream(seed, cache.allocate(200, 250)))
+    while len(streams) < 30 and cache.demand(200, 250).within(cache.free):
+        streams.append(Stream(50, cache.allocate(200, 250)))
         prefill(cache, [(streams[-1], 200)])
     return streams
 
@@ -140,7 +138,7 @@ def test_a_finished_sequence_is_read_with_its_tail(kv: str, length: int) -> None
     cache.truncate(sequence, sequence.length - 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=28)
 @given(
     kv=st.sampled_from(sorted(SPECS)), length=st.integers(1, 1200), steps=st.integers(0, 70), at=st.integers(1, 1270)
 )

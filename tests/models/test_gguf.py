@@ -1,4 +1,4 @@
-"""Models from GGUF files equal the same models from safetensors, and SmolLM2 equals transformers' reading."""
+"""Models from GGUF files equal the same models from safetensors (SmolLM2 and transformers: engine/test_smollm2.py)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from dense_cache import packed_logits
 from families import LONGROPE, build
 from gguf_files import write_model
 from test_families import sequences
-from transformers import AutoModelForCausalLM, modeling_utils
 
 from shadowkv.models import LoadedModel, load_config, load_model
-
-TEXT = (
-    "The quick brown fox jumps over the lazy dog. In 1969, three people flew to the Moon;\n\ndef f(x):\n    return x\n"
-)
 
 
 def assert_equal_models(file: Path, directory: Path, max_model_len: int | None = None) -> None:
@@ -74,21 +69,6 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     model.config.model_type = "gemma"
     with pytest.raises(ValueError, match="'gemma' is not supported; supported: llama"):
         load_model(write_model(tmp_path / "other.gguf", model))
-
-
-def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers asks for accelerate before it reads a GGUF file, but does not use it on a CPU.
-    monkeypatch.setattr(modeling_utils, "is_accelerate_available", lambda: True)
-    oracle = AutoModelForCausalLM.from_pretrained(
-        smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32
-    ).eval()
-    ids = smollm2.tokenizer.encode(TEXT)
-    with torch.no_grad():
-        theirs = oracle(torch.tensor([ids])).logits[0]
-    ours = packed_logits(smollm2.model, [ids[:5], ids])
-    # Logits reach 37 and went through 30 layers of float32 in another order of operations: 8e-5 apart when measured.
-    torch.testing.assert_close(ours[1], theirs, atol=5e-4, rtol=0)
-    torch.testing.assert_close(ours[0], theirs[:5], atol=5e-4, rtol=0)
 
 
 def test_smollm2_config_needs_no_file(smollm2: LoadedModel) -> None:

@@ -74,10 +74,19 @@ def shares_of(q: Tensor, k: Tensor, tile: int, head: int, rows: list[int]) -> tu
     return weights.unflatten(1, (-1, BLOCK)).sum(2).amax(0), SINK_BLOCKS, end
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("share", "most", "whole"), [(0.2, 1.0, 0), (0.05, 0.4, 0), (0.2, 1.0, 1), (0.2, 1.0, 140)])
+# In the interpreter, which is slow, every shape at one setting and every setting of two shapes: the reference has all.
+@pytest.mark.parametrize(
+    ("share", "most", "whole", "shape"),
+    [
+        (*setting, shape)
+        for setting in [(0.2, 1.0, 0), (0.05, 0.4, 0), (0.2, 1.0, 1), (0.2, 1.0, 140)]
+        for shape in SHAPES
+        if ON_GPU or not TRITON or setting == (0.2, 1.0, 0) or shape in (SHAPES[1], SHAPES[2])
+    ],
+    ids=str,
+)
 def test_blocks_are_chosen_by_shares_of_sampled_queries(
-    backend: str, shape: tuple[int, ...], share: float, most: float, whole: int
+    backend: str, share: float, most: float, whole: int, shape: tuple[int, ...]
 ) -> None:
     q, k, _ = inputs(*shape)
     n, m = shape[:2]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -128,7 +128,7 @@ def test_a_header_that_does_not_come(engine):
         assert server.metric("connections_cut_total", "header_timeout") == 3
 
 
-def test_a_second_request_that_does_not_come(engine):
+def a_second_request_that_does_not_come(engine):
     server, start = Served(engine, client_header_timeout=0.5, timeout_keep_alive=round(PATIENT)), time.monotonic()
     ask = b"GET /health HTTP/1.1\r\nHost: x\r\n"
     with arrived(server, ask + b"\r\n", ask + b"\r\n", ask + b"Content-Length: 1000\r\n\r\n") as clients:
@@ -168,8 +168,7 @@ def test_the_body_of_a_head_request_does_not_come(engine):
         wait_until(lambda: server.metric("connections") == 0)
 
 
-@pytest.mark.parametrize("header_timeout", [0, PATIENT / 2])
-def test_a_body_that_comes_after_its_answer(engine, header_timeout):
+def a_body_that_comes_after_its_answer(engine, header_timeout):
     settings = {"client_header_timeout": header_timeout, "timeout_keep_alive": round(PATIENT)}
     with served(engine, **settings) as (url, server), connect(url) as connection:
         for _ in range(2):
@@ -183,7 +182,7 @@ def test_a_body_that_comes_after_its_answer(engine, header_timeout):
         assert server.metric("connections_cut_total", "header_timeout") == 0
 
 
-def test_a_slow_body_that_comes(engine):
+def a_slow_body_that_comes(engine):
     settings = {"client_header_timeout": PATIENT, "client_body_timeout": PATIENT}
     with served(engine, **settings) as (url, _), connect(url) as connection:
         start, body = time.monotonic(), b'{"prompt": "Hi"' + b" " * 120_000 + b"}"
@@ -209,8 +208,7 @@ def test_an_answer_that_nobody_reads(engine, stream, choices):
             rest(connection)
 
 
-@pytest.mark.parametrize("stream, choices", [(True, 64), (False, 128)])
-def test_an_answer_that_is_read_slowly(engine, stream, choices):
+def an_answer_that_is_read_slowly(engine, stream, choices):
     with served(engine, send_timeout=PATIENT, timeout_keep_alive=1) as (url, _), connect(url, 8192) as connection:
         start, answer = time.monotonic(), b""
         post(connection, prompt="Hi", stream=stream, n=choices, logprobs=20)
@@ -218,6 +216,29 @@ def test_an_answer_that_is_read_slowly(engine, stream, choices):
             answer += connection.recv(4096)
             time.sleep(0.13)
         assert time.monotonic() - start > PATIENT, "it must take longer than the time-out to show anything"
+
+
+SLOW = [
+    (a_second_request_that_does_not_come,),
+    (a_body_that_comes_after_its_answer, 0),
+    (a_body_that_comes_after_its_answer, PATIENT / 2),
+    (a_slow_body_that_comes,),
+    (an_answer_that_is_read_slowly, True, 64),
+    (an_answer_that_is_read_slowly, False, 128),
+]
+"""What waits for ``PATIENT`` seconds, and its arguments."""
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[list[Future[None]]]:
+    """All of it at once, each with a server of its own: they do nothing but wait."""
+    with ThreadPoolExecutor(len(SLOW)) as threads:
+        yield [threads.submit(check, FakeEngine(), *args) for check, *args in SLOW]
+
+
+@pytest.mark.parametrize("which", range(len(SLOW)), ids=lambda n: f"{SLOW[n][0].__name__}-{SLOW[n][1:]}")
+def test_slowness(slow, which):
+    slow[which].result()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -181,7 +181,7 @@ def test_refusals_have_the_shape_of_the_api(send, body, reason):
 
 
 def test_every_other_error_has_it_too(engine):
-    settings = ServerSettings(api_key=("k",), max_body_mib=0.001, request_timeout=5.0)
+    settings = ServerSettings(api_key=("k",), max_body_mib=0.001, request_timeout=2.0)
     body = {"messages": HI, "max_tokens": 3}
     right, wrong = {"x-api-key": "k"}, {"x-api-key": "wrong"}
 
