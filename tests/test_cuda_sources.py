@@ -30,10 +30,14 @@ CASES = [(op, gpu) for op in SOURCES for gpu in ("sm_80", TUNED_FOR) if (op, gpu
 """The tests' own codecs have nothing that is for one GPU alone."""
 CASES.sort(key=LONGEST.__eq__)
 
-SPILLING = re.compile(r"attend_coded_kernelI\w+Lloyd3E+(?:NS_11LevelValuesIS2_)?E+Lb0E")
-"""Of attention over coded tokens those kernels of 3-bit values without a mean of the keys may spill 4 bytes: they
-read an address back once a page. With five blocks a multiprocessor they were measured, with 12 bytes, to be 11 % faster
-than with three that kept all in registers."""
+SPILLING = {
+    re.compile(r"attend_coded_kernelI\w+Lloyd3E+(?:NS_11LevelValuesIS2_)?E+Lb0E"): 4,
+    re.compile(r"attend_coded_kernelI\w+Lb1E"): 44,
+}
+"""Bytes that kernels of attention over coded tokens may spill. Those of 3-bit values without a mean of the keys read an
+address back once a page: with five blocks a multiprocessor they were measured, with 12 bytes, to be 11 % faster than
+with three that kept all in registers. Those with a mean have 20 warps a multiprocessor so, and are 2 to 9 % faster than
+with 16 that kept all."""
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -64,4 +68,7 @@ def test_an_op_compiles_and_spills_nothing_on_a_hopper(
     assert kernels, done.stderr
     if gpu == TUNED_FOR:
         spilled = [(name, max(map(int, count))) for name, *count in kernels if count != ["0", "0"]]
-        assert not [(name, most) for name, most in spilled if most > 4 or not SPILLING.search(name)]
+        allowed = {
+            name: max((most for form, most in SPILLING.items() if form.search(name)), default=0) for name, _ in spilled
+        }
+        assert not [(name, most) for name, most in spilled if most > allowed[name]]

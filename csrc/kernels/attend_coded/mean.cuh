@@ -35,13 +35,14 @@ struct MeanShared {
 
   __device__ __forceinline__ void fill(
       const MeanInputs& in, int64_t sequence, int head, int64_t first_row, int queries) {
+    const float inverse = 1.0f / in.magnitude;
     for (int i = threadIdx.x; i < 64 * kTurns; i += blockDim.x) {
       const int row = i / kTurns, frequency = i % kTurns, token = row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
       const int t = frequency / 16, step = frequency % 16 / 2, place = frequency % 2;
       float cos = 0.0f, sin = 0.0f;
       if (frequency < in.half) {
         const int at = min(token, in.positions - 1) * in.half + frequency;
-        cos = in.cos[at] / in.magnitude, sin = in.sin[at] / in.magnitude;
+        cos = in.cos[at] * inverse, sin = in.sin[at] * inverse;
       }
       *reinterpret_cast<__half2*>(&near[row][16 * step + 8 * place + 2 * t]) = __floats2half2_rn(cos, sin);
     }
