@@ -32,12 +32,12 @@ CASES.sort(key=LONGEST.__eq__)
 
 SPILLING = {
     re.compile(r"attend_coded_kernelI\w+Lloyd3E+(?:NS_11LevelValuesIS2_)?E+Lb0E"): 4,
-    re.compile(r"attend_coded_kernelI\w+Lb1E"): 44,
+    re.compile(r"attend_mixed_kernelI\w+Lb0E"): 16,
 }
-"""Bytes that kernels of attention over coded tokens may spill. Those of 3-bit values without a mean of the keys read an
-address back once a page: with five blocks a multiprocessor they were measured, with 12 bytes, to be 11 % faster than
-with three that kept all in registers. Those with a mean have 20 warps a multiprocessor so, and are 2 to 9 % faster than
-with 16 that kept all."""
+"""Bytes that some kernels may spill. Those of attention over coded tokens with 3-bit values, without a mean of the keys,
+read an address back once a page: with five blocks a multiprocessor they were measured, with 12 bytes, to be 11 % faster
+than with three that kept all in registers. Of attention over mixed latents with more than four queries a head the warps
+that turn queries spill, for whom nobody waits: with registers that those who attend lack it was 4 % slower."""
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -68,7 +68,5 @@ def test_an_op_compiles_and_spills_nothing_on_a_hopper(
     assert kernels, done.stderr
     if gpu == TUNED_FOR:
         spilled = [(name, max(map(int, count))) for name, *count in kernels if count != ["0", "0"]]
-        allowed = {
-            name: max((most for form, most in SPILLING.items() if form.search(name)), default=0) for name, _ in spilled
-        }
-        assert not [(name, most) for name, most in spilled if most > allowed[name]]
+        for name, most in spilled:
+            assert most <= max((allowed for form, allowed in SPILLING.items() if form.search(name)), default=0), name

@@ -35,9 +35,9 @@ namespace shadowkv {
 
 // Warps of a block and blocks of a multiprocessor. Blocks with centred keys share a table, and are larger.
 template <bool kCentred>
-constexpr int kCodedWarps = kCentred ? 20 : 4;
+constexpr int kCodedWarps = kCentred ? 8 : 4;
 template <bool kCentred>
-constexpr int kCodedBlocks = kCentred ? 1 : 5;
+constexpr int kCodedBlocks = kCentred ? 2 : 5;
 
 // Keys or values. Strides in bytes between consecutive page names.
 struct CodedPages {

@@ -75,7 +75,7 @@ struct MixedShape {
   static constexpr int kConsumers = kFew ? 3 : 2;
   static constexpr int kFillThreads = 128 * kConsumers;
   static constexpr int kThreads = kFillThreads + 128;
-  static constexpr int kProducerRegisters = kFew ? 32 : 56, kConsumerRegisters = kFew ? 160 : 224;
+  static constexpr int kProducerRegisters = kFew ? 32 : 40, kConsumerRegisters = kFew ? 160 : 232;
 
   static constexpr int kHalfBytes = kRank * 128, kBasisBytes = 4 * kHalfBytes; // of 2 heads x 2 halves of the product's columns
   static constexpr int kMeanBytes = 2 * kMixedDim * 2;

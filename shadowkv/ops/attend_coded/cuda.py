@@ -27,7 +27,7 @@ DIM = 128
 QUERIES = 4
 """Query heads of a thread block."""
 
-WARPS, RESIDENT_BLOCKS = {False: 4, True: 20}, {False: 5, True: 1}
+WARPS, RESIDENT_BLOCKS = {False: 4, True: 8}, {False: 5, True: 2}
 """Warps of a thread block and how many blocks a multiprocessor of an H100 or H200 holds at a time, as the kernel is
 compiled, by whether keys are centred."""
 
