@@ -34,10 +34,10 @@ SPILLING = {
     re.compile(r"attend_coded_kernelI\w+Lloyd3E+(?:NS_11LevelValuesIS2_)?E+Lb0E"): 4,
     re.compile(r"attend_mixed_kernelI\w+Lb0E"): 16,
 }
-"""Bytes that some kernels may spill. Those of attention over coded tokens with 3-bit values, without a mean of the keys,
-read an address back once a page: with five blocks a multiprocessor they were measured, with 12 bytes, to be 11 % faster
-than with three that kept all in registers. Of attention over mixed latents with more than four queries a head the warps
-that turn queries spill, for whom nobody waits: with registers that those who attend lack it was 4 % slower."""
+"""Bytes that some kernels may spill. Those of attention over coded tokens with 3-bit values, without a mean of the
+keys, read an address back once a page: with five blocks a multiprocessor they were measured, with 12 bytes, to be 11 %
+faster than with three that kept all in registers. Of attention over mixed latents with more than four queries a head
+the warps that turn queries spill, for whom nobody waits: with registers that those who attend lack it was 4 % slower."""
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
