@@ -37,7 +37,7 @@ SPILLING = {
 """Bytes that some kernels may spill. Those of attention over coded tokens with 3-bit values, without a mean of the
 keys, read an address back once a page: with five blocks a multiprocessor they were measured, with 12 bytes, to be 11 %
 faster than with three that kept all in registers. Of attention over mixed latents with more than four queries a head
-the warps that turn queries spill, for whom nobody waits: with registers that those who attend lack it was 4 % slower."""
+those warps spill that turn queries, for which nobody waits: with registers that the others lack it was 4 % slower."""
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 

@@ -84,7 +84,7 @@ def turned_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tens
 
 
 def heads_and_chunk(keys: KeySource) -> tuple[int, int]:
-    """Kv heads, and tokens of a chunk."""
+    """Kv heads H, and tokens c of a chunk, of keys stored as [N, H, C, c, d] or, of all heads, [N, C, c, w]."""
     match keys:
         case DenseRows():
             return keys.rows.shape[1], keys.rows.shape[3]

@@ -59,7 +59,7 @@ class LatentKeys:
     basis_step: Tensor | None = None
 
     def decoded(self) -> LatentKeys:
-        """The same with a basis of floats, in the mean's dtype, of which each row of the batch has its own."""
+        """The same with a basis [B, r, H, d] of floats, in the mean's dtype: each row of the batch has its own."""
         if self.basis_step is None:
             return self
         basis = self.basis[self.slots] * self.basis_step[self.slots][..., None, None]
