@@ -21,7 +21,7 @@ void launch(const MixedInputs& in, const SplitOutputs<__nv_bfloat16>& to, cudaSt
   kernel<<<dim3(in.splits, in.heads / 2, in.batch), Shape::kThreads, Shape::kSharedBytes, stream>>>(in, to);
   check_launch("attend_mixed_sm90");
   if (in.splits == 1) return;
-  // The merge's blocks are set up while the last partial results are computed, and wait for those there.
+  // The merge's blocks are set up where the last of this launch's end, and wait for their results.
   error = launch_early(
       merge_splits_kernel<kMixedDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_mixed_sm90's merge: ", cudaGetErrorString(error));

@@ -4,8 +4,8 @@
 // Keys are rebuilt by products of a warpgroup (wgmma) of latents in registers with the basis in shared memory. A block
 // has two kv heads of a sequence, so that latents, which are of all heads, are decoded half as often. It takes its share
 // of the pages in their order: token o of a page that begins at position P has its key turned by o alone, the same turns
-// in all pages, and queries are turned back by P. One warp copies pages, two turn queries, and two warpgroups attend,
-// every second page each, a warp to the same 16 tokens of 64 always.
+// in all pages, and queries are turned back by P. One warp copies pages, two turn queries, and two or three
+// warpgroups attend, a page each in turn, a warp to the same 16 tokens of 64 always.
 //
 // Two halves of each product of 64 x 64 x 192 take 1664 clocks of a multiprocessor's tensor cores for a page of two
 // heads, and read as much of shared memory as there is in 832; all else is to fit beside.

@@ -136,8 +136,8 @@ class SealedBatch:
     span: tuple[Tensor, Tensor] | None = None
 
     def part(self, rows: slice) -> SealedBatch:
-        """Some of the rows, of values on the host: nothing is sampled from those."""
-        assert self.sampling is None
+        """Some of the rows, of values on the host that an index selects from: nothing is sampled from those."""
+        assert self.sampling is None and self.span is None
         names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 

@@ -55,6 +55,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
         # Captured steps select for up to a page more than the longest sequence has.
         max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),
         fetched_bytes=0 if fetched is None else math.prod(fetched.shape[2:]) * fetched.dtype.itemsize,
+        host_values=bool(layout.host_fields),
         capability=torch.cuda.get_device_capability(device) if gpu else None,
         block_memory=block_memory(device) if gpu else 0,
     )

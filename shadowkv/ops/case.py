@@ -34,6 +34,7 @@ class Case:
         max_pages: sealed pages of the longest context.
         max_selected: chunks per kv head that a step may select of it.
         fetched_bytes: of a chunk of one kv head in the buffer of what is fetched, 0 where there is none.
+        host_values: whether values are on the host, read from there or fetched.
         capability: compute capability of the GPU, None on a CPU.
         block_memory: bytes of shared memory that one thread block can have there.
     """
@@ -54,6 +55,7 @@ class Case:
     max_pages: int = 0
     max_selected: int = 0
     fetched_bytes: int = 0
+    host_values: bool = False
     capability: tuple[int, int] | None = None
     block_memory: int = 0
 

@@ -41,6 +41,28 @@ def in_dtype(source: Any, dtype: torch.dtype) -> Any:
     return source
 
 
+def there(x: Any, device: str) -> Any:
+    """The same on the device."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, RotaryTables):
+        return RotaryTables(x.config, len(x.cos), device)
+    if hasattr(x, "__dataclass_fields__"):
+        return replace(x, **{name: there(value, device) for name, value in vars(x).items()})
+    return tuple(there(one, device) for one in x) if isinstance(x, tuple) else x
+
+
+def learned(case: Case, values: CodedRows) -> CodedRows:
+    """Codes of vectors with entries that each row has of its own; those of nobody are NaN."""
+    slots = torch.randperm(2 * case.batch)[: case.batch]
+    state = []
+    for shape in ((case.heads, case.dim), (1, 256, 4)):
+        of_slots = torch.full((2 * case.batch, *shape), torch.nan)
+        of_slots[slots] = torch.rand(case.batch, *shape) + 0.1
+        state.append(of_slots)
+    return replace(values, scale=values.scale[..., :0], state=tuple(state), slots=slots)
+
+
 class Case:
     """Random arguments; what is not selected, and what belongs to no row, is NaN."""
 

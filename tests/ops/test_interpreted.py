@@ -12,7 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 FILES = [
-    ["test_attend_coded.py", "test_sample_tokens.py", "test_empty_inputs.py", "test_prefill_blocks.py"],
+    [
+        *("test_attend_coded.py", "test_attend_latents.py", "test_sample_tokens.py", "test_empty_inputs.py"),
+        "test_prefill_blocks.py",
+    ],
     [
         *("test_ragged_attention.py", "test_rebuild_rows.py", "test_triton_attend_selected.py"),
         *("test_triton_ops.py", "test_triton_storing.py"),

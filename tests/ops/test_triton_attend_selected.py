@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from selected_case import Case
-from torch import Tensor
+from selected_case import Case, learned, there
 
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected import reference
 from shadowkv.ops.attend_selected.sources import CodedRows
 
@@ -20,27 +18,6 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     from shadowkv.ops.attend_coded import triton as attend_coded
     from shadowkv.ops.attend_selected import triton
-
-    def there(x: Any) -> Any:
-        """The same on the device."""
-        if isinstance(x, Tensor):
-            return x.to(DEVICE)
-        if isinstance(x, RotaryTables):
-            return RotaryTables(x.config, len(x.cos), DEVICE)
-        if hasattr(x, "__dataclass_fields__"):
-            return replace(x, **{name: there(value) for name, value in vars(x).items()})
-        return tuple(map(there, x)) if isinstance(x, tuple) else x
-
-    def learned(case: Case, values: CodedRows) -> CodedRows:
-        """Codes of vectors with entries that each row has of its own; those of nobody are NaN."""
-        slots = torch.randperm(2 * case.batch)[: case.batch]
-        state = []
-        for shape in ((case.heads, case.dim), (1, 256, 4)):
-            of_slots = torch.full((2 * case.batch, *shape), torch.nan)
-            of_slots[slots] = torch.rand(case.batch, *shape) + 0.1
-            state.append(of_slots)
-        nothing = values.scale[..., :0]
-        return replace(values, scale=nothing, state=tuple(state), slots=slots)
 
     @pytest.mark.parametrize(
         ("form", "codec"),
@@ -67,14 +44,14 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         if codec == "vq-4x256":
             case.values = learned(case, case.values)
         wanted = case.exact()
-        found = triton.attend_selected(*map(there, case.arguments))
+        found = triton.attend_selected(*there(case.arguments, DEVICE))
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one.cpu().double(), other.double(), atol=5e-5, rtol=1e-4)
         if not ON_GPU:
             return
-        q = there(case.q).bfloat16()
+        q = there(case.q, DEVICE).bfloat16()
         found, exact, low = (
-            op.attend_selected(x, *map(there, case.arguments[1:]))[0].double()
+            op.attend_selected(x, *there(case.arguments[1:], DEVICE))[0].double()
             for op, x in ((triton, q), (reference, q.float()), (reference, q))
         )
         assert (found - exact).norm() <= 2 * (low - exact).norm()

@@ -210,8 +210,8 @@ if ON_GPU or INTERPRETED:
     ) -> None:
         codec, x = MixedLatents(), pages_of(heads, dim, dtype)
         slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
-        pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8, device=DEVICE)
-        widths = pairs[torch.randint(3, (LAYERS, 9, rank // 2), device=DEVICE)].flatten(2)
+        pairs = torch.tensor([[8, 0], [6, 2], [4, 4], [4, 0]], dtype=torch.uint8, device=DEVICE)
+        widths = pairs[torch.randint(4, (LAYERS, 9, rank // 2), device=DEVICE)].flatten(2)
         most = ((1 << widths.int() >> 1) - 1).clamp(min=1)
         step = 2 / most  # most latents, not all, are within their widths
         basis = torch.randn(LAYERS, 9, rank, heads, dim, device=DEVICE) / (heads * dim) ** 0.5
@@ -224,6 +224,10 @@ if ON_GPU or INTERPRETED:
         latents_reference.project_latents(x, codec, basis, products, step, slots, wanted, pages, widths)
         untouched(got, pages)
         own = widths[:, slots].unsqueeze(2)
+        spare = 4 * rank // 8 - -(-own.int().sum(3) // 8)  # bytes behind the last code, in rows of 64 tokens
+        last = got[:, pages].flatten(2, 3).flip(3).cumsum(3)[..., : int(spare.max())]
+        behind = torch.arange(last.shape[3], device=DEVICE) < spare.unsqueeze(3)
+        assert (last.masked_fill(~behind, 0) == 0).all()
         ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank, own).double() for field in (got, wanted))
         exact = (x.double() - mean[:, slots].double().unsqueeze(2)).flatten(3)
         exact = (

@@ -1,4 +1,4 @@
-// The consumers: warpgroups that attend, every second page each.
+// The consumers: warpgroups that attend, a page each in turn.
 #pragma once
 
 #include "../attend_latents_sm90/keys.cuh"

@@ -73,7 +73,7 @@ class CodedPart(Part):
 
     def sealing_bytes(self) -> int:
         """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where PyTorch makes them on a GPU, too."""
-        kernels = (*LANES, CodecId.FP8)
+        kernels = (*LANES, CodecId.FP8, CodecId.VQ_4X256)
         return 0 if self.codec_id in kernels else 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def page_fields(self) -> tuple[Field, ...]:

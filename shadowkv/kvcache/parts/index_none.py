@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
@@ -21,8 +20,4 @@ class AttendAll(IndexPart):
         return
 
     def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        """All chunks but those of the sink."""
-        sink = (batch.first == 0) * self.spec.sink_chunks
-        chunks = torch.arange(batch.pages.shape[1] * self.chunks, device=q.device) + sink[:, None]
-        chunks = chunks.masked_fill(chunks >= batch.num_chunks[:, None], -1)
-        return Selection(chunks.unsqueeze(1).expand(-1, self.shape.num_kv_heads, -1).contiguous())
+        raise NotImplementedError("without an index nothing is selected: all tokens are attended to")

@@ -21,7 +21,7 @@ SEALED_AT_ONCE = 64
 """Pages of one layer that are projected at a time, each perhaps on a basis of its own."""
 
 BYTES_OF_A_LATENT = 40
-"""What packing a latent takes: it and its code, shifted and cut in two, each in 4 bytes, several at a time."""
+"""What packing a latent takes in PyTorch: it and its code, shifted and cut in two, each in 4 bytes, several times."""
 
 
 class MixedLowRankKeys(LowRankKeys):

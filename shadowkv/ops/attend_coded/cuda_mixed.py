@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ def supports(case: Case) -> list[str]:
     reasons += unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}")
     reasons += unless(case.num_kv_heads % 2 == 0, f"{case.num_kv_heads} kv heads are an odd number")
     reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
+    reasons += unless(not case.host_values, "values are on the host, from where pages were never copied as a whole")
     halves = case.rope_dim == case.head_dim and not case.interleaved
     return reasons + unless(halves, "not all dimensions rotate, or not in halves")
 
@@ -54,8 +55,8 @@ def attend_coded(
     captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     Entries of the basis under 6e-5 lose bits, keys over 65504 overflow. Pages, slots and positions are read on the
-    device and are not checked; pages lie there, those of latents together, and those of codes. Latents that are
-    neighbours by 16 have one width.
+    device and are not checked. On the device lie a page's latents together, and a page's codes of all heads. Each 16
+    latents that follow each other have one width.
 
     Raises:
         ValueError: other sources.
@@ -84,7 +85,7 @@ def attend_coded(
     return out, lse
 
 
-@cache
+@lru_cache(maxsize=1024)
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
     """Shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: those that take least
     time in waves of one thread block on each multiprocessor, each of which fills its shared memory first."""

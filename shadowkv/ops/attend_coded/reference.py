@@ -1,5 +1,5 @@
-"""Attention over coded rows in PyTorch, which are never rotated back: queries are rotated instead, and the output once
-(TurboQuant, arXiv:2504.19874; the mean key's term is our own)."""
+"""Attention over all tokens in PyTorch. Coded rows without a state are never rotated back: queries are rotated instead,
+and the output once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of latents."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def attend_coded(
         out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
     """
     dim = q.shape[2]
+    if isinstance(keys, LatentKeys):
+        keys = keys.decoded()
     heads = heads_and_chunk(keys)[0]
     grouped = q.float().unflatten(1, (heads, -1)) * dim**-0.5
     turn = rotation_of(keys)

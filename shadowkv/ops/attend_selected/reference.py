@@ -103,6 +103,8 @@ def _turned(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, chun
     """Rows [B, H, k * c or 1, d] rotated to the positions of the selected chunks' tokens."""
     within = torch.arange(chunk, device=selected.device)
     positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * chunk + within).flatten(2)
+    # Behind a row's end, where nothing counts, there may be no more positions.
+    positions = positions.clamp(max=len(keys.rotary.cos) - 1)
     return rotate_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 
 
