@@ -44,7 +44,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for name in ("mma.cuh", "merge_splits.cuh"):
         shutil.copy(HERE / "coded_kernel" / name, folder / "kernels")
     shutil.copy(HERE / "coded_kernel/kernel.cpp", folder)
-    shutil.copy(HERE / "cuda_on_cpu/cuda_runtime.h", folder)
+    for name in ("cuda_runtime.h", "permute.h"):
+        shutil.copy(HERE / "cuda_on_cpu" / name, folder)
     return compiled(folder / "kernel.cpp", "-O1", "-fno-extern-tls-init", "-fno-strict-aliasing", f"-I{folder}")
 
 

@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "attend_coded").mkdir()
     for name in ("blocks", "codes", "steps"):
         shutil.copy(CSRC / f"kernels/attend_coded/{name}.cuh", folder / "attend_coded")
-    for source in SOURCES.iterdir():
+    for source in (*SOURCES.iterdir(), SOURCES.parent / "cuda_on_cpu/permute.h"):
         shutil.copy(source, folder)
     return compiled(folder / "pages.cpp")
 

@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory import Field, Tier
 from shadowkv.kvcache.parts.bit_allocation import GROUP as SAME_WIDTH
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda_mixed, reference
-from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
 if not cuda_mixed.available() or torch.cuda.get_device_capability() != (9, 0):
@@ -162,7 +162,7 @@ def test_other_sources_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="takes those of a basis in 8 bits, not LatentKeys"):
         cuda_mixed.attend_coded(q, keys.decoded(), values, *lengths)
     with pytest.raises(ValueError, match="takes values in vq-4x256, not dense"):
-        cuda_mixed.attend_coded(q, keys, None, *lengths)  # type: ignore[arg-type]
+        cuda_mixed.attend_coded(q, keys, DenseRows(values.codes, values.pages), *lengths)
     with pytest.raises(RuntimeError, match="q has dtype"):
         cuda_mixed.attend_coded(q.float(), keys, values, *lengths)
     with pytest.raises(RuntimeError, match="is not made for rank 64"):

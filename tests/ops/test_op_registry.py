@@ -176,7 +176,10 @@ def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, 
 def test_low_rank_keys_without_an_index_have_kernels(
     built: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], backend: str, reason: str | None
 ) -> None:
-    known = lambda case: [] if case.key_codec == 18 else ["no kernel for its codecs"]  # noqa: E731
+
+    def known(case: Case) -> list[str]:
+        return [] if case.key_codec == 18 else ["no kernel for its codecs"]
+
     monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", known)
     ops = Ops("cuda", replace(TURBO, ops=frozenset(NAMES), fetched_bytes=0, **{**SHARD, **changes}))
     assert ops.backends["attend_coded"] == backend

@@ -17,6 +17,7 @@ from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import LANES, CodecId, RowCodec
+from shadowkv.ops.quantise_rows import MOST_DIMS
 from shadowkv.ops.quantise_rows.reference import PAGES_AT_ONCE as CODED_AT_ONCE
 
 KEY_MEAN = "key_mean"
@@ -73,8 +74,8 @@ class CodedPart(Part):
 
     def sealing_bytes(self) -> int:
         """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where PyTorch makes them on a GPU, too."""
-        kernels = (*LANES, CodecId.FP8, CodecId.VQ_4X256)
-        return 0 if self.codec_id in kernels else 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
+        rotated = self.codec_id in (*LANES, CodecId.VQ_4X256) and self.shape.head_dim <= MOST_DIMS
+        return 0 if rotated or self.codec_id == CodecId.FP8 else 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def page_fields(self) -> tuple[Field, ...]:
         heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec

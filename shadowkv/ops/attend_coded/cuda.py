@@ -108,8 +108,9 @@ def level_bytes(codec: RowCodec) -> tuple[int, float]:
     if levels is None:
         return 0, 1.0
     multiples, step = levels
-    whole = multiples if codec.id == CodecId.TQ3_0 else tuple((multiple - 1) // 2 for multiple in multiples)
-    return int.from_bytes((byte & 255 for byte in whole[:8]), "little", signed=True), step
+    if max(map(abs, multiples)) > 127:
+        multiples = tuple((multiple - 1) // 2 for multiple in multiples)
+    return int.from_bytes((byte & 255 for byte in multiples[:8]), "little", signed=True), step
 
 
 def _unknown_pair(keys: int, values: int) -> list[str]:

@@ -9,7 +9,14 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.reference import halves
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, KeySource, LatentKeys
+from shadowkv.ops.attend_selected.sources import (
+    CentredKeys,
+    CodedRows,
+    DenseRows,
+    KeySource,
+    LatentKeys,
+    heads_and_chunk,
+)
 from shadowkv.ops.page import PAGE
 
 PAGES_AT_ONCE = 64
@@ -83,17 +90,6 @@ def turned_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tens
     (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
     rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
     return a * c + b * e, b * c - a * e, rest
-
-
-def heads_and_chunk(keys: KeySource) -> tuple[int, int]:
-    """Kv heads H, and tokens c of a chunk, of keys stored as [N, H, C, c, d] or, of all heads, [N, C, c, w]."""
-    match keys:
-        case DenseRows():
-            return keys.rows.shape[1], keys.rows.shape[3]
-        case CodedRows():
-            return keys.codes.shape[1], keys.codes.shape[3]
-        case LatentKeys():
-            return keys.basis.shape[2], keys.latents.shape[2]
 
 
 def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:

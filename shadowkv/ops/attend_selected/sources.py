@@ -136,3 +136,14 @@ class BufferedRows:
 
 KeySource = DenseRows | LatentKeys | CodedRows
 ValueSource = DenseRows | CodedRows | BufferedRows
+
+
+def heads_and_chunk(source: KeySource) -> tuple[int, int]:
+    """Kv heads H, and tokens c of a chunk, of what is stored as [N, H, C, c, d] or, of all heads, [N, C, c, w]."""
+    match source:
+        case DenseRows():
+            return source.rows.shape[1], source.rows.shape[3]
+        case CodedRows():
+            return source.codes.shape[1], source.codes.shape[3]
+        case LatentKeys():
+            return source.basis.shape[2], source.latents.shape[2]

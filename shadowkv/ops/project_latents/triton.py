@@ -53,10 +53,11 @@ def project_latents(
         raise ValueError(f"project_latents in Triton takes ranks of up to {MOST_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
-    if mean is None or step is None:  # anything stands in for what is not read
+    # What is not read has a stand-in, of one alignment for all calls: slots would have the kernel compiled for each.
+    if mean is None or step is None:
         mean = step = basis
     if widths is None:
-        widths = slots
+        widths = basis
     packed = codec.id == CodecId.LATENT_INT4
     block = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
     _project_latents[(count, layers, triton.cdiv(rank, block))](

@@ -19,12 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, LevelRows, RowCodec, UniformRows, unknown_codecs
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.quantise_rows import MOST_DIMS
 
 TOKENS = tl.constexpr(PAGE)
 """Of a page, for kernels."""
-
-MOST_DIMS = 128
-"""Wider rotations do not fit into shared memory beside the rows."""
 
 HEADS_AT_ONCE, WARPS = 4, 4
 """Heads of a page that share a thread block and the rotation that it holds, and the block's warps: the fastest on an

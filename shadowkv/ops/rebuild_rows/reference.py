@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys, heads_and_chunk
 from shadowkv.ops.page import PAGE
 
 
@@ -18,10 +18,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
         out: [H, m, d], any float dtype, m a multiple of 64.
         across_bus: whether the source is on the other side of a bus, which few readers fill.
     """
-    if isinstance(source, LatentKeys):
-        chunk = source.latents.shape[2]
-    else:
-        chunk = (source.rows if isinstance(source, DenseRows) else source.codes).shape[3]
+    chunk = heads_and_chunk(source)[1]
     start, stop = first * PAGE // chunk, (first * PAGE + out.shape[1]) // chunk
     every = torch.arange(start, stop, device=out.device).expand(1, len(out), -1)
     out.copy_(gather_selected(source, every)[0])

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, MOST_DIMS, WARPS
+from shadowkv.ops.quantise_rows import MOST_DIMS
+from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, WARPS
 from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
