@@ -152,6 +152,18 @@ __device__ __forceinline__ float finish_scores(
   return top;
 }
 
+// Where a sequence's pages of keys, of their scales, of values and of theirs are named. A warp reads that once a page:
+// in registers it made others spill.
+__device__ __forceinline__ void note_tables(const CodedInputs& in, int64_t sequence, const int64_t* (&tables)[4]) {
+  const int table = threadIdx.x;
+  if (table < 4) {
+    const CodedPages& side = table < 2 ? in.keys : in.values;
+    tables[table] =
+        table % 2 == 0 ? side.pages + sequence * side.pages_row : side.scale_pages + sequence * side.scale_pages_row;
+  }
+  __syncthreads();
+}
+
 // Grid: splits * query blocks, heads, batch. A block's query blocks are neighbours, so that what the first one reads
 // the others find in the second-level cache. A CodedShared of dynamic shared memory.
 template <class Keys, class Values, bool kCentred>
@@ -179,14 +191,8 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   const int low = int(in.begin[sequence]), high = int(in.end[sequence]);
   const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0, turn = in.splits * kWarps;
   int page = low / kPage + split * kWarps + warp;
-  // Lane 4 i + n reads the name of a page in table n: keys, their scales, values, theirs. Names are below 2^32. Where
-  // tables are is read once a page from shared memory: in registers it made others spill.
-  if (threadIdx.x < 4) {
-    const CodedPages& side = t < 2 ? in.keys : in.values;
-    shared.tables[t] =
-        t % 2 == 0 ? side.pages + sequence * side.pages_row : side.scale_pages + sequence * side.scale_pages_row;
-  }
-  __syncthreads();
+  note_tables(in, sequence, shared.tables);
+  // Lane 4 i + n reads the name of a page in table n. Names are below 2^32.
   const auto names_of = [&](int of) { return of < last ? uint32_t(shared.tables[t][of]) : 0; };
   uint32_t names = names_of(page);
   // A copy group each, empty ones behind the last page.
@@ -205,19 +211,11 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   Keys::template ask<kWarps>(in.q + first_row * kCodedDim, queries, in.keys.step * log2e_scale, asked);
 
   CodedSums sums;
-  float later[8]; // the mean key's terms, which are found for two pages at a time
-  bool known = false;
+  TermsInTurn terms;
   for (; page < last; page += turn) {
     float x[8];
-    if constexpr (kCentred) {
-      if (known) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = later[i];
-      } else {
-        mean.terms(mean_in, mean_in.first[sequence] + int64_t(page + g % 2 * turn) * kPage, g, t, x, later);
-      }
-      known = !known;
-    }
+    if constexpr (kCentred)
+      terms.take(mean, mean_in, sequence, page + g % 2 * turn, g, t, x);
     wait_copy_groups<1>(), __syncwarp(); // the keys are here
     typename Keys::Products products;
     keys.multiply(in.keys.levels, asked, lane, products);

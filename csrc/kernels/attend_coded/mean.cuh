@@ -117,4 +117,22 @@ struct MeanShared {
 
 struct NoMeanShared {};
 
+// Terms of a warp's pages, one after another.
+struct TermsInTurn {
+  float later[8]; // the next page's, if they are known
+  bool known = false;
+
+  // x of the page in turn. This lane turns to `page`: that one where g is even, the next where it is odd.
+  __device__ __forceinline__ void take(
+      const MeanShared& mean, const MeanInputs& in, int64_t sequence, int page, int g, int t, float (&x)[8]) {
+    if (known) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = later[i];
+    } else {
+      mean.terms(in, in.first[sequence] + int64_t(page) * kPage, g, t, x, later);
+    }
+    known = !known;
+  }
+};
+
 } // namespace shadowkv
