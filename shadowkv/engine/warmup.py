@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 SHORT = 48
 """Tokens of a prompt that stays dense."""
 
+MORE = 8
+"""Tokens of a later turn."""
+
 
 def warm_up(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
     """Compiles what first requests would wait for, where the device is one for which that is done and the config does
@@ -72,10 +75,10 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
 
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     """Steps of an engine that answers, one after the other: one prompt; a pack of two; one of more than two blocks that
-    is long enough to be compressed, if any is, with another that shares its start, whose answers seal a page; and a
-    later turn."""
+    is long enough to be compressed, if any is, with another that shares its start, whose answers seal a page, and a
+    later turn behind it; and a later turn of a short one."""
     spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
-    room = engine.max_model_len - PAGE - 2  # of a token more, which is not waited for: requests that end are kept
+    room = engine.max_model_len - (PAGE + 1) - MORE - 2  # of its answer, a later turn and that one's
     if room < SHORT:
         return []
     if spec.seals and spec.dense_limit + PAGE <= room:
@@ -83,9 +86,9 @@ def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
     again = min(longest, room - 2 * PAGE)  # a start of what is computed then, and a few tokens more
     shared = [min(longest, room), again] if engine.config.max_num_seqs > 1 and again > PAGE else [min(longest, room)]
-    of_lengths = (([SHORT], 3), (pack, 3), (shared, PAGE + 1))
+    of_lengths = (([SHORT], 3), (pack, 3))
     answered = [_answered(engine, [_prompt(engine, n) for n in lengths], tokens) for lengths, tokens in of_lengths]
-    return [*answered, _later_turn(engine)]
+    return [*answered, _later_turn(engine, shared, PAGE + 1), _later_turn(engine, [SHORT], 2)]
 
 
 def _prompt(engine: Engine, length: int) -> list[int]:
@@ -101,11 +104,11 @@ def _pieces(stages: list[Generator[None, None, object]]) -> Generator[int, None,
         yield 1
 
 
-def _later_turn(engine: Engine) -> Generator[None, None, None]:
-    """A prompt's answer to its end, so that both are kept, and what is said behind them."""
-    prompt = _prompt(engine, SHORT)
-    (answer,) = yield from _answered(engine, [prompt], 2, ends=True)
-    yield from _answered(engine, [prompt + answer + prompt[:8]], 1)
+def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[None, None, None]:
+    """Prompts' answers to their ends, so that all is kept, and what is said behind the first."""
+    prompts = [_prompt(engine, length) for length in lengths]
+    answers = yield from _answered(engine, prompts, tokens, ends=True)
+    yield from _answered(engine, [prompts[0] + answers[0] + prompts[0][:MORE]], 1)
 
 
 def _answered(

@@ -199,7 +199,8 @@ def test_what_a_step_computed_without_a_rank_is_told_nobody(model: Path, monkeyp
     with engine_of(model, 1) as engine:
         engine._ranks = ranks
         engine.add_request("one", prompt(0, 20), SamplingParams(max_tokens=8, ignore_eos=True))
-        assert engine.step()
+        while not engine.step():  # a slow machine may take several for the prompt
+            pass
         take = engine._take_tokens
 
         def noticed(*args: Any, **options: Any) -> list[RequestOutput]:

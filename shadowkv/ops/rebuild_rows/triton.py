@@ -64,9 +64,10 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
 
 
 def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
-    """Of each row bits of its latents and where those begin, int32 [B, r]; anything where they have no widths."""
+    """Of each row bits of its latents and where those begin, int32 [B, r]; where they have no widths, what is not read:
+    of one alignment in all calls, as kernels are compiled for each."""
     if source.widths is None:
-        return source.slots, source.slots
+        return source.basis, source.basis
     bits = source.widths[source.slots].to(torch.int32)
     return bits, bits.cumsum(1, dtype=torch.int32) - bits
 
@@ -90,7 +91,8 @@ def _rebuild_coded_rows(
     else:
         raise ValueError(f"rebuild_rows in Triton does not know codec {codec.name!r} ({codec.id})")
     slots = pages if source.slots is None else source.slots
-    mean = start = cos = sin = pages
+    # What is not read has a stand-in: one of any alignment where the kernel is compiled for all alike.
+    start, mean, cos, sin = pages, source.codes, source.codes, source.codes
     half, interleaved, centred = 0, False, isinstance(source, CentredKeys)
     if isinstance(source, CentredKeys):
         mean, start, cos, sin = source.mean, source.first, source.rotary.cos, source.rotary.sin
