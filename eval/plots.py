@@ -1,4 +1,4 @@
-"""Plots of an evaluation: score by length, score by attended tokens, and the depth x length heatmap of needles."""
+"""Plots of an evaluation: score by task, score by attended tokens, and the depth x length heatmap of needles."""
 
 from __future__ import annotations
 
@@ -12,36 +12,40 @@ from shadowkv.eval.files import Prediction, replacing
 from shadowkv.eval.report import BASELINE, by_cell, labels
 from shadowkv.eval.statistics import mean_and_error
 
-PANELS_PER_ROW = 4
-
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
-    """Score by length, a line per policy with standard errors, a panel per task."""
+    """A panel per length, a row per task, a dot per policy with its standard error: the paired difference to full
+    attention, or the score where that was not asked for or nothing else was."""
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
-    columns = min(PANELS_PER_ROW, len(tasks))
-    figure, axes = new_figure(-(-len(tasks) // columns), columns, (4.2, 3.2))
-    for axis, task in zip(axes, tasks):
-        for number, label in enumerate(labels(predictions)):
-            points = [
-                (length, *mean_and_error(list(cell[label].values())))
-                for (length, name), cell in cells.items()
-                if name == task and label in cell
-            ]
+    lengths = sorted({length for length, _ in cells})
+    policies = labels(predictions)
+    paired = policies[0] == BASELINE and len(policies) > 1
+    shown = policies[paired:]
+    figure, axes = new_figure(1, len(lengths), (5.2, 1.6 + len(tasks) * (0.2 + 0.06 * len(shown))))
+    for axis, length in zip(axes, lengths):
+        for number, label in enumerate(shown):
+            points = []
+            for row, task in enumerate(tasks):
+                scores = cells.get((length, task), {}).get(label)
+                if scores:
+                    full = cells[length, task][BASELINE] if paired else dict.fromkeys(scores, 0.0)
+                    mean, error = mean_and_error([scores[of] - full[of] for of in scores if of in full])
+                    points.append(
+                        (100 * mean, row + 0.8 * ((number + 0.5) / len(shown) - 0.5), 100 * bar_length(error))
+                    )
             if points:
-                lengths, means, errors = zip(*points)
-                bars = [100 * bar_length(error) for error in errors]
-                style = {"marker": "o", "capsize": 3, "color": f"C{number}", "label": label}
-                axis.errorbar(lengths, [100 * mean for mean in means], bars, **style)
-        lengths = tuple(sorted({length for length, name in cells if name == task}))
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [str(length) for length in lengths])
-        axis.set_ylim(-3, 103)
-        axis.set_title(task, fontsize=10)
-        axis.set_xlabel("tokens of context")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("score, per cent")
-    axes[0].legend(fontsize=8)
+                x, y, errors = zip(*points)
+                axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, capsize=2, color=colour(number), label=label)
+        for row in range(1, len(tasks)):
+            axis.axhline(row - 0.5, color="0.85", linewidth=0.8)
+        axis.set_yticks(range(len(tasks)), tasks, fontsize=9)
+        axis.set_ylim(len(tasks) - 0.5, -0.5)
+        axis.axvline(0, color="0.4", linewidth=1)
+        axis.set_title(f"{length:,} tokens of context", fontsize=10)
+        axis.set_xlabel(f"difference to {BASELINE}, points" if paired else "score, per cent")
+        axis.grid(alpha=0.3, axis="x")
+    add_legend(figure)
     figure.suptitle(model)
     save_figure(figure, path)
 
@@ -57,16 +61,16 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
             if not points:
                 continue
             attended, scores, errors = zip(*points)
-            axis.errorbar(attended, scores, errors, marker="o", capsize=3, color=f"C{number}", label=kv)
+            axis.errorbar(attended, scores, errors, marker="o", capsize=3, color=colour(number), label=kv)
             if kv == BASELINE:
-                axis.axhline(scores[0], color=f"C{number}", linestyle=":", linewidth=1)
+                axis.axhline(scores[0], color=colour(number), linestyle=":", linewidth=1)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.set_title(f"{length} tokens of context", fontsize=10)
         axis.set_xlabel("tokens attended per kv head and step")
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("score over all tasks, per cent")
-    axes[0].legend(fontsize=8)
+    add_legend(figure)
     figure.suptitle(model)
     save_figure(figure, path)
 
@@ -113,6 +117,22 @@ def bar_length(error: float) -> float:
 
 def _mean(scores: list[float]) -> float:
     return 100 * sum(scores) / len(scores) if scores else math.nan
+
+
+def colour(number: int) -> Any:
+    """One of twenty; the first ten are those of matplotlib's cycle."""
+    from matplotlib import colormaps
+
+    twenty = colormaps["tab20"].colors
+    return (*twenty[::2], *twenty[1::2])[number % 20]
+
+
+def add_legend(figure: Any) -> None:
+    """Names what is drawn, once each, below the panels."""
+    named = {name: line for axis in figure.axes for line, name in zip(*axis.get_legend_handles_labels())}
+    width = max(map(len, named), default=1) / 9 + 0.7  # inches that an entry takes
+    columns = max(1, min(len(named), int(figure.get_figwidth() / width)))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:

@@ -1,10 +1,12 @@
-"""Plots of a throughput sweep: tokens per second by batch, the trade with speed per user, and memory per sequence."""
+"""Plots of a throughput sweep: tokens per second, and memory per sequence, of each policy at its largest batch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from shadowkv.eval.plots import add_legend, new_figure, save_figure
 
 COLOURS = {
     "full": "tab:gray",
@@ -15,71 +17,63 @@ COLOURS = {
 }
 """Of the policies, in the order in which they are shown; others come after them."""
 
+OTHERS = "tab:purple"
 
-def plot(cells: list[dict[str, Any]], out: Path) -> list[Path]:
-    """Writes ``throughput.png``, ``pareto.png`` and ``memory.png`` from a sweep's cells; returns their paths.
+Cell = dict[str, Any]
 
-    One panel per model and context; cells that did not run are left out.
+
+def plot(cells: list[Cell], out: Path) -> list[Path]:
+    """Writes ``throughput.png`` and ``memory.png`` from a sweep's cells; returns their paths.
+
+    One panel per model and context, a bar per policy; cells that did not run are left out.
     """
-    import matplotlib
+    panels: dict[tuple[str, int], dict[str, Cell]] = defaultdict(dict)
+    for cell in sorted((cell for cell in cells if cell["status"] == "ok"), key=_place):
+        panels[cell["model"], cell["context"]][cell["kv"]] = cell  # the largest batch is the last
+    if not panels:
+        return []
+    most = max(map(len, panels.values()))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def drawn(name: str, label: str, draw: Any) -> Path:
+        figure, axes = new_figure(1, len(panels), (4.8, 1.2 + 0.36 * most))
+        for axis, ((model, context), policies) in zip(axes, panels.items(), strict=True):
+            draw(axis, policies)
+            axis.set_title(f"{model}, {context:,} tokens", fontsize=10)
+            axis.set_xlabel(label)
+            axis.set_ylim(most - 0.5, -0.5)
+            axis.set_xlim(0, 1.4 * axis.get_xlim()[1])  # room for what is written behind a bar
+            axis.grid(alpha=0.3, axis="x")
+            axis.set_axisbelow(True)
+        add_legend(figure)
+        save_figure(figure, out / name)
+        return out / name
 
-    panels: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    return [
+        drawn("throughput.png", "decode tokens/s at the largest batch", _speeds),
+        drawn("memory.png", "GiB per sequence", _sizes),
+    ]
+
+
+def _place(cell: Cell) -> tuple[int, int, str, int]:
     order = list(COLOURS)
-
-    def place(cell: dict[str, Any]) -> tuple[int, int, str, int]:
-        shown = order.index(cell["kv"]) if cell["kv"] in order else len(order)
-        return cell["context"], shown, cell["kv"], cell["batch"]
-
-    for cell in sorted((cell for cell in cells if cell["status"] == "ok"), key=place):
-        panels[cell["model"], cell["context"]][cell["kv"]].append(cell)
-    written = []
-
-    def draw(name: str, x: str, y: str, labels: tuple[str, str]) -> None:
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.8), squeeze=False)
-        for axis, ((model, context), policies) in zip(axes[0], panels.items(), strict=True):
-            for kv, rows in policies.items():
-                points = [(figure_of(row, x), figure_of(row, y)) for row in rows]
-                axis.plot(*zip(*points, strict=True), "o-", label=kv, color=COLOURS.get(kv), markersize=4)
-            axis.set(title=f"{model}, {context:,} tokens", xlabel=labels[0], ylabel=labels[1])
-            axis.set_xlim(0, 1.05 * axis.get_xlim()[1])
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-            axis.grid(alpha=0.3)
-        save(figure, name)
-
-    def bars() -> None:
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.8), squeeze=False)
-        for axis, ((model, context), policies) in zip(axes[0], panels.items(), strict=True):
-            largest = {kv: rows[-1] for kv, rows in policies.items()}
-            device = [row["device_gib_per_sequence"] for row in largest.values()]
-            host = [row["host_gib"] / row["batch"] for row in largest.values()]
-            axis.bar(list(largest), device, label="device", color="tab:blue")
-            axis.bar(list(largest), host, bottom=device, label="pinned host", color="tab:cyan")
-            axis.set(title=f"{model}, {context:,} tokens", ylabel="GiB per sequence")
-            axis.tick_params(axis="x", labelrotation=15)
-            axis.set_ylim(0, 1.1 * max(map(sum, zip(device, host, strict=True))))
-        save(figure, "memory.png")
-
-    def save(figure: Any, name: str) -> None:
-        shown = {
-            label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
-        figure.tight_layout(rect=(0, 0.07, 1, 1))
-        figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=len(shown), frameon=False)
-        figure.savefig(out / name, dpi=120)
-        pyplot.close(figure)
-        written.append(out / name)
-
-    if panels:
-        draw("throughput.png", "batch", "decode_tokens_per_s", ("sequences", "decode tokens/s"))
-        draw("pareto.png", "tokens_per_s_per_user", "decode_tokens_per_s", ("tokens/s per user", "tokens/s per GPU"))
-        bars()
-    return written
+    shown = order.index(cell["kv"]) if cell["kv"] in order else len(order)
+    return cell["context"], shown, cell["kv"], cell["batch"]
 
 
-def figure_of(cell: dict[str, Any], name: str) -> float:
-    """A figure of a cell; a user's tokens per second are one per step."""
-    return float(1e3 / cell["step_ms"] if name == "tokens_per_s_per_user" else cell[name])
+def _speeds(axis: Any, policies: dict[str, Cell]) -> None:
+    """Bars with their batch and, where ``full`` is among them, how many times its speed."""
+    full = policies.get("full")
+    speeds = [cell["decode_tokens_per_s"] for cell in policies.values()]
+    axis.barh(list(policies), speeds, color=[COLOURS.get(kv, OTHERS) for kv in policies])
+    for row, (cell, speed) in enumerate(zip(policies.values(), speeds, strict=True)):
+        times = "" if full is None or cell is full else f", {speed / full['decode_tokens_per_s']:.1f}×"
+        axis.text(speed, row, f" {speed:,.0f} ({cell['batch']}){times}", va="center", fontsize=8)
+
+
+def _sizes(axis: Any, policies: dict[str, Cell]) -> None:
+    device = [cell["device_gib_per_sequence"] for cell in policies.values()]
+    host = [cell["host_gib"] / cell["batch"] for cell in policies.values()]
+    axis.barh(list(policies), device, label="device", color="tab:blue")
+    axis.barh(list(policies), host, left=device, label="pinned host memory", color="tab:cyan")
+    for row, size in enumerate(map(sum, zip(device, host, strict=True))):
+        axis.text(size, row, f" {size:.2f}", va="center", fontsize=8)
