@@ -130,7 +130,7 @@ def colour(number: int) -> Any:
 def add_legend(figure: Any) -> None:
     """Names what is drawn, once each, below the panels."""
     named = {name: line for axis in figure.axes for line, name in zip(*axis.get_legend_handles_labels())}
-    width = max(map(len, named), default=1) / 9 + 0.7  # inches that an entry takes
+    width = max(map(len, named), default=1) / 15 + 0.6  # inches that an entry takes
     columns = max(1, min(len(named), int(figure.get_figwidth() / width)))
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from throughput_plots import COLOURS
+from throughput_plots import COLOURS, OTHERS
 
 Lines = Sequence[dict[str, str]]
 Point = tuple[float, float]
-
-OTHERS = "tab:purple"
-"""Colour of policies that have none of their own."""
 
 
 def score_by_speed(lines: Lines, out: Path) -> Path | None:
@@ -22,10 +19,10 @@ def score_by_speed(lines: Lines, out: Path) -> Path | None:
     Args:
         lines: of summary.csv.
     """
-    at = {length: _points(lines, "tokens_per_s_60k", f"ruler_{length}k") for length in (32, 16)}
+    at = {length: _points(lines, "tokens_per_s_60k", f"ruler_{length}k_difference") for length in (32, 16)}
     length = max(at, key=lambda length: len(at[length]))
     points = at[length]
-    labels = "decode tokens/s at 60K, largest batch", f"RULER {length}K, %"
+    labels = "decode tokens/s at 60K, largest batch", f"RULER {length}K, difference to full, points"
     return _draw(points, _best(points, 1, 1), labels, False, out / "score_by_speed.png")
 
 

@@ -18,6 +18,8 @@ COLUMNS = {
     "top1": ("fidelity", {}, "top1"),
     "ruler_16k": ("ruler", {"length": "16384"}, "score"),
     "ruler_32k": ("ruler", {"length": "32768"}, "score"),
+    "ruler_16k_difference": ("ruler", {"length": "16384"}, "difference"),
+    "ruler_32k_difference": ("ruler", {"length": "32768"}, "difference"),
     "batch_60k": ("throughput", {"context": "61440"}, "batch"),
     "tokens_per_s_60k": ("throughput", {"context": "61440"}, "tokens_per_s"),
     "batch_122k": ("throughput", {"context": "124928"}, "batch"),

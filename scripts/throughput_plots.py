@@ -18,6 +18,7 @@ COLOURS = {
 """Of the policies, in the order in which they are shown; others come after them."""
 
 OTHERS = "tab:purple"
+"""Colour of policies that have none of their own."""
 
 Cell = dict[str, Any]
 
