@@ -3,8 +3,7 @@
     python scripts/client_matrix.py --out docs/clients.md   # starts a server of its own
     clients/bin/python scripts/client_matrix.py --base-url http://localhost:8000/v1   # another environment's clients
 
-A yes means that the client itself made of the answer what it promises: text, pieces of text, a call of a tool with
-arguments that fit, an object of a given shape. What a model this small says is not the question.
+A yes means the client parsed the answer correctly; the model's quality is not judged.
 """
 
 from __future__ import annotations
@@ -206,7 +205,7 @@ CLIENTS: dict[str, Callable[[str, str], Cases]] = {
     "litellm": with_litellm,
     "llm": with_llm,
 }
-NOTES = {("llm", "tools"): "offered with `tool_choice` auto, which is all that it has"}
+NOTES = {("llm", "tools"): "offered with `tool_choice` auto, the only one it supports"}
 
 
 def installed() -> dict[str, str]:
@@ -239,8 +238,7 @@ def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) 
         "# Clients",
         "",
         f"What clients of the OpenAI API could do with a server of `{model}` on {date.today().isoformat()}; "
-        "`python scripts/client_matrix.py --out docs/clients.md` asks those that are installed again and writes this "
-        "page.",
+        "`python scripts/client_matrix.py --out docs/clients.md` tests the installed ones again and writes this page.",
         "",
         f"| client | version | {' | '.join(CASES)} |",
         f"| --- | --- |{' --- |' * len(CASES)}",

@@ -1,4 +1,4 @@
-"""What the commands share: mistakes in their flags are one line."""
+"""What the commands share: mistakes in their flags are one line, and help has no markup."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+    def format_help(self) -> str:
+        """Quotes of docstrings, which descriptions come from, are plain ones."""
+        return super().format_help().replace("``", "'")
 
 
 def one_line(error: BaseException, **renamed: str) -> str:

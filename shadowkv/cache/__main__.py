@@ -64,11 +64,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument("--remove", action="store_true", help="remove bad files")
     json_flag(verify)
 
-    prune = command("prune", _prune, "remove snapshots that no name keeps, those not used for longest first")
+    text = "remove snapshots that no name keeps, those not used for longest first; with --all names and theirs, too"
+    prune = command("prune", _prune, text)
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--max-gib", type=_size, metavar="GIB", help="until no more than this is left")
     which.add_argument("--older-than", type=_age, metavar="AGE", help="not used for this long, such as 90m, 12h or 7d")
-    which.add_argument("--all", action="store_true", help="all, bad files and names too")
+    which.add_argument("--all", action="store_true", help="all, also names, what they keep, and bad files")
     json_flag(prune)
 
     forget = command("forget", _forget, "forget names, so that what they keep may go when it is its turn")

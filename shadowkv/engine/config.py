@@ -202,7 +202,7 @@ class EngineConfig:
             "--max-model-len",
             type=int,
             metavar="TOKENS",
-            help="longest prompt + output (default: the model's own)",
+            help="longest prompt + output (default: the model's own, halved until one sequence fits)",
         )
         add(
             batch,
@@ -300,7 +300,8 @@ class EngineConfig:
             "--kv-offload-gib",
             type=float,
             metavar="GIB",
-            help="pinned host memory for copies of what the prefix cache has computed (default: none)",
+            help="pinned host memory for copies of what the prefix cache has computed (default: none; with "
+            "--kv-disk-dir room for two of the longest sequences, 1 to 16 GiB)",
         )
         add(
             kv,
