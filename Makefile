@@ -8,20 +8,29 @@ PY := .venv/bin/python
 PIP_INSTALL := $(PY) -m pip install --no-compile -c constraints.txt
 CSRC := $(wildcard csrc/*.h csrc/*/*)
 
+# Some images set it: each of some hundred processes that tests start would compile thousands of files anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu sanitize lint format docs clean
+.PHONY: help serve test test-slow test-gpu sanitize lint format docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/.installed ## Serve the default model on port 8000 (more flags: make serve ARGS="--help")
 	$(PY) -m shadowkv.serve --batch 48 $(ARGS)
 
 # One thread each: tensors of tests are small. A worker takes up to 5 GB of memory. Files are begun in the order of
 # tests/conftest.py, not those with the most tests first.
-test: .venv/.installed-test ## Run all tests, JOBS at a time (some of them: make test ARGS="tests/test_x.py -k name")
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+RUN_TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: .venv/.installed-test ## Run all tests but slow ones, JOBS at a time (some: make test ARGS="tests/test_x.py -k name")
+	$(RUN_TESTS) -m "not slow" $(ARGS)
+
+# Ray is installed for these alone: without it its tests would be skipped.
+test-slow: .venv/.installed-test-slow ## Run the slow tests: nvcc, clusters of Ray, loads and kills of servers, long answers
+	$(RUN_TESTS) -m slow $(ARGS)
 
 test-gpu: ## Build the CUDA ops and run the tests that need a GPU, with this machine's own torch
 	$(PYTHON) csrc/build_cuda.py

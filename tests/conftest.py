@@ -11,8 +11,9 @@ import pytest
 import torch
 
 LONGEST = (
-    *("test_cuda_sources.py", "test_smollm2.py", "test_snapshots.py", "test_interpreted.py", "test_soak.py"),
-    *("test_serve_end_to_end.py", "test_lifetimes.py", "test_exactness.py"),
+    *("test_cuda_sources.py", "test_replicas.py", "test_smollm2.py", "test_batch.py", "test_soak.py"),
+    *("test_interpreted.py", "test_snapshots.py", "test_serve_end_to_end.py", "test_tensor_parallel.py"),
+    *("test_lifetimes.py", "test_exactness.py"),
 )
 """Files that take longest, from the first to begin on: at the end other processes would have nothing left to do."""
 

@@ -46,7 +46,7 @@ keys, read an address back once a page: with five blocks a multiprocessor they w
 faster than with three that kept all in registers. Of attention over mixed latents with more than four queries a head
 those warps spill that turn queries, for which nobody waits: with registers that the others lack it was 4 % slower."""
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NVCC is None, reason="needs nvcc")]
 
 
 @pytest.fixture(scope="module")

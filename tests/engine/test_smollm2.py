@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -70,11 +71,15 @@ def prefilled(loaded: LoadedModel, policies: list[str], prompt: list[int], room:
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    """Reads the file in Python, for 19 seconds of CPU: what compares with it is in this file."""
+    """Reads the file in Python, for seconds of CPU: what compares with it is in this file."""
+    import gguf
     from transformers import AutoModelForCausalLM
 
     file = fetch("smollm2-135m-instruct")
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):  # asked for the same twice, and for every module
+            patch.setattr(gguf, name, lru_cache(getattr(gguf, name)))
+        return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 
 def test_logits_are_those_of_transformers_reading_of_the_file(loaded: LoadedModel, oracle: Any) -> None:
@@ -100,6 +105,7 @@ def test_ten_greedy_answers_equal_transformers_token_for_token(llm: LLM, oracle:
         assert picks.tolist() == answer.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["full", "turbo"])
 def test_generate_of_transformers_with_our_cache_gives_our_tokens(
     llm: LLM, loaded: LoadedModel, oracle: Any, kv: str
@@ -120,6 +126,7 @@ def test_generate_of_transformers_with_our_cache_gives_our_tokens(
     assert (cache.batch.sequences[0].sealed > 400) == (kv == "turbo")
 
 
+@pytest.mark.slow
 def test_ragged_batch_equals_each_prompt_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 512)
     lengths = [1, 7, 63, 64, 65, 780]  # the last is compressed; together they are more than a block
@@ -151,7 +158,14 @@ def test_needle_in_a_prompt_of_two_blocks_is_found(
         assert (session.sequence.sealed > 1200) == (kv == "shadowkv")
 
 
-@pytest.mark.parametrize(("kv", "count", "limit"), [("full", 200, 1e-6), ("quest", 400, 0.05), ("shadowkv", 900, 0.05)])
+@pytest.mark.parametrize(
+    ("kv", "count", "limit"),
+    [
+        ("full", 200, 1e-6),
+        pytest.param("quest", 400, 0.05, marks=pytest.mark.slow),
+        ("shadowkv", 900, 0.05),
+    ],
+)
 def test_second_turn_extends_the_cached_sequence(
     llm: LLM, loaded: LoadedModel, kv: str, count: int, limit: float
 ) -> None:
@@ -169,6 +183,7 @@ def test_second_turn_extends_the_cached_sequence(
     assert kl_divergence(fresh, extended).mean() <= limit
 
 
+@pytest.mark.slow
 def test_a_document_behind_a_short_first_turn_is_kept_as_well_as_in_one_prompt(llm: LLM, loaded: LoadedModel) -> None:
     """It does not fit the state that the first turn left: it has one of its own, or is exact where it is short."""
     question = llm.tokenizer.encode("\n\nWhat is the text above about, in detail? Answer:")
@@ -198,6 +213,7 @@ def test_next_turn_through_the_engine_reuses_what_is_cached(llm: LLM) -> None:
     assert same.token_ids == second.token_ids
 
 
+@pytest.mark.slow
 def test_long_output_seals_pages_in_bounded_memory(llm: LLM, loaded: LoadedModel) -> None:
     prompt, count = chat(llm, "Tell a very long story of a lighthouse."), 360
     session = Session(loaded, preset("shadowkv:outliers=8,budget=128"), len(prompt) + count)

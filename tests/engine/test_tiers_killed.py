@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_prefix_cache import fresh
 from test_tiers import ask
 from tiers import assert_nothing_left, settle
@@ -49,6 +50,7 @@ def question(number: int) -> list[int]:
     return [document.randrange(3, 256) for _ in range(640)] + [tail.randrange(3, 256) for _ in range(100)]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_leaves_nothing_bad_behind(make: Any, tiny: Path, tmp_path: Path) -> None:
     options = {"kv": "full", "kv_disk_dir": str(tmp_path), "max_num_seqs": 4, "max_cached_seqs": 2, "kv_dense_below": 0}
     arguments = json.dumps({"model": str(tiny), "load_format": "dummy", "fetch_buffer": 2.0, **options})

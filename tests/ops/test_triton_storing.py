@@ -169,8 +169,11 @@ if ON_GPU or INTERPRETED:
         assert (got[0, pages[1]] & 0x7F == 0x7E).sum() > 1, f"some are {LARGEST}"
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (3, 64, 1)])
-    @pytest.mark.parametrize("shared", [False, True])
+    # In the interpreter, which takes seconds for each, every value of every parameter once.
+    @pytest.mark.parametrize(
+        ("heads", "dim", "chunk", "shared"),
+        [(2, 128, 8, True), (3, 64, 1, False), *[(2, 128, 8, False), (3, 64, 1, True)] * ON_GPU],
+    )
     def test_rows_of_vectors(heads: int, dim: int, chunk: int, shared: bool, dtype: torch.dtype) -> None:
         """Another entry than the reference's is as near; NaN, and the first of entries that are the same."""
         skip_what_compiles_for_long(dim, dtype)

@@ -30,8 +30,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}.items():
         monkeypatch.setenv(name, value)
-    import ray
-
+    ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     try:
         yield
@@ -65,6 +64,7 @@ def replicas() -> list[psutil.Process]:
     return [one for one in children if "MapWorker" in "".join(one.cmdline()) + one.name()]
 
 
+@pytest.mark.slow
 def test_every_line_has_one_answer_though_a_replica_is_killed(cluster: None, flags: list[str], tmp_path: Path) -> None:
     bad = ["{not json", line(0), ""]
     (tmp_path / "in.jsonl").write_text("\n".join([*map(line, range(LINES)), *bad]))

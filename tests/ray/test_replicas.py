@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import httpx
 import psutil
@@ -24,8 +26,6 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.ray.serve import check_room
 from shadowkv.serve.api import build_app
 from shadowkv.serve.settings import ServerSettings
-
-pytest.importorskip("ray.serve")
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 KEY = {"Authorization": "Bearer secret"}
@@ -74,6 +74,7 @@ def engine() -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    pytest.importorskip("ray.serve")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     flags += ["--port=0", "--replicas=2", "--served-model-name=small", "--api-key=secret", "--max-body-mib=1"]
     process = subprocess.Popen(
@@ -156,6 +157,7 @@ def told(answer: httpx.Response) -> tuple[int, list[str], object]:
     return answer.status_code, names, [line(text) for text in answer.text.splitlines()]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_a_plain_server(server, plain):
     for method, path, body in REQUESTS:
         options = {"json": body, "headers": KEY} if body else {"headers": KEY}
@@ -166,6 +168,7 @@ def test_answers_are_those_of_a_plain_server(server, plain):
     assert named.headers["X-Request-Id"] == "mine"
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_where_its_beginning_is_cached(server):
     prompts = [f"{word}. " + "List the days of the week, please. " * 20 for word in ("One", "Two")]
 
@@ -181,6 +184,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached(server):
     assert server.samples("shadowkv:replicas") == {"": 2}
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_up_frees_its_sequence(server):
     stream = server.stream("Once", 900)
     next(stream)
@@ -191,6 +195,7 @@ def test_a_client_that_hangs_up_frees_its_sequence(server):
         assert time.monotonic() < end
 
 
+@pytest.mark.slow
 def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(server, plain):
     asked = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     right = plain.post("/v1/completions", json=asked, headers=KEY).json()["choices"]
@@ -212,6 +217,7 @@ def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_what_runs_at_a_signal_to_stop_is_answered(server):
     stream = server.stream("Once", 30)
     next(stream)
@@ -233,9 +239,8 @@ def test_what_runs_at_a_signal_to_stop_is_answered(server):
 def test_more_replicas_than_this_machine_has_room_for_are_refused(
     replicas: int, gpus: float, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
-
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", cast(ModuleType, ray))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     args = argparse.Namespace(replicas=replicas, cpus_per_replica=1)
     if said is None:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import hostile
+import pytest
 
 
+@pytest.mark.slow
 def test_a_live_server(tmp_path):
     out = tmp_path / "hostile.json"
     attacks = ["a small request", "messages of numbers", "text beyond the limit", "a chain of references"]

@@ -17,6 +17,7 @@ EXPECTED = Answer(["a"], [-0.1], [{"a": -0.1, "b": -3.0}], "length")
 ORIGIN = 40 * "0"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_the_next(tmp_path):
     out = tmp_path / "kills.json"
     sizes = ["--documents", "2", "--questions", "2", "--words", "100", "120", "--seconds", "1", "--kills", "1"]

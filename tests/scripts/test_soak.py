@@ -13,6 +13,7 @@ from soak import Answer, Lost, Soak
 EXPECTED = Answer(["a", "b"], [-0.1, -0.2], [{"a": -0.1, "x": -0.1015}, {"b": -0.2, "y": -0.3}], "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [soak.SERVER["kv"], "turbo:keys=low-rank,values=dense"])
 def test_a_live_server(tmp_path, kv):
     out = tmp_path / "soak.json"
@@ -31,6 +32,7 @@ def test_a_live_server(tmp_path, kv):
     assert 0 < found["health p50 ms"] <= found["health p99 ms"] <= found["health max ms"]
 
 
+@pytest.mark.slow
 def test_chats_find_their_earlier_turns_where_slots_are_free(tmp_path):
     out = tmp_path / "soak.json"
     # Rounding differs between batches; a basis may then turn, and errors of 8 and 4 bits fall otherwise.
