@@ -144,6 +144,7 @@ def workers() -> list[int]:
     return [int(line) for line in listed.stdout.split()]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_all(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the middle of a request, with one clear error, and again where nothing is at work."""
     with engine_of(model, 2) as engine:
@@ -233,6 +234,7 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
         assert sequence.length == 5
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_they_belong_to(model: Path) -> None:
     script = (
         "import os, sys\n"

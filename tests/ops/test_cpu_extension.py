@@ -272,6 +272,7 @@ def test_the_binding_refuses_a_chunk_that_runs_do_not_hold():
         torch.ops.shadowkv.select_by_sketch(*sketch_case().values(), 3, 25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["avx2", "baseline"])
 def test_older_instruction_sets(isa):
     """The choice is made when the library loads, so in a process of its own."""

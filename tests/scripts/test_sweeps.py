@@ -68,6 +68,7 @@ def test_every_length_of_every_policy_is_measured_once(model, tmp_path, in_this_
     assert len(in_this_process) == 3 and read(out) == rows
 
 
+@pytest.mark.slow
 def test_ranks_are_compared_with_one_gpu_and_with_full(model, tmp_path, in_this_process):
     out = tmp_path / "ranks.csv"
     flags = ["--model", str(model), *TINY, "--prefill", "dense", "--context", "640", "--batch", "2", "--out", str(out)]
@@ -91,6 +92,7 @@ def test_ranks_are_compared_with_one_gpu_and_with_full(model, tmp_path, in_this_
     assert read(out) == rows and len(in_this_process) == 4
 
 
+@pytest.mark.slow
 def test_an_engine_has_a_process_of_its_own(model, tmp_path, monkeypatch):
     out = tmp_path / "summary.csv"
     monkeypatch.setattr(sys, "path", [*sys.path])  # what a spawned process is given

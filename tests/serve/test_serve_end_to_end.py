@@ -218,6 +218,7 @@ def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
         assert "/v1/chat/completions 200 id=" in line and line.endswith(" cut=server_stopping")
 
 
+@pytest.mark.slow
 def test_a_server_process_drains_and_a_second_signal_ends_it():
     with server_process("--shutdown-timeout", "100") as (process, url):
         stream = begin(url, 40)
