@@ -7,9 +7,7 @@ import torch
 from shadowkv.kvcache.free_memory import free_bytes
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.fp8 import unfit
-from shadowkv.wording import OutOfMemory, SettingsError
-
-GIB = 2**30
+from shadowkv.wording import GIB, OutOfMemory, SettingsError
 
 
 def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:

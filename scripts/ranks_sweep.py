@@ -38,12 +38,12 @@ from sweep_rows import RANKS, Rows, read
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.sizing import GIB
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.spec import FETCH_BUFFER
 from shadowkv.models.loader import load_config
 from shadowkv.models.sharding import Shard
 from shadowkv.plan.planner import Machine, Planner
+from shadowkv.wording import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 

@@ -34,12 +34,13 @@ from throughput_plots import plot
 from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.sizing import GIB, largest_batch
+from shadowkv.engine.sizing import largest_batch
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.free_memory import free_host_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 

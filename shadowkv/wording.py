@@ -7,6 +7,9 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 
+GIB = 2**30
+"""Bytes."""
+
 _VALUE = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[-+\w]+(?:\.[-+\w]+)*"
 """A value in a message, as ``repr`` writes texts, numbers and booleans."""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from shadowkv.cache.errors import UnknownName, UnusableName
 from shadowkv.cache.files import temporary_path
 from shadowkv.cache.filesystem import FileSystem
+from shadowkv.cache.head import MAX_NUMBER
 from shadowkv.cache.index import Entry
 from shadowkv.cache.key import is_name
 from shadowkv.cache.save_name import check_save_name
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "names", ".json"
 
 FORMAT = "shadowkv-name-1"
-
-MAX_NUMBER = 10**15
-"""Of tokens and seconds."""
 
 CLOCK_NANOSECONDS = 2 * 10**9
 """A change so shortly before a listing may not be in it."""

@@ -15,6 +15,7 @@ from shadowkv.wording import SettingsError
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+"""Those of ``models.loader``, which cannot be imported without PyTorch, as flags are named."""
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")

@@ -16,20 +16,19 @@ from shadowkv.engine.prefill import BLOCK_TOKENS
 from shadowkv.kvcache.growth import SETTLED
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.kvcache.traffic import attention_seconds
+from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH, attention_seconds
 from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 
 ANSWER = 256
 """Tokens of an answer that compressing its prompt is to pay for."""
 
-HIT_RATE = 0.6
-"""Of selected chunks, those whose values a step finds in the device's buffer (ShadowKV, arXiv:2410.21465, 4.1)."""
-
 
 @dataclass(frozen=True)
 class Costs:
     """What a kind of device takes, in seconds and bytes a second.
+
+    What is no bandwidth was measured with ``turbo`` and stands for every policy.
 
     Attributes:
         bandwidth, host_bandwidth: at which steps read tokens on the device and values on the host.
@@ -50,7 +49,7 @@ class Costs:
 COSTS = {
     # One H200, Llama-3.1-8B: of a step of one sequence of 60K 1.2 ms are neither bytes nor the dense step's; prompts of
     # 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
-    "cuda": Costs(4.5e12, 50.7e9, step=37e-6, row=0.0, fit=0.015, seal=2e-6),
+    "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015, seal=2e-6),
     # Two cores, SmolLM2-135M: at 4K a step of one sequence takes `turbo` 72 to 105 ms and `full` 39 to 66.
     "cpu": Costs(14e9, 14e9, step=0.0, row=1.1e-3, fit=0.1, seal=250e-6),
 }

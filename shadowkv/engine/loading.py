@@ -11,7 +11,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.crossover import dense_below
 from shadowkv.engine.devices import device_of
 from shadowkv.engine.prefix_caching import in_words
-from shadowkv.engine.sizing import GIB, likely_cache_bytes, size_cache
+from shadowkv.engine.sizing import likely_cache_bytes, size_cache
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of
 from shadowkv.kvcache.layout import Layout
@@ -21,7 +21,7 @@ from shadowkv.layers import block_matrix, fp8_linear
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.loader import LoadedModel, load_model
 from shadowkv.ops.registry import Ops
-from shadowkv.wording import counted
+from shadowkv.wording import GIB, counted
 
 logger = logging.getLogger(__name__)
 

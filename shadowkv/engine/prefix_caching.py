@@ -19,12 +19,12 @@ from shadowkv.cache.key import CacheKey, origin
 from shadowkv.cache.lower_tiers import STEP_BYTES
 from shadowkv.cache.prefix_cache import PrefixCache
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.sizing import GIB, offload_bytes
+from shadowkv.engine.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
-from shadowkv.wording import SettingsError
+from shadowkv.wording import GIB, SettingsError
 
 Origin = Callable[[str | None], str]
 

@@ -20,9 +20,9 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
-from shadowkv.wording import OutOfMemory, counted
+from shadowkv.wording import GIB, OutOfMemory, counted
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 """Of a GPU's memory, weights included; of a machine's free memory."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.sampling import Sampling
 
-PAGES_AT_ONCE = 512
+SEALED_AT_ONCE = 512
 """Pages of one layer that are coded at a time, to bound what that takes beside them."""
 
 OBSERVED = 64

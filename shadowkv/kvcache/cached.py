@@ -19,7 +19,7 @@ from shadowkv.kvcache.side_stream import SideStream
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
-PAGES_AT_ONCE = 512
+SPAN_PAGES = 512
 """Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans are there together."""
 
 
@@ -35,13 +35,13 @@ class CachedTokens:
     def spans(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
         """RoPE-rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for."""
         if self.store.layout.skips(layer):
-            for names in segment.row.pages[0].split(PAGES_AT_ONCE):
+            for names in segment.row.pages[0].split(SPAN_PAGES):
                 keys, values = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
                 yield keys, values
             return
         row, static = segment.row, segment.static
         pages = row.pages.shape[1]
-        step = min(PAGES_AT_ONCE, pages)
+        step = min(SPAN_PAGES, pages)
         spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
         # A row more than a span has, for the exact tokens that are none of the span's.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)

@@ -96,7 +96,6 @@ class Placing:
             length=length,
             before=before,
             sealed=sealed,
-            segment=segment,
             fits=after.fits,
             state=x[state],
             observed=None if observed is None else x[observed],

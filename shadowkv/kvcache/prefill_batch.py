@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import OBSERVED, SealedBatch, layers_at_once
-from shadowkv.kvcache.sequence import CachedSequence, Segment
+from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.upload import upload
 
@@ -57,7 +57,6 @@ class Places:
     Attributes:
         length: tokens of the sequence with them.
         before, sealed: tokens that are sealed already, and those that are now.
-        segment: the last segment, which they are sealed in; None where nothing is sealed.
         fits: whether it is new: its state is to be fitted.
         state: int64 [1].
         observed: int64 [1], the state that learns from their last queries: that one, or the one that is held for when a
@@ -74,7 +73,6 @@ class Places:
     length: int
     before: int
     sealed: int
-    segment: Segment | None
     fits: bool
     state: Tensor
     observed: Tensor | None

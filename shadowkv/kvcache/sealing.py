@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import PAGES_AT_ONCE
+from shadowkv.kvcache.batch import SEALED_AT_ONCE
 from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import EXCLUDED, SealedTokens
 from shadowkv.kvcache.sequence import Tables
@@ -29,7 +29,7 @@ class Sealing:
         """Stores full pages; ``excluded`` bool [L, n, H, C] marks chunks that are exact elsewhere."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
-            for some in tokens.split(max(1, PAGES_AT_ONCE // layers)):
+            for some in tokens.split(max(1, SEALED_AT_ONCE // layers)):
                 part.seal(self.store, some)
         if excluded is not None:
             self.parts.index.exclude(self.store, tokens.layers, tokens.pages, excluded)

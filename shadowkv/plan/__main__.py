@@ -20,18 +20,14 @@ from shadowkv.engine.config import (
 )
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER
+from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HIT_RATE, HOST_BANDWIDTH
 from shadowkv.wording import counted
 
 if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
 
-# Measured on one H200.
 GPU_MEMORY_GIB = 139.0
-DEVICE_BANDWIDTH_TBS = 4.5
-HOST_BANDWIDTH_GBS = 50.7
-
-HIT_RATE = 0.6
-"""Chunks that one step selects again out of the last one's (ShadowKV, section 4.1)."""
+"""Of an H200."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,8 +91,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--gpu-memory-utilization", 0.9, "SHARE", "of it, weights included (default: %(default)s)"),
         ("--host-memory-gib", None, "GIB", "pinned host memory for values (default: as much as the batch needs)"),
         ("--kv-offload-gib", 0.0, "GIB", "besides, for copies of cached prompts (default: none)"),
-        ("--device-bandwidth-tbs", DEVICE_BANDWIDTH_TBS, "TB/S", "reads of device memory (default: %(default)s)"),
-        ("--host-bandwidth-gbs", HOST_BANDWIDTH_GBS, "GB/S", "reads of host memory by the GPU (default: %(default)s)"),
+        ("--device-bandwidth-tbs", DEVICE_BANDWIDTH / 1e12, "TB/S", "reads of device memory (default: %(default)s)"),
+        (
+            "--host-bandwidth-gbs",
+            HOST_BANDWIDTH / 1e9,
+            "GB/S",
+            "reads of host memory by the GPU (default: %(default)s)",
+        ),
     ):
         machine.add_argument(flag, type=float, default=default, metavar=unit, help=text)
     return parser.parse_args(argv)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.engine.sizing import GIB, GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
+from shadowkv.engine.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.spec import KVSpec
 from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
@@ -14,6 +14,7 @@ from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
 from shadowkv.plan.memory import SequenceBytes, sequence_bytes
+from shadowkv.wording import GIB
 
 
 @dataclass(frozen=True)

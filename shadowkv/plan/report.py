@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shadowkv.engine.sizing import GIB
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.plan.planner import Plan, Planner, StepFloor
-from shadowkv.wording import counted
+from shadowkv.wording import GIB, counted
 
 
 def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:

@@ -28,7 +28,7 @@ POLICIES = {
 def test_turns_that_keep_everything_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_prefill, "SHARE", 1e-30)
     monkeypatch.setattr(sparse_prefill, "MOST", 1.0)
-    monkeypatch.setattr("shadowkv.kvcache.cached.PAGES_AT_ONCE", 3)
+    monkeypatch.setattr("shadowkv.kvcache.cached.SPAN_PAGES", 3)
     cache = make_cache(POLICIES[name])
     lengths = [1700, 900]
     streams = [Stream(seed, cache.allocate(n, n + 20)) for seed, n in enumerate(lengths)]

@@ -43,7 +43,7 @@ if ON_GPU or INTERPRETED:
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are longer than the reference decodes at a time, and shared by thread blocks of the kernel."""
-    monkeypatch.setattr(reference, "PAGES_AT_ONCE", 2)
+    monkeypatch.setattr(reference, "DECODED_AT_ONCE", 2)
     if kernel is not None:
         monkeypatch.setattr(kernel, "LEAST_PAGES", 2)
 

@@ -88,7 +88,7 @@ def test_paged_attention_survives_large_scores(ops, seed):
 @pytest.mark.parametrize("at_once", [1, 3, 14])
 def test_paged_attention_may_gather_its_pages_in_any_number_of_steps(seed, monkeypatch, at_once):
     args, rows = paged_case(2, 3, 64, torch.float32)
-    monkeypatch.setattr(paged_reference, "PAGES_AT_ONCE", at_once)
+    monkeypatch.setattr(paged_reference, "GATHERED_AT_ONCE", at_once)
     check(paged_reference.paged_attention(*args), rows, torch.float32)
 
 

@@ -171,7 +171,7 @@ sizes = pytest.mark.parametrize(
 def test_sign_scores_are_the_best_of_a_runs_tokens_and_a_groups_queries(
     ops, seed, monkeypatch, heads, group, dim, chunk
 ):
-    monkeypatch.setattr(reference, "PAGES_AT_ONCE", 5)
+    monkeypatch.setattr(reference, "UNPACKED_AT_ONCE", 5)
     args, _ = problem(heads, group, dim, chunk, [5, 1, 0])
     del args["rest"]
     scores = ops.sign_scores(**args)

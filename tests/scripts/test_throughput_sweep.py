@@ -13,10 +13,11 @@ from tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.loading import load_from_config
-from shadowkv.engine.sizing import GIB, size_cache
+from shadowkv.engine.sizing import size_cache
 from shadowkv.kvcache.layout import Layout
 from shadowkv.kvcache.presets import preset
 from shadowkv.plan.planner import Machine, Planner
+from shadowkv.wording import GIB
 
 
 @pytest.mark.parametrize("synthetic", [False, True])

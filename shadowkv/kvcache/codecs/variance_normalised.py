@@ -15,10 +15,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.codecs.packing import pack_bits, unpack_bits
 from shadowkv.ops.codec import CodecId, RowCodec
+from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import walsh_hadamard
-
-TILE = 64
-"""Rows that are coded together."""
 
 ITERATIONS = 16
 """Of scaling tokens and channels; the scales that leave variances most alike are taken."""
@@ -43,12 +41,12 @@ class VarianceNormalisedRows(RowCodec):
     """
 
     rotated = True
-    tile = TILE
+    tile = PAGE
     bits: ClassVar[int]
     steps_of: ClassVar[int]
 
     def wanted(self, dim: int) -> str | None:
-        return f"a power of two from {TILE} on" if dim < TILE or dim & (dim - 1) else None
+        return f"a power of two from {PAGE} on" if dim < PAGE or dim & (dim - 1) else None
 
     def rotation_matrix(self, dim: int, name: str) -> Tensor:
         return walsh_hadamard(torch.eye(dim)) / dim**0.5
@@ -58,13 +56,13 @@ class VarianceNormalisedRows(RowCodec):
 
     def scales(self, dim: int) -> int:
         of_token, of_channel = self._counts()
-        return of_token + of_channel * dim // TILE
+        return of_token + of_channel * dim // PAGE
 
     def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
         self.check(rows.shape[-1])
-        if rows.shape[-2] % TILE:
-            raise ValueError(f"{self.name} rows are coded {TILE} at a time, not {rows.shape[-2]}")
-        y = (rows.float() if rotation is None else rows.float() @ rotation).unflatten(-2, (-1, TILE))
+        if rows.shape[-2] % PAGE:
+            raise ValueError(f"{self.name} rows are coded {PAGE} at a time, not {rows.shape[-2]}")
+        y = (rows.float() if rotation is None else rows.float() @ rotation).unflatten(-2, (-1, PAGE))
         of_token, of_channel = balance(y)
         gauge, other = (of_token, of_channel) if self.steps_of == -2 else (of_channel, of_token)
         mean = gauge.log().mean((-2, -1), keepdim=True).exp()
@@ -77,16 +75,16 @@ class VarianceNormalisedRows(RowCodec):
         codes = codes.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
         scales = (gauge, torch.cat((step, least), dim=-2 if self.steps_of == -2 else -1))
         of_tokens, of_channels = scales if self.steps_of == -2 else scales[::-1]
-        behind = of_channels.flatten(-2).unflatten(-1, (TILE, -1))
+        behind = of_channels.flatten(-2).unflatten(-1, (PAGE, -1))
         return pack_bits(codes, self.bits).flatten(-3, -2), torch.cat((of_tokens, behind), dim=-1).flatten(-3, -2)
 
     def decode(
         self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
     ) -> Tensor:
         self.check(dim)
-        y = unpack_bits(codes, self.bits).unflatten(-2, (-1, TILE)).float()
+        y = unpack_bits(codes, self.bits).unflatten(-2, (-1, PAGE)).float()
         of_token, of_channel = self._counts()
-        tokens, behind = scale.unflatten(-2, (-1, TILE)).float().split((of_token, self.scales(dim) - of_token), dim=-1)
+        tokens, behind = scale.unflatten(-2, (-1, PAGE)).float().split((of_token, self.scales(dim) - of_token), dim=-1)
         channels = behind.flatten(-2).unflatten(-1, (of_channel, dim))
         (step, least), gauge = (
             (channels.split(1, dim=-2), tokens) if self.steps_of == -2 else (tokens.split(1, dim=-1), channels)

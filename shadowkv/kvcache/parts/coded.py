@@ -18,12 +18,12 @@ from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import LANES, CodecId, RowCodec
 from shadowkv.ops.quantise_rows import MOST_DIMS
-from shadowkv.ops.quantise_rows.reference import PAGES_AT_ONCE as CODED_AT_ONCE
+from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
 
 KEY_MEAN = "key_mean"
 """The field of states that centred keys lack."""
 
-PAGES_AT_ONCE = 512
+CROSSING_AT_ONCE = 512
 """Pages of codes on the device at a time that go to the host: written there as they are made, they would cross the bus
 a byte at a time (27 ms a layer of 60K tokens on an H200, where dense values of five times the size take 2.8)."""
 
@@ -183,7 +183,7 @@ class CodedValues(CodedPart, ValuePart):
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         host = self.spec.place == "host"
-        for some in tokens.split(PAGES_AT_ONCE if host else max(1, len(tokens.pages))):
+        for some in tokens.split(CROSSING_AT_ONCE if host else max(1, len(tokens.pages))):
             self.seal_rows(store, some, some.values, some.value_pages, host)
 
     def source(self, store: SealedStore, layer: int, batch: SealedBatch) -> CodedRows:

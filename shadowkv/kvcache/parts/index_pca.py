@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import PAGES_AT_ONCE, SealedBatch
+from shadowkv.kvcache.batch import SEALED_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
@@ -43,7 +43,7 @@ class PCA(ScoredIndex):
 
     def sealing_bytes(self) -> int:
         """Keys in float32, centred and projected."""
-        return 12 * PAGES_AT_ONCE * PAGE * self.shape.kv_dim
+        return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)

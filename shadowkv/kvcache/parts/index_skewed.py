@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import PAGES_AT_ONCE, SealedBatch
+from shadowkv.kvcache.batch import SEALED_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import EXCLUDED, FittedTokens, ScoredIndex, SealedTokens
 from shadowkv.kvcache.parts.token_scores import projected_scores
@@ -58,7 +58,7 @@ class Skewed(ScoredIndex):
 
     def sealing_bytes(self) -> int:
         """Keys in float32, and along their directions."""
-        return 12 * PAGES_AT_ONCE * PAGE * self.shape.kv_dim
+        return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         for head in range(self.shape.num_kv_heads):

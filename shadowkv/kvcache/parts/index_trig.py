@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import PAGES_AT_ONCE, SealedBatch
+from shadowkv.kvcache.batch import SEALED_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.sealed_store import SealedStore
@@ -64,7 +64,7 @@ class Trig(RankedIndex):
 
     def sealing_bytes(self) -> int:
         """Keys in float32, their scores' terms and those."""
-        return 12 * PAGES_AT_ONCE * PAGE * self.shape.kv_dim
+        return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         names = ("trig_query", "trig_spread", "trig_tokens")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import OBSERVED, PAGES_AT_ONCE, SealedBatch
+from shadowkv.kvcache.batch import OBSERVED, SEALED_AT_ONCE, SealedBatch
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.sealed_store import SealedStore
@@ -56,7 +56,7 @@ class Votes(RankedIndex):
     def sealing_bytes(self) -> int:
         """Keys in float32, and their scores by all voters, relative to those' sums and as shares."""
         of_head = 8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group
-        return PAGES_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
+        return SEALED_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")

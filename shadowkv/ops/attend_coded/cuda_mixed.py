@@ -18,6 +18,7 @@ from shadowkv.ops.extension import load_cuda
 DIM = 128
 RANKS = (96, 128, 160, 192)
 MAX_GROUP = 8
+"""Query heads of a kv head that the kernel is made for."""
 
 CONSUMERS = {True: 3, False: 2}
 """Warpgroups of a thread block that attend, a page each at a time, by whether a kv head has four query heads or

@@ -19,7 +19,7 @@ from shadowkv.ops.attend_selected.sources import (
 )
 from shadowkv.ops.page import PAGE
 
-PAGES_AT_ONCE = 64
+DECODED_AT_ONCE = 64
 """Pages of a row that are decoded at a time."""
 
 
@@ -47,8 +47,8 @@ def attend_coded(
     asked = grouped if turn is None else grouped @ turn
     out = torch.zeros_like(grouped)
     lse = grouped.new_full(grouped.shape[:3], float("-inf"))
-    for start in range(0, keys.pages.shape[1], PAGES_AT_ONCE):
-        pages = slice(start, start + PAGES_AT_ONCE)
+    for start in range(0, keys.pages.shape[1], DECODED_AT_ONCE):
+        pages = slice(start, start + DECODED_AT_ONCE)
         rows, tokens = _rows(keys, pages), _rows(values, pages)
         place = torch.arange(start * PAGE, start * PAGE + rows.shape[2], device=q.device)
         there = ((place >= begin[:, None]) & (place < end[:, None]))[:, None, None]

@@ -27,6 +27,7 @@ from shadowkv.ops.extension import load_cuda
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 8
+"""Query heads of a kv head that the kernel is made for."""
 KERNELS: dict[tuple[int, int], str] = {}
 """Ops in ``torch.ops.shadowkv_cuda`` for further codecs of keys and values; ``attend_selected`` has all others."""
 WARPS = 4

@@ -14,6 +14,8 @@ from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
 from shadowkv.ops.extension import load_cuda
 
+DIMS = (64, 128)
+"""Head dims that the kernel is made for."""
 TILE = 64
 """Tokens that a warpgroup takes at a time."""
 KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
@@ -38,7 +40,7 @@ def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
         and keys.codec.id == CodecId.LATENT_INT4
         and values.codec.id in KERNELS
         and (values.scale_pages is None or values.scale_pages.data_ptr() == values.pages.data_ptr())
-        and q.shape[2] in (64, 128)
+        and q.shape[2] in DIMS
         and rank <= MOST_RANK
         and 2 * keys.latents.shape[3] == rank + STRONG  # of one group of heads
         and keys.latents.stride(0) % 32 == values.codes.stride(0) % 32 == values.scale.stride(0) % 16 == 0

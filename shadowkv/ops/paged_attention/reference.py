@@ -9,7 +9,7 @@ from torch import Tensor
 SYNCHRONISES = True
 """It counts the pages in use on the host."""
 
-PAGES_AT_ONCE = 4096
+GATHERED_AT_ONCE = 4096
 """Pages gathered at a time, to bound the copies."""
 
 
@@ -31,8 +31,8 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     grouped = q.view(batch, heads, query_heads // heads, dim)
     rows, columns = counts.nonzero(as_tuple=True)
     outs, sums = [], []
-    for start in range(0, max(1, len(rows)), PAGES_AT_ONCE):
-        row, column = rows[start : start + PAGES_AT_ONCE], columns[start : start + PAGES_AT_ONCE]
+    for start in range(0, max(1, len(rows)), GATHERED_AT_ONCE):
+        row, column = rows[start : start + GATHERED_AT_ONCE], columns[start : start + GATHERED_AT_ONCE]
         names = pages[row, column]
         empty = torch.arange(page, device=q.device) >= counts[row, column, None]
         scores = (grouped[row] @ k[names].transpose(-1, -2)).float() * dim**-0.5

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shadowkv.ops.codec import RowCodec
 
-PAGES_AT_ONCE = 128
+CODED_AT_ONCE = 128
 """Pages of one layer that are coded at a time, to bound the float32 copies."""
 
 
@@ -36,7 +36,7 @@ def quantise_rows(
         ValueError: as ``codec.encode``.
     """
     layers, pages = rows.shape[:2]
-    step = max(1, PAGES_AT_ONCE // max(1, layers))
+    step = max(1, CODED_AT_ONCE // max(1, layers))
     for start in range(0, pages, step):
         some = slice(start, start + step)
         own = tuple((x if x.shape[1] == 1 else x[:, some]).unsqueeze(3) for x in state)

@@ -30,7 +30,7 @@ LARGEST_SCALE = 61440.0
 EXCLUDED_SCALE = 0
 """Code of a token that may not be selected; keys have others."""
 
-PAGES_AT_ONCE = 512
+UNPACKED_AT_ONCE = 512
 """Pages unpacked at a time, to bound the copies."""
 
 
@@ -110,7 +110,7 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     whole, unit = queries.rounded_of_heads(signs.shape[1])
     batch, bits = len(whole), whole.shape[-1]
     parts = []
-    for names in pages.split(max(1, PAGES_AT_ONCE // max(1, batch)), dim=1):
+    for names in pages.split(max(1, UNPACKED_AT_ONCE // max(1, batch)), dim=1):
         levels = 2 * plane_bits(signs[names], bits).float().transpose(1, 2).flatten(2, 3) - 1  # [B, H, tokens, 8 S]
         scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2)  # products of whole numbers: exact
         scores *= decode_scale(scale[names]).transpose(1, 2).flatten(2)
