@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "kernels/constants.cuh"
 #include "kernels/early_launch.cuh"
 #include "kernels/mma.cuh"
 #include "kernels/radix_select.cuh"
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
       const Chosen chosen = select_by_chance(
           shared, values, pages, wanted - sampled, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
           keep);
-      state.count = chosen.count, state.edge = fmaxf(chosen.edge, -65504.f);
+      state.count = chosen.count, state.edge = fmaxf(chosen.edge, -kLargestHalf);
     } else {
       state.count = select_largest(shared, values, pages, wanted, bits, [&](uint32_t place, uint32_t run) {
         keep(place, run, 0);
@@ -511,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     uint32_t* bits = reinterpret_cast<uint32_t*>(room);
     const auto use = [&](uint32_t place, uint32_t i, float weight) {
       selected[place] = (int64_t(__ldg(&kept[i >> log_run].y)) << log_run) + (i & ((1 << log_run) - 1));
-      if (p.sampled) log_weight[place] = (__ldg(weights + (i >> log_run)) + weight) * 0.6931471805599453f;
+      if (p.sampled) log_weight[place] = (__ldg(weights + (i >> log_run)) + weight) * kLn2;
     };
     const int wanted = p.budget_of(sequence);
     if (sampled)
