@@ -9,9 +9,10 @@
 namespace shadowkv {
 
 constexpr int kLogLatentTile = 6;
-constexpr int kLatentTile = 1 << kLogLatentTile; // tokens of a tile, 16 a warp
+constexpr int kLatentTile = 64;                  // tokens of a tile, 16 a warp
 constexpr int kStrong = 32;                      // rank dimensions in 8 bits, the first; the others have 4
 constexpr int kLastTile = -2;                    // as a position: there are no more tiles
+static_assert(kLatentTile == 1 << kLogLatentTile);
 
 // Warpgroups of a block that attend, by whether a kv head has four query heads or fewer.
 template <bool kFew>
