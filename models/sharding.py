@@ -48,7 +48,7 @@ class Shard:
 
     Attributes:
         whole: the model.
-        rank, size: of how many it is which.
+        rank, size: this rank's number, and how many there are.
     """
 
     whole: ModelConfig

@@ -19,6 +19,7 @@ class Method(NamedTuple):
         ops: folders in ``shadowkv/ops``.
         sources: where reading its C++ and CUDA begins, in ``csrc``.
         tests: in ``tests``, which lead to those on GPUs.
+        without: pairs of an op and a language whose backend of it takes none of this method's formats.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Method(NamedTuple):
     ops: tuple[str, ...]
     sources: tuple[str, ...]
     tests: tuple[str, ...]
+    without: tuple[tuple[str, str], ...] = ()
 
 
 def _parts(*names: str) -> tuple[str, ...]:
@@ -128,6 +130,7 @@ METHODS = (
         ("quantise_rows", "attend_coded"),
         ("kernels/paged_rows.cuh",),
         ("kvcache/test_coded_policies.py", "ops/test_cuda_attend_fp8.py"),
+        (("attend_coded", "C++"),),
     ),
     Method(
         "`tq3_0`",
@@ -135,6 +138,7 @@ METHODS = (
         ("attend_coded",),
         ("kernels/attend_coded/blocks.cuh", "kernels/attend_coded/block_products.cuh"),
         ("kvcache/test_tq3_0.py",),
+        (("attend_coded", "C++"),),
     ),
     Method("TQ35, TQ25 and QJL", _codecs("hybrid", "qjl"), (), (), ("kvcache/test_hybrid_rows.py",)),
     Method(
@@ -143,6 +147,7 @@ METHODS = (
         ("attend_coded",),
         ("kernels/attend_coded/steps.cuh", "kernels/attend_coded/step_products.cuh"),
         ("kvcache/test_variance_normalised.py",),
+        (("attend_coded", "C++"),),
     ),
     Method(
         "Shard",
@@ -150,6 +155,7 @@ METHODS = (
         ("project_latents", "quantise_rows", "attend_coded"),
         ("kernels/attend_mixed_sm90.cuh",),
         ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py", "ops/test_cuda_attend_mixed.py"),
+        (("attend_coded", "C++"), ("attend_coded", "Triton")),
     ),
     Method(
         "values on the host",
@@ -190,7 +196,8 @@ def table() -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for method in METHODS:
-        columns = (_listed(method.modules), ", ".join(map(_with_backends, method.ops)))
+        ops = ", ".join(_with_backends(op, method.without) for op in method.ops)
+        columns = (_listed(method.modules), ops)
         lines.append(" | ".join(("| " + method.name, *columns, _listed(method.sources), _listed(method.tests))) + " |")
     return lines
 
@@ -199,8 +206,8 @@ def _listed(paths: tuple[str, ...]) -> str:
     return ", ".join(f"`{path}`" for path in paths)
 
 
-def _with_backends(op: str) -> str:
-    """An op and what its backends run in, of those that have files."""
+def _with_backends(op: str, without: tuple[tuple[str, str], ...]) -> str:
+    """An op and what its backends run in, of those that have files, less those of ``without``."""
     words = {file.stem.partition("_")[0] for file in (ROOT / "shadowkv/ops" / op).glob("*.py")}
-    found = [language for word, language in LANGUAGES.items() if word in words]
+    found = [name for word, name in LANGUAGES.items() if word in words and (op, name) not in without]
     return f"`{op}` ({', '.join(found)})" if found else f"`{op}`"

@@ -1,4 +1,4 @@
-"""Selection at a set rate: computed as ever, then replaced by chunks of which a set share repeats from step to step.
+"""Selection at a set rate: computed as usual, then replaced by chunks of which a set share repeats from step to step.
 
 Random weights and random keys select hardly anything twice, so their hit rate means nothing; what fetching costs at a
 given one can still be measured.

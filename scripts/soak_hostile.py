@@ -1,4 +1,4 @@
-"""The clients of a soak that mean no good, or went wrong: bad and giant bodies, half requests, answers never read.
+"""Hostile and broken clients of a soak: bad and giant bodies, half requests, answers never read.
 
 Each is over in seconds, whatever the server does. A server that answers one of them as if it were a good one is at
 fault.

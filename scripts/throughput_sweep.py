@@ -2,8 +2,8 @@
 
 One cell per policy and context: its engine is built, as many sequences as fit are put in it, and decode steps are
 timed in windows; then a few steps are profiled. Cells that have a JSON file in ``--out`` already are not run again.
-Lengths are ragged and pages lie as after a day of sequences, so that sequences seal at different steps and their pages
-are in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
+Lengths are ragged and pages are fragmented, as after long use: sequences seal at different steps, and their pages are
+in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
 and values for the others.
 
     python scripts/throughput_sweep.py --model llama-3.1-8b --load-format dummy --context 61440 124928 \\

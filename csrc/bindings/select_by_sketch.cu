@@ -1,5 +1,6 @@
 #include "kernels/select_by_sketch.cuh"
 
+#include <numbers>
 #include <optional>
 
 #include "bindings/checks.h"
@@ -25,8 +26,8 @@ void set_sampling(
   p.seeds = static_cast<const int64_t*>(seeds->const_data_ptr());
   p.length = static_cast<const float*>(length.const_data_ptr());
   p.log_weight = static_cast<float*>(log_weight->mutable_data_ptr());
-  constexpr double kLog2E = 1.4426950408889634;
-  p.run_sharpness = float(run_sharpness * kLog2E), p.chunk_sharpness = float(chunk_sharpness * kLog2E);
+  p.run_sharpness = float(run_sharpness * std::numbers::log2e);
+  p.chunk_sharpness = float(chunk_sharpness * std::numbers::log2e);
   p.first_head = uint32_t(layer * heads);
 }
 

@@ -29,6 +29,7 @@
 
 #include "attend_coded/mean.cuh"
 #include "attend_coded/sums.cuh"
+#include "constants.cuh"
 #include "merge_splits.cuh"
 
 namespace shadowkv {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void join_coded_warps(
     const int64_t row = first_row + query, partial = row * splits + split;
     if (splits == 1) {
       to.out[row * kCodedDim + dim] = y;
-      if (dim == 0) to.lse[row] = log_sum * 0.69314718055994531f;
+      if (dim == 0) to.lse[row] = log_sum * kLn2;
     } else {
       to.partial_out[partial * kCodedDim + dim] = y;
       if (dim == 0) to.partial_lse[partial] = log_sum;
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   copy(keys, in.keys, 0, page < last), copy(values, in.values, 2, page < last);
   names = names_of(page + turn);
 
-  const float log2e_scale = 1.4426950408889634f * rsqrtf(float(kCodedDim));
+  const float log2e_scale = kLog2E * rsqrtf(float(kCodedDim));
   if constexpr (kCentred) mean.fill(mean_in, sequence, head, first_row, queries);
   Keys::template ask<kWarps>(in.q + first_row * kCodedDim, queries, in.keys.step * log2e_scale, asked);
 

@@ -11,9 +11,9 @@
 // Between finder and copier is a ring of places of tokens, some tiles ahead of the copies: a chunk's number, its pages
 // and its rows are three memory latencies one after the other, which nobody else waits for then.
 //
-// A code becomes half by placing it in the mantissa of 1024, without a subtraction: what a latent then has too much,
-// 1152 of a byte and 1032 of four bits, leaves times the basis' column sums with the mean, which is a 16-rank product
-// of its own.
+// A code becomes half by placing it in the mantissa of 1024, without a subtraction: the excess of a latent,
+// 1152 for a byte and 1032 for four bits, times the basis' column sums is subtracted together with the mean, in a
+// 16-rank product of its own.
 #pragma once
 
 #include "attend_latents_sm90/consume.cuh"

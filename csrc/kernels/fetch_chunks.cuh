@@ -1,6 +1,6 @@
 // Chunks of host memory through a buffer on the device. One block per sequence and kv head finds what the buffer lacks,
-// chooses the entries that make place and lists the copies; a small grid then reads all of them across the bus, whose
-// latency of microseconds wants some 100 KB under way, not many multiprocessors.
+// chooses the entries to evict and lists the copies; a small grid then reads all of them across the bus, whose
+// latency of microseconds needs about 100 KB in flight, not many multiprocessors.
 //
 // Copies of short rows are put in the order of their addresses first, coarsely. A translation of an address serves 64 KiB
 // of host memory, however that was allocated: short rows at random, each in another 64 KiB, wait for them, 30 ns a row one

@@ -1,6 +1,7 @@
 // Joins partial results of attention whose tokens were split over thread blocks.
 #pragma once
 
+#include "constants.cuh"
 #include "early_launch.cuh"
 #include "mma.cuh"
 
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits_kernel(const Split
   }
   const float share = total == 0.0f ? 0.0f : 1.0f / total;
   store4(to.out + (row * kLanes + lane) * 4, {y.x * share, y.y * share, y.z * share, y.w * share});
-  if (lane == 0) to.lse[row] = (top + log2f(total)) * 0.69314718055994531f;
+  if (lane == 0) to.lse[row] = (top + log2f(total)) * kLn2;
 }
 
 } // namespace shadowkv

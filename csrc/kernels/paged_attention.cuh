@@ -6,6 +6,7 @@
 // the end only. Rows may be of any kind in paged_rows.cuh.
 #pragma once
 
+#include "constants.cuh"
 #include "early_launch.cuh"
 #include "merge_splits.cuh"
 #include "mma.cuh"
@@ -259,7 +260,7 @@ __device__ __forceinline__ void join_paged_warps(
     const int64_t row = first_row + query;
     if (in.splits == 1) {
       reinterpret_cast<uint32_t*>(to.out)[row * (kDim / 2) + pair] = pack_bf16(y.x * share, y.y * share);
-      if (pair == 0) to.lse[row] = log_sum * 0.69314718055994531f;
+      if (pair == 0) to.lse[row] = log_sum * kLn2;
     } else {
       const int64_t partial = row * in.splits + split;
       reinterpret_cast<float2*>(to.partial_out)[partial * (kDim / 2) + pair] = {y.x * share, y.y * share};
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
   const int64_t offset = (int64_t(head) * kPage + warp * kPagedTile) * kDim;
   const auto *const k = in.k + offset, *const v = in.v + offset;
   // Scores are in units of log 2.
-  const float scale = 1.4426950408889634f * rsqrtf(float(kDim)) * in.rows.key_scale(sequence, head);
+  const float scale = kLog2E * rsqrtf(float(kDim)) * in.rows.key_scale(sequence, head);
   PagedPeak of_query;
   float acc[kPairs][4] = {}; // dimensions (g, g + 8) x queries (2t, 2t + 1)
 

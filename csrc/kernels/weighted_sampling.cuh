@@ -162,7 +162,7 @@ __device__ __forceinline__ void take_at_steps(
 }
 
 // Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
-// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance), places being theirs
+// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance); `place` is the rank
 // in ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
 // block of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use`
 // wrote to be read.

@@ -1,4 +1,4 @@
-"""A cache that shows what its attention is asked, what it selects and what it answers, and computes as ever."""
+"""A cache that shows what its attention is asked, what it selects and what it answers, and computes as usual."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ObservedCache(KVCache):
     _selected: list[Tensor]
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """As ever, but in one batch: who observes has seen all rows when it is called."""
+        """As usual, but in one batch: an observer has seen all rows when it is called."""
         return replace(super().plan_decode(sequences), micro_batches=1)
 
     def _keep(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
@@ -61,7 +61,7 @@ class ObservedCache(KVCache):
         return selected
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
-        """As ever."""
+        """As usual."""
         if isinstance(batch, PrefillBlock):
             return super().begin(layer, q, batch)
         if batch.of_sequence is not None:

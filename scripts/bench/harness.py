@@ -59,10 +59,10 @@ def open_cache(
 
 
 def scatter(cache: KVCache, seed: int = 0) -> None:
-    """Leaves the free blocks of an empty cache as mixed as a day of sequences would: in short runs, in random order.
+    """Leaves the free blocks of an empty cache fragmented, as after long use: in short runs, in random order.
 
     As many sequences as there can be grow in turns, by a few pages at a time, until each is as long as it can be or
-    nothing is free, and leave in random order. One sequence alone has nobody to take turns with.
+    nothing is free, and leave in random order. One sequence alone grows in one go.
     """
     rng, count, longest = random.Random(seed), cache.free["sequences"], cache.max_model_len
     most = max(1, 2 * count * longest // (PAGE * EXTENSIONS))

@@ -1,4 +1,5 @@
-"""Snapshots as files: written under a temporary name and renamed when whole, and read no further than they are true.
+"""Snapshots as files: written under a temporary name and renamed when whole, and read only as far as their
+checksums hold.
 
 A file is ``<name>.safetensors``: its header (``head.py``), the bytes of all layers, and the ids of the tokens that it
 covers.

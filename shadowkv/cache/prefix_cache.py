@@ -106,7 +106,7 @@ class PrefixCache:
 
     def _restorable(self, lower: LowerTiers, along: list[tuple[Node, int]], best: Match | None) -> Match | None:
         """What the tiers below have, where restoring it takes less time than computing what is ``best`` without it;
-        otherwise that. What is on disk is begun to be read."""
+        otherwise that. Starts reading what is on disk."""
         reached = best.tokens if best else 0
         found = [(end, node) for node, end in along if end * PAGE > reached]
         for end, node in sorted(found, key=lambda one: -one[0]):

@@ -101,7 +101,8 @@ def cache_key(loaded: LoadedModel, cache: KVCache) -> CacheKey:
 def fingerprint(model: Decoder) -> str:
     """A digest of a model's weights as they lie in memory, whatever file they came from.
 
-    Sums of their bits as whole numbers, which no order of additions changes: of all, and of every other one.
+    Of each tensor three sums of its bits as whole numbers, which no order of additions changes: of all of them, of
+    every second and of every third.
     """
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):

@@ -8,9 +8,9 @@ from typing import Protocol
 class Arrival(Protocol):
     """What a restored sequence waits for, and those that are forked from it meanwhile; layers arrive in order.
 
-    A prefill waits for each layer before it reads it. Whoever decodes, trims or reads the sequence, or restores another
-    one behind it, waits for the last one first, who releases it ends the arrival, and who forks, extends or truncates
-    it need not wait: the cache does so.
+    A prefill waits for each layer before it reads it. A caller that decodes, trims or reads the sequence, or restores
+    another one behind it, waits for the last layer first. One that releases it ends the arrival. One that forks,
+    extends or truncates it need not wait: the cache does so.
     """
 
     def wait(self, layer: int) -> None:

@@ -226,8 +226,8 @@ class KVCache:
             self.decode.fetching.forget()
 
     def diagnostics(self, sequence: CachedSequence) -> dict[str, Tensor]:
-        """What the policy's parts have to say of how well a compressed sequence's states fit, by name, [layers] each:
-        of low-rank keys ``kept_energy``, the share of the keys' squared norm that is kept, float32.
+        """What the policy's parts have to say of how well a compressed sequence's states fit, by name, [layers] each,
+        float32; the part that declares a name says what it means.
 
         The least of its segments, of the layers that are not skipped; nothing where the sequence is dense.
         """
@@ -245,7 +245,7 @@ class KVCache:
         return self.prefill.batch(sequences)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
-        """Stores one layer's new tokens, building the low-rank form and the index where the sequence is compressed."""
+        """Stores one layer's new tokens, in the policy's own form where the sequence is compressed."""
         self.prefill.finish_layer(layer, batch)
 
     def leave_prefill(self) -> None:

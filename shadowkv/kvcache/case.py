@@ -21,8 +21,8 @@ OF_TOKENS = (
     "rebuild_rows",
 )
 OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
-"""Ops that every policy calls, the last two where its prefill is sparse and where it seals; others are named by its
-parts, and ``attends_with`` names one more."""
+"""Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_SEALED_PAGES`` only where it seals.
+Others are named by its parts, and ``attends_with`` names one more."""
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:

@@ -15,7 +15,7 @@ FORMAT = 1
 already, as files outlive the program."""
 
 LATER = {"skip_layers": 0, "key_groups": 1}
-"""Fields of a policy that are younger than files which are still read, and what those have of them."""
+"""Fields added since the oldest readable files, with the value those imply."""
 
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:

@@ -26,7 +26,7 @@ MOST_SEGMENTS = 8
 """Segments of one sequence with states of their own: the last one's serves whatever comes."""
 
 FOR_EVER = 2**62
-"""What a state reaches that serves whatever comes."""
+"""Reach of a state that serves everything after it."""
 
 
 @dataclass(frozen=True)

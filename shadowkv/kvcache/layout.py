@@ -68,7 +68,7 @@ LEAST_WASTE = 0.02
 fills a device are long sequences."""
 
 SPARE_SEGMENTS = 16
-"""One of so many sequences may have a second segment while as many sequences are there as can be."""
+"""At full occupancy, one sequence in this many may have a second segment."""
 
 
 def pack(exact: int, sealed: int) -> tuple[int, int, int]:

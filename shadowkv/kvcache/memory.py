@@ -77,7 +77,7 @@ class BlockPool:
         step: names from one block to the next: a block is named by the first of its own.
 
     Attributes:
-        spare: name of one more block that nobody ever owns: what has to be written somewhere goes there.
+        spare: name of an extra block that is never allocated, the target of writes for padding rows.
         changes: how often blocks were taken or given back.
     """
 

@@ -71,8 +71,11 @@ class Outline:
         return Standing(self.sealed, len(self.spans), last.reach, generated_reach(last.first, last.end, last.reach))
 
     def behind(self, chain: Sequence[Link]) -> Outline:
-        """It with the tokens of snapshots behind it. Raises ValueError where one does not begin where the one before it
-        is cut, or in another form."""
+        """This outline, followed by the tokens of ``chain``.
+
+        Raises:
+            ValueError: a snapshot does not begin where the one before it is cut, or is in another form.
+        """
         spans, at = list(self.spans), self.length
         for number, (header, stop) in enumerate(chain):
             if header.start != at or bool(header.segments) < bool(spans) or (at and not spans and header.segments):

@@ -28,7 +28,7 @@ class SequencePool:
 
     Attributes:
         tables: what kernels read of them.
-        pools: by what they count: the tiers, ``rows`` of segments and ``sequences``.
+        pools: by what they count: the tiers, ``segment_slots`` and ``sequences``.
     """
 
     def __init__(self, store: Store, slots: int, max_model_len: int) -> None:

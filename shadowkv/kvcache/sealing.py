@@ -1,6 +1,6 @@
 """Sealing: full pages of exact tokens leave the exact store for the policy's own form.
 
-Generated tokens are projected on the basis of the last segment's own (ShadowKV+) as far as that reaches
+Generated tokens are stored with the state of the last segment that has one of its own, as far as that reaches
 (``growth.py``).
 """
 

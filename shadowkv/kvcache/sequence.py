@@ -26,7 +26,7 @@ class Segment:
     """Sealed pages that follow one another, and the state that they are stored with.
 
     Attributes:
-        slot: its row of the page tables; this sequence's own.
+        slot: its slot of the page tables, which no other sequence uses.
         state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
@@ -74,7 +74,7 @@ class CachedSequence:
 
     Attributes:
         tables: of all sequences.
-        slot: its row there.
+        slot: its slot there.
         capacity: tokens it may grow to.
         observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
         shared: tokens that it has, or had, in common with sequences forked from it or it from them.
@@ -82,7 +82,7 @@ class CachedSequence:
         arrival: of a restored one, what is still on its way (``arrival.py``); None where everything is there.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
-        ring: names of the exact pages that a compressed one's tail goes round.
+        ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
         sealed_reserve, host_reserve: names of pages to be sealed.
         static_reserve: names of exact pages for sinks and outliers of segments to come.
         slot_reserve, state_reserve: slots and states of segments to come.

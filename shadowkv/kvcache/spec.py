@@ -34,7 +34,7 @@ ROTATED = "rotated"
 
 
 FORMER_NAMES = {"sampled": "drawn"}
-"""What files from before call fields of a policy."""
+"""Former names of policy fields, as older files have them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class KVSpec:
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
-        mass: share of the softmax over sealed tokens, as the index estimates it, with which a step contents itself:
+        mass: share of the softmax over sealed tokens, as the index estimates it, at which a step stops selecting:
             per kv head the best chunks are taken until every query head has that much, and never more than the
             budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
         sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's

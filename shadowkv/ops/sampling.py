@@ -1,9 +1,9 @@
-"""Selection of the best for sure and of others by chance: systematic sampling by weight (Madow, 1949).
+"""Top-k selection plus systematic sampling of the rest, by weight (Madow, 1949).
 
-A chance is 1 of the best, and of the others in proportion to their weight. A sum over what is selected, each divided by
+The best have a chance of 1, the others one in proportion to their weight. A sum over what is selected, each divided by
 its chance, estimates the sum over all without bias, and the better, the more the weights are like the summands. Chances
-are whole numbers of small units, so that what is selected does not depend on the order of additions; the one sum that
-scales them is in an order of its own in every backend, or exact: never in one that the batch has a part in.
+are whole numbers of small units, so that what is selected does not depend on the order of additions. The one sum that
+scales them is exact, or in an order that each backend fixes and that no batch changes.
 """
 
 from __future__ import annotations

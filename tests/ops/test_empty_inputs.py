@@ -1,4 +1,4 @@
-"""What every op makes of nothing: no rows, pages or selection. On the CPU, in Triton's interpreter, on a GPU."""
+"""Behaviour on empty inputs: no rows, pages or selection; on the CPU, in Triton's interpreter and on a GPU."""
 
 import math
 import os

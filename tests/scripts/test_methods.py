@@ -1,7 +1,7 @@
 """The table of methods leads to what is there, and leaves out no op, no part and no codec."""
 
 import pytest
-from methods import METHODS, ROOT, Method, table
+from methods import LANGUAGES, METHODS, ROOT, Method, table
 
 from shadowkv.ops.registry import NAMES
 
@@ -25,3 +25,17 @@ def test_all_ops_parts_and_codecs_are_named() -> None:
 def test_backends_are_those_that_have_files() -> None:
     (row,) = (line for line in table() if line.startswith("| key sketch"))
     assert "`sketch_keys` (Triton), `sketch_queries` (CUDA), `sign_scores` (C++, CUDA)" in row
+
+
+@pytest.mark.parametrize(("method", "backends"), [("`tq3_0`", "Triton, CUDA"), ("Shard", "CUDA")])
+def test_backends_that_do_not_take_a_format_are_left_out(method: str, backends: str) -> None:
+    (row,) = (line for line in table() if line.startswith(f"| {method} |"))
+    assert f"`attend_coded` ({backends})" in row
+
+
+def test_only_backends_that_exist_are_left_out() -> None:
+    for method in METHODS:
+        for op, language in method.without:
+            (word,) = (word for word, name in LANGUAGES.items() if name == language)
+            assert op in method.ops
+            assert list((ROOT / "shadowkv/ops" / op).glob(f"{word}*.py"))

@@ -5,7 +5,7 @@
 //   kRebuilt  whether rows are latents, which a product with a basis makes keys of. These have besides
 //   kHalf     whether they and the basis are multiplied as half, or as bf16
 //   kLeast    bits of a latent at least
-//   decode    latents 32 step + 8 t to the seventh behind it of a row in shared memory, two by two; the first `strong`
+//   decode    latents 32 step + 8 t to 32 step + 8 t + 7 of a row in shared memory, two by two; the first `strong`
 //             of the row are in 8 bits, where the others have fewer
 #pragma once
 

@@ -1,6 +1,7 @@
 // Makes outputs of the sums of warps, and of blocks where several have a sequence and kv head.
 #pragma once
 
+#include "../constants.cuh"
 #include "values.cuh"
 
 namespace shadowkv {
@@ -98,7 +99,7 @@ __device__ __forceinline__ void join_warps(
       const float scale = query < in.group && total > 0 ? 1 / total : 0.f;
       *reinterpret_cast<float4*>(merged + query * Shape::kMergeRow + at) =
           make_float4(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
-      if (at == 0 && query < in.group) to.lse[unit * in.group + query] = (highest + log2f(total)) * 0.6931471805599453f;
+      if (at == 0 && query < in.group) to.lse[unit * in.group + query] = (highest + log2f(total)) * kLn2;
     } else if (query < in.group) {
       float* partial = to.partial + ((unit * in.splits + split) * in.group + query) * (kDim + 4);
       *reinterpret_cast<float4*>(partial + at) = make_float4(x[0], x[1], x[2], x[3]);
@@ -133,7 +134,7 @@ __global__ __launch_bounds__(kAttendWarps * 32) void merge_selected_kernel(
       }
       y[query][at] = x / total;
     }
-    if (at == 0) to.lse[unit * group + query] = (highest + log2f(total)) * 0.6931471805599453f;
+    if (at == 0) to.lse[unit * group + query] = (highest + log2f(total)) * kLn2;
   }
   __syncthreads();
   write_outputs<kDim, kRotate>(&y[0][0], kDim + 4, rotation, to.out + unit * group * kDim, group);

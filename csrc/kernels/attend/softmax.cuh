@@ -1,6 +1,7 @@
 // Weights of a warp's tokens, and what it has summed up so far.
 #pragma once
 
+#include "../constants.cuh"
 #include "shape.cuh"
 
 namespace shadowkv {
@@ -24,7 +25,7 @@ struct AttendSums {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         s[m][i] = valid >> (16 * m + i / 2 * 8 + g) & 1
-            ? fmaf(s[m][i], score_scale, log_weight[m][i / 2] * 1.4426950408889634f)
+            ? fmaf(s[m][i], score_scale, log_weight[m][i / 2] * kLog2E)
             : -INFINITY;
         next_top[i % 2] = fmaxf(next_top[i % 2], s[m][i]);
       }

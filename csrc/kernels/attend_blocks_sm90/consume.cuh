@@ -1,6 +1,7 @@
 // The consumers: two warpgroups, each with 64 of a tile's 128 queries.
 #pragma once
 
+#include "../constants.cuh"
 #include "products.cuh"
 #include "softmax.cuh"
 
@@ -111,7 +112,7 @@ struct Attending {
       if (token >= end) continue;
       if (call.lse && threadIdx.x % 4 == 0)
         call.lse[int64_t(token) * call.query_heads + query_head] =
-            (softmax.peak[r] * call.scale + log2f(total)) * 0.6931471806f;
+            (softmax.peak[r] * call.scale + log2f(total)) * kLn2;
 #pragma unroll
       for (int i = 0; i < Shape::kDim / 8; ++i)
         *reinterpret_cast<uint32_t*>(to + i * 8 + threadIdx.x % 4 * 2) =

@@ -6,6 +6,7 @@
 // own row of the tables. Along and across are what turned_products in shadowkv/ops/attend_coded/reference.py says.
 #pragma once
 
+#include "../constants.cuh"
 #include "queries.cuh"
 
 namespace shadowkv {
@@ -29,14 +30,14 @@ struct MeanInputs {
 // Frequencies 16 t to 16 t + 15 are lane t's. At step s of 8, which takes two of them, A and B of each are neighbours.
 struct MeanShared {
   static constexpr int kColumns = 2 * kTurns + 8; // eight rows lie in all banks
-  __half near[64][kColumns];                      // token 16 i + 2 g + b at row 16 i + 8 b + g
+  __half near[kPage][kColumns];                   // token 16 i + 2 g + b at row 16 i + 8 b + g
   float4 turned[kCodedQueries][4][9];             // along, across of two frequencies, by query, t and step
   float rest[kCodedQueries];                      // of dimensions that do not rotate
 
   __device__ __forceinline__ void fill(
       const MeanInputs& in, int64_t sequence, int head, int64_t first_row, int queries) {
     const float inverse = 1.0f / in.magnitude;
-    for (int i = threadIdx.x; i < 64 * kTurns; i += blockDim.x) {
+    for (int i = threadIdx.x; i < kPage * kTurns; i += blockDim.x) {
       const int row = i / kTurns, frequency = i % kTurns, token = row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
       const int t = frequency / 16, step = frequency % 16 / 2, place = frequency % 2;
       float cos = 0.0f, sin = 0.0f;
@@ -46,7 +47,7 @@ struct MeanShared {
       }
       *reinterpret_cast<__half2*>(&near[row][16 * step + 8 * place + 2 * t]) = __floats2half2_rn(cos, sin);
     }
-    const float scale = 1.4426950408889634f * rsqrtf(float(kCodedDim));
+    const float scale = kLog2E * rsqrtf(float(kCodedDim));
     const float* mean = in.mean + in.slots[sequence] * in.state + head * kCodedDim;
     for (int i = threadIdx.x; i < kCodedQueries * kTurns; i += blockDim.x) {
       const int query = i / kTurns, frequency = i % kTurns;

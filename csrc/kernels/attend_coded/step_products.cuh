@@ -12,7 +12,8 @@ struct SteppedKeys : SteppedKeyPage {
   // Codes are none below 0: what a query's integers are off by is taken times their middle, so that it does not count.
   static constexpr float kMiddle = 7.5f;
 
-  // Queries of a block as lanes take them: of query g / 2 those of channels 32 t + 16 (g % 2) to the 15th behind it.
+  // Queries of a block as lanes take them: of query g / 2 those of channels c to c + 15,
+  // c = 32 t + 16 (g % 2).
   struct Asked {
     float4 x[4][32];
   };

@@ -1,6 +1,7 @@
 // The consumers: warpgroups that attend, each its own tiles.
 #pragma once
 
+#include "../constants.cuh"
 #include "../early_launch.cuh"
 #include "fill.cuh"
 #include "keys.cuh"
@@ -86,7 +87,7 @@ __device__ __forceinline__ void consume_latents(
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         s[j] = values.scale[j / 2] < 0 ? -INFINITY
-                                       : fmaf(s[j], in.score_scale, log_weight[j / 2] * 1.4426950408889634f);
+                                       : fmaf(s[j], in.score_scale, log_weight[j / 2] * kLog2E);
       attended.add(s, values);
     }
     __syncwarp();

@@ -135,8 +135,8 @@ __device__ __forceinline__ void round_basis(uint32_t into, float* sums, int my_u
   }
 }
 
-// Writes behind the basis the mean less what the product of the codes has too much, in two halves whose first factor is
-// 64. The product's other rows, here and behind, meet zeros: all they need is to be finite.
+// Writes behind the basis the mean less the excess of a latent times the column sums, in two halves whose first factor
+// is 64. The product's other rows, here and behind, meet zeros: all they need is to be finite.
 template <class Shape, int kThreads, int kMeans>
 __device__ __forceinline__ void write_mean(char* basis, const float (&mean)[kMeans], const float* sums, int thread) {
 #pragma unroll

@@ -1,6 +1,7 @@
 // Makes outputs of the consumers' partial results.
 #pragma once
 
+#include "../constants.cuh"
 #include "../early_launch.cuh"
 #include "shape.cuh"
 
@@ -57,7 +58,7 @@ __device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) 
   }
   const float scale = total > 0 ? 1 / total : 0.f;
   x.x *= scale, x.y *= scale, x.z *= scale, x.w *= scale;
-  if (at == 0) call.to.lse[query] = (highest + log2f(total)) * 0.6931471805599453f;
+  if (at == 0) call.to.lse[query] = (highest + log2f(total)) * kLn2;
   return x;
 }
 

@@ -8,9 +8,11 @@
 
 namespace shadowkv {
 
-constexpr int kLatentTile = 64; // tokens of a tile, 16 a warp
-constexpr int kStrong = 32;     // rank dimensions in 8 bits, the first; the others have 4
-constexpr int kLastTile = -2;   // as a position: there are no more tiles
+constexpr int kLogLatentTile = 6;
+constexpr int kLatentTile = 64;                  // tokens of a tile, 16 a warp
+constexpr int kStrong = 32;                      // rank dimensions in 8 bits, the first; the others have 4
+constexpr int kLastTile = -2;                    // as a position: there are no more tiles
+static_assert(kLatentTile == 1 << kLogLatentTile);
 
 // Warpgroups of a block that attend, by whether a kv head has four query heads or fewer.
 template <bool kFew>
@@ -53,7 +55,7 @@ struct Runs {
   int tiles, blocks, total; // of a unit; of the grid; of all units
 
   __host__ __device__ Runs(const LatentInputs& in, int blocks_)
-      : tiles((in.chunks << in.log_chunk) + kLatentTile - 1 >> 6),
+      : tiles((in.chunks << in.log_chunk) + kLatentTile - 1 >> kLogLatentTile),
         blocks(blocks_),
         total(in.batch * in.heads * tiles) {}
   __host__ __device__ int begin(int block) const { return int(int64_t(block) * total / blocks); }

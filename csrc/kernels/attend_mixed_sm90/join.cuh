@@ -1,6 +1,7 @@
 // Joins what a block's warps have attended to.
 #pragma once
 
+#include "../constants.cuh"
 #include "../merge_splits.cuh"
 #include "values.cuh"
 
@@ -69,7 +70,7 @@ __device__ __forceinline__ void join_warps(
     const int64_t partial = row * in.splits + blockIdx.x;
     if (in.splits == 1) {
       to.out[row * kMixedDim + dim] = __float2bfloat16(y);
-      if (dim == 0) to.lse[row] = log_sum * 0.69314718055994531f;
+      if (dim == 0) to.lse[row] = log_sum * kLn2;
     } else {
       to.partial_out[partial * kMixedDim + dim] = y;
       if (dim == 0) to.partial_lse[partial] = log_sum;

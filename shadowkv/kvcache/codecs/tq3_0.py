@@ -32,8 +32,8 @@ class TQ3Rows(RowCodec):
     """A block's largest entry is the outermost level, the others' indices are found with the scale as it was before it
     was rounded. A NaN makes its whole block zero.
 
-    ``encode`` and ``decode`` turn rows by butterflies in the order of the format, so that bytes agree; the matrix, the
-    same for all, is for who turns queries or outputs instead.
+    ``encode`` and ``decode`` rotate rows by butterflies in the order of the format, so that bytes agree; the matrix,
+    the same for all, is for callers that rotate queries or outputs instead.
 
     Attributes:
         levels: what codes stand for, in units of a block's scale.

@@ -21,7 +21,7 @@ from shadowkv.ops.quantise_rows import MOST_DIMS
 from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
 
 KEY_MEAN = "key_mean"
-"""The field of states that centred keys lack."""
+"""State field with the mean key that centred keys are stored without."""
 
 CROSSING_AT_ONCE = 512
 """Pages of codes on the device at a time that go to the host: written there as they are made, they would cross the bus

@@ -103,8 +103,8 @@ def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def rotation_of(source: KeySource) -> Tensor | None:
-    """What rows stay multiplied by, float32 [d, d]; None where they are decoded as they were: what a codec has learned
-    may be of rows before their rotation."""
+    """The rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a codec has
+    learned may be of rows before their rotation."""
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 

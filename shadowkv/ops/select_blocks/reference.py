@@ -65,7 +65,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
 
 
 def sample_queries(q: Tensor) -> Tensor:
-    """Rows of ``q`` [n, H_q, d] that speak for the tiles, int32 [H_q, tiles, ``SAMPLED``].
+    """Rows of ``q`` [n, H_q, d] that represent the tiles, int32 [H_q, tiles, ``SAMPLED``].
 
     The last one of a tile, then each time the one that is farthest from those before (Gonzalez 1985): what one token
     alone looks for is seen, which evenly spread ones miss twice as often.

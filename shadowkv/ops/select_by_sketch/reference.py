@@ -52,8 +52,8 @@ def most_kept(runs: int, budget: int, chunk: int) -> int:
 
 
 def _kept_of(runs: Tensor, tokens: Tensor) -> Tensor:
-    """Runs, of so many, that are looked at closely where so many tokens are selected. CUDA kernels have the rule in
-    ``csrc/sketch_rules.h``."""
+    """Number of runs scored by all bits, out of ``runs``, when ``tokens`` tokens are selected. CUDA kernels have the
+    rule in ``csrc/sketch_rules.h``."""
     share = torch.maximum(-(-runs // KEPT_SHARE), -(-tokens * KEPT_OVER_BUDGET // RUN))
     return torch.minimum(runs, share.clamp(min=KEPT_LEAST))
 

@@ -1,0 +1,99 @@
+// What the launches of a search read and write, and what each leaves in memory for the next.
+#pragma once
+
+#include "../weighted_sampling.cuh"
+#include "sketch_rules.h"
+
+namespace shadowkv {
+
+constexpr int kBatch = 4;       // runs that a warp scores at once
+constexpr int kStages = 2;      // batches that a warp copies ahead
+constexpr int kScoreWarps = 8;  // of a block that scores
+constexpr int kScoreBlocks = 3; // of a multiprocessor
+constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the name of each; where there are few,
+constexpr int kShortSlice = 8;  // so many
+static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
+
+// What all of a row's scores have in common: how many runs are kept, and the line that makes scores exponents.
+struct RowState {
+  int count;
+  float slope, edge;
+  int unused;
+};
+
+// What a row leaves in memory for the next launch: scores of the kept runs' chunks, 8 bytes each of these runs, the
+// logarithm (to base 2) of how many each stands for, and a RowState.
+struct Region {
+  int keep, values, kept, weights;
+  Region(int64_t pages, int64_t chunk, int64_t k) {
+    keep = kept_runs(int(kPageRuns * pages), k * chunk);
+    values = int((2 * keep * (kRun / chunk) + 15) / 16 * 16), kept = (8 * keep + 15) / 16 * 16;
+    weights = (4 * keep + 15) / 16 * 16;
+  }
+  __host__ __device__ int64_t bytes() const { return int64_t(values) + kept + weights + 16; }
+};
+
+struct SelectBySketch {
+  const uint8_t* whole; // [B, H, G, 8, S], of sketch_queries
+  const float* unit;    // [B, H, G]
+  const int* sum;       // [B, H, G]
+  const uint4* coarse;  // [B, H, P], 8 halves each
+  const uint8_t *signs, *rest, *scale;
+  uint32_t signs_stride, rest_stride, scale_stride; // from one page name to the next, in bytes
+  const int64_t* pages;                             // [B, P]
+  int64_t pages_stride;                             // of a row, in names
+  const int64_t* num_pages;                         // [B]
+  const int64_t* budget;                            // [B]
+  const int64_t *sampled, *seeds;                   // [B], or null where nothing is sampled
+  const float* length;                              // [B, H, G]
+  float run_sharpness, chunk_sharpness;             // times lengths, in exponents to base 2
+  uint32_t first_head;                              // of this layer, among all layers' heads
+  uint8_t* workspace; // [B, H, region]
+  int64_t* selected;  // [B, H, k]
+  float* log_weight;  // [B, H, k], or null where nothing is sampled
+  Region region;      // of a row
+  int heads, group, num_pages_most, log_chunk, k;
+  unsigned rows; // B H
+  int slice;     // runs that a warp scores at a time
+
+  __device__ int pages_of(unsigned sequence) const {
+    return int(max(int64_t(0), min(num_pages[sequence], int64_t(num_pages_most))));
+  }
+  __device__ int budget_of(unsigned sequence) const {
+    return int(max(int64_t(0), min(budget[sequence], int64_t(k))));
+  }
+  // Chunks to sample of each of a sequence's rows.
+  __device__ int sampled_of(unsigned sequence) const {
+    const int top_k = budget_of(sequence);
+    return sampled && top_k ? int(max(int64_t(0), min(sampled[sequence], int64_t(k - top_k)))) : 0;
+  }
+  // Runs that are kept of each of a sequence's rows, unless their scores are -inf.
+  __device__ int kept_of(unsigned sequence) const {
+    const int runs = kPageRuns * pages_of(sequence), wanted = budget_of(sequence) + sampled_of(sequence);
+    return wanted ? kept_runs(runs, int64_t(wanted) << log_chunk) : 0;
+  }
+  // Those of them that are sampled.
+  __device__ int sampled_runs_of(unsigned sequence) const {
+    const int keep = kept_of(sequence);
+    return sampled_of(sequence) && keep < kPageRuns * pages_of(sequence) ? keep / kSampledShare : 0;
+  }
+  // Random bits of a row's sampling.
+  __device__ uint32_t state_of(unsigned row) const {
+    return mix_bits(uint32_t(seeds[row / heads]) * 0x9e3779b1u + first_head + row % heads);
+  }
+
+  __device__ uint16_t* values(unsigned row) const {
+    return reinterpret_cast<uint16_t*>(workspace + row * region.bytes());
+  }
+  __device__ uint2* kept(unsigned row) const { // page names and runs
+    return reinterpret_cast<uint2*>(workspace + row * region.bytes() + region.values);
+  }
+  __device__ float* weights(unsigned row) const {
+    return reinterpret_cast<float*>(workspace + row * region.bytes() + region.values + region.kept);
+  }
+  __device__ RowState& state(unsigned row) const {
+    return *reinterpret_cast<RowState*>(workspace + (row + 1) * region.bytes() - sizeof(RowState));
+  }
+};
+
+} // namespace shadowkv

@@ -1,0 +1,115 @@
+// Runs on their way from pages through a warp's shared memory to its registers.
+#pragma once
+
+#include "../mma.cuh"
+#include "shape.cuh"
+
+namespace shadowkv {
+
+// Four runs of one head in a warp's shared memory.
+template <int kBytes>
+struct Stage {
+  static constexpr int kPlane = kBatch * kRun * kBytes;
+  static constexpr int kRest = kPlane, kScale = 2 * kPlane, kSize = kScale + kBatch * kRun;
+};
+
+__device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t load_shared1(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+
+// The bits of the half next to x: the largest or the lowest finite one of what is beyond.
+__device__ __forceinline__ uint16_t finite_half(float x) {
+  uint16_t y;
+  asm("cvt.rn.satfinite.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
+// Does nothing, but the compiler cannot make x and y again from what they were made of.
+__device__ __forceinline__ void keep_in_registers(uint32_t& x, uint32_t& y) { asm volatile("" : "+r"(x), "+r"(y)); }
+
+// Tokens of a plane are 16 bytes apart; of 32 bytes, the second halves follow all the first.
+template <int kBytes>
+__device__ __forceinline__ void copy_token(uint32_t to, const uint8_t* from) {
+  if constexpr (kBytes == 8) {
+    copy8_async(to, from);
+  } else {
+#pragma unroll
+    for (int half = 0; half < kBytes / 16; ++half) copy16_async(to + half * kBatch * kRun * 16, from + 16 * half);
+  }
+}
+
+// x[half][r]: 4 bytes of token g of run r, from this lane's place in a plane. With 8 bytes a token, lanes t and t + 2
+// have the same bytes, the later ones shifted: the lower 4 bits of theirs are those that the others have above.
+template <int kBytes>
+__device__ __forceinline__ void load_plane(uint32_t (&x)[(kBytes + 15) / 16][kBatch], uint32_t from) {
+  if constexpr (kBytes == 8) {
+#pragma unroll
+    for (int run = 0; run < kBatch; ++run) x[0][run] = load_shared4(from + 64 * run) >> (threadIdx.x & 2) * 2;
+  } else {
+#pragma unroll
+    for (int half = 0; half < kBytes / 16; ++half) load_matrices(x[half], from + half * kBatch * kRun * 16);
+  }
+}
+
+// Four runs as a lane has them in registers: token g of each, and the scale of token g of run t.
+template <int kBytes>
+struct RunCodes {
+  static constexpr int kHalves = (kBytes + 15) / 16; // words of a token
+  uint32_t sign[kHalves][kBatch], low[kHalves][kBatch], scale; // its code
+};
+
+// Where a lane writes in its warp's stages, and where it reads.
+template <int kBytes>
+struct RunStages {
+  using Stage = Stage<kBytes>;
+  int run, token; // that the lane copies, of a batch
+  uint32_t to_codes, to_scale, codes_here, scale_here;
+
+  __device__ __forceinline__ explicit RunStages(const uint8_t* memory) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const uint32_t stages = shared_address(memory) + warp * kStages * Stage::kSize;
+    run = lane / kRun, token = lane % kRun;
+    to_codes = stages + lane * (kBytes < 16 ? kBytes : 16);
+    to_scale = stages + Stage::kScale + run * kRun;
+    // Of 16 bytes or more, ldmatrix takes addresses where the lane copied to.
+    codes_here = kBytes == 8 ? stages + g * 8 + t % 2 * 4 : to_codes;
+    scale_here = stages + Stage::kScale + t * kRun + g;
+  }
+
+  // A batch of runs to a stage: lane 8 r + i copies token i of run r, lane 8 r its scales.
+  __device__ __forceinline__ void
+  copy(const SelectBySketch& p, uint2 named, unsigned head, int left, int first, int slot) const {
+    const int at = first + run;
+    const uint32_t name = __shfl_sync(~0u, named.x, at);
+    const uint32_t of_page = head * kPageRuns + __shfl_sync(~0u, named.y, at) % kPageRuns;
+    if (at < left) {
+      const uint32_t codes = (of_page * kRun + token) * kBytes;
+      copy_token<kBytes>(to_codes + slot * Stage::kSize, p.signs + uint64_t(name) * p.signs_stride + codes);
+      copy_token<kBytes>(
+          to_codes + slot * Stage::kSize + Stage::kRest, p.rest + uint64_t(name) * p.rest_stride + codes);
+      if (token == 0)
+        copy8_async(to_scale + slot * Stage::kSize, p.scale + uint64_t(name) * p.scale_stride + of_page * kRun);
+    }
+    close_copy_group();
+  }
+
+  // Waits for the oldest batch and reads it; its stage may be filled again then.
+  __device__ __forceinline__ void load(RunCodes<kBytes>& codes, int slot) const {
+    wait_copy_groups<kStages - 1>();
+    __syncwarp(); // all lanes' copies are there
+    load_plane<kBytes>(codes.sign, codes_here + slot * Stage::kSize);
+    load_plane<kBytes>(codes.low, codes_here + slot * Stage::kSize + Stage::kRest);
+    codes.scale = load_shared1(scale_here + slot * Stage::kSize);
+    __syncwarp(); // all lanes are done with the stage
+  }
+};
+
+} // namespace shadowkv
