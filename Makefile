@@ -6,7 +6,7 @@ JOBS ?= 2
 PY := .venv/bin/python
 # Most of 23,000 files are never imported; those that are, are compiled then.
 PIP_INSTALL := $(PY) -m pip install --no-compile -c constraints.txt
-CSRC := $(wildcard csrc/*.h csrc/*/*)
+CSRC := $(wildcard csrc/*.h csrc/*/* csrc/*/*/*)
 
 # Some images set it: each of some hundred processes that tests start would compile thousands of files anew.
 export PYTHONDONTWRITEBYTECODE :=

@@ -44,8 +44,8 @@ class CacheKey:
         spec: the cache policy.
         codecs: versions of the codecs that it uses, by name.
         prefill: how prompts attend.
-        tensor_parallel_size: GPUs that share a layer's heads.
-        tensor_parallel_rank: which of them this is.
+        tensor_parallel_size: GPUs that share a layer's heads; files are of one, but it is part of every digest.
+        tensor_parallel_rank: which of them this is; likewise 0.
     """
 
     model: str
