@@ -80,6 +80,7 @@ def test_what_is_wrong_is_said(tiny: str, capsys: pytest.CaptureFixture[str]) ->
     assert "2 requests failed; the first: status 400: token id" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine, generate = FakeEngine(), FakeEngine.generate
     hanging = 0

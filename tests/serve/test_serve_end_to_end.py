@@ -204,7 +204,9 @@ def begin(url: str, max_tokens: int) -> openai.Stream:
     return stream
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
     with server_process("--shutdown-timeout", "0.2") as (process, url):
         stream = begin(url, 900)

@@ -55,6 +55,7 @@ def ask(client, messages=ASK, **options):
     return client.chat.completions.create(model="small", messages=messages, parallel_tool_calls=False, **options)
 
 
+@pytest.mark.slow
 def test_an_agent_of_six_turns(client):
     messages, ids, cached = [*ASK], set(), []
     for turn in range(6):
