@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.eval.files import Prediction, replacing
-from shadowkv.eval.report import BASELINE, by_cell, labels
+from shadowkv.eval.report import BASELINE, Cells, by_cell, labels
 from shadowkv.eval.statistics import mean_and_error
 
 
@@ -25,18 +25,13 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
     figure, axes = new_figure(1, len(lengths), (5.2, 1.6 + len(tasks) * (0.2 + 0.06 * len(shown))))
     for axis, length in zip(axes, lengths):
         for number, label in enumerate(shown):
-            points = []
-            for row, task in enumerate(tasks):
-                scores = cells.get((length, task), {}).get(label)
-                if scores:
-                    full = cells[length, task][BASELINE] if paired else dict.fromkeys(scores, 0.0)
-                    mean, error = mean_and_error([scores[of] - full[of] for of in scores if of in full])
-                    points.append(
-                        (100 * mean, row + 0.8 * ((number + 0.5) / len(shown) - 0.5), 100 * bar_length(error))
-                    )
+            beside = 0.8 * ((number + 0.5) / len(shown) - 0.5)
+            found = [(row + beside, scores_of(cells, (length, task), label, paired)) for row, task in enumerate(tasks)]
+            points = [(y, *mean_and_error(scores)) for y, scores in found if scores]
             if points:
-                x, y, errors = zip(*points)
-                axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, capsize=2, color=colour(number), label=label)
+                y, means, errors = zip(*points)
+                style = {"fmt": "o", "markersize": 4, "capsize": 2, "color": colour(number), "label": label}
+                axis.errorbar([100 * x for x in means], y, xerr=[100 * bar_length(x) for x in errors], **style)
         for row in range(1, len(tasks)):
             axis.axhline(row - 0.5, color="0.85", linewidth=0.8)
         axis.set_yticks(range(len(tasks)), tasks, fontsize=9)
@@ -96,6 +91,17 @@ def plot_needles(
     axis.set_title(textwrap.fill(title, 44), fontsize=9)
     figure.colorbar(image, label="score, per cent")
     save_figure(figure, path)
+
+
+def scores_of(cells: Cells, cell: tuple[int, str], label: str, paired: bool) -> list[float]:
+    """A policy's scores of a length and task; where ``paired``, their differences to full attention's, of the samples
+    that this has answered too."""
+    by_policy = cells.get(cell, {})
+    scores = by_policy.get(label, {})
+    if not paired:
+        return list(scores.values())
+    full = by_policy.get(BASELINE, {})
+    return [score - full[sample] for sample, score in scores.items() if sample in full]
 
 
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:

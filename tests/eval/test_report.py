@@ -11,7 +11,8 @@ import pytest
 from predicted import predicted
 
 from shadowkv.eval.outputs import needle_cells, write_outputs
-from shadowkv.eval.report import COLUMNS, markdown, rows
+from shadowkv.eval.plots import scores_of
+from shadowkv.eval.report import COLUMNS, by_cell, markdown, rows
 from shadowkv.eval.statistics import mean_and_error, paired_interval
 
 
@@ -78,3 +79,16 @@ def test_files(tmp_path: Path) -> None:
     cell = {"task": "niah_single", "policy": "full", "length": 2000, "depth": 50.0, "score": 0.0, "samples": 1}
     assert cell in needle_cells(needles)
     assert len(needle_cells(needles)) == 8
+
+
+def test_plots_are_of_what_both_have_answered(tmp_path: Path) -> None:
+    """A run that was interrupted may have a task that full attention has not answered yet, or not all of it."""
+    shared = [predicted(score, 0, policy) for policy, score in (("full", 1), ("quest", 0))]
+    alone = [predicted(1, 1, "quest"), predicted(1, 0, "quest", task="another")]
+    cells = by_cell([*shared, *alone])
+    length, task = shared[0].length, shared[0].task
+    assert scores_of(cells, (length, task), "quest", paired=True) == [-1]
+    assert sorted(scores_of(cells, (length, task), "quest", paired=False)) == [0, 1]
+    assert scores_of(cells, (length, "another"), "quest", paired=True) == []
+    write_outputs([*shared, *alone], "m", tmp_path)
+    assert (tmp_path / "scores.png").stat().st_size
