@@ -44,7 +44,7 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
     policies: dict[str, Policy] = {}
     for name in names:
         spec, kv = preset(name), without_field(name, "budget")[0]
-        own = spec.budget is not None or spec.index == "none" or not budgets
+        own = spec.budget is not None or not spec.selects or not budgets
         for budget in (spec.budget,) if own else budgets:
             label = kv if budget is None else f"{kv}@{budget}"
             try:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.shape import share
 from shadowkv.kvcache.spec import KVSpec
@@ -117,7 +118,7 @@ class Shard:
         whole, groups = self.whole.shape, min(self.size, self.whole.num_kv_heads)
         if self.size == 1:
             return resolve(spec, whole)
-        if spec.low_rank:
+        if spec.keys in LATENT_CODECS:
             if spec.key_groups not in (1, groups):
                 raise SettingsError(
                     f"key_groups={spec.key_groups} is not the {groups} that tensor_parallel_size={self.size} makes",

@@ -77,7 +77,7 @@ class Follower:
     def _observe(self, seen: Attended) -> None:
         if self.measuring:
             self.loss.take(seen)
-        if seen.selected is not None and self.cache.spec.index != "none":
+        if seen.selected is not None and self.cache.spec.selects:
             self.reuse.take(seen.layer, seen.selected)
 
     def measured(self, prompts: Sequence[Prompt], surprise: Tensor) -> Iterator[Measured]:

@@ -153,7 +153,7 @@ class SelectionRecord:
 
     def _of(self, number: int, weights: np.ndarray) -> TokenSelections:
         (length, sealed), spec = self._lengths[number], self._cache.spec
-        if not (sealed and self._groups) or spec.attends_with != "attend_selected":
+        if not (sealed and self._groups) or not spec.selects:
             return TokenSelections(length + 1, self._cell, True, [(0, length + 1)], [])
         groups = []
         for layers, layer, of_cells in zip(self._groups, self._layers[number], weights, strict=True):

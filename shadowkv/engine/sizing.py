@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -73,12 +72,11 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     fetches: used by another stream, a graph keeps it for each of its layers.
     """
     least = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + sum(part.reading_bytes() for part in layout.parts)
-    if not layout.buffer_fields:
+    if not layout.fetched_bytes:
         return least
-    spec, shape, (values,) = layout.spec, layout.shape, layout.host_fields
+    spec, heads = layout.spec, layout.shape.num_kv_heads
     selected = int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
-    row_bytes = math.prod(values.shape[2:]) * values.dtype.itemsize
-    return least + shape.num_layers * scratch_bytes(shape.num_kv_heads * selected, row_bytes)
+    return least + layout.shape.num_layers * scratch_bytes(heads * selected, layout.fetched_bytes)
 
 
 def _stored(tokens: int) -> int:

@@ -301,7 +301,7 @@ class KVCache:
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called with layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects in a decode step;
-        what it returns is attended to; not where nothing is selected (``KVSpec.attends_with``). To be set before the
+        what it returns is attended to; not where nothing is selected (``KVSpec.selects``). To be set before the
         first step: captured graphs go on with what they were made with."""
         return self.decode.hook
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
@@ -22,7 +20,8 @@ OF_TOKENS = (
 )
 OF_SEALED_PAGES = ("block_attention", "find_outliers", "merge_attention", "write_rows")
 """Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_SEALED_PAGES`` only where it seals.
-Others are named by its parts, and ``attends_with`` names one more."""
+Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is sealed."""
+OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
@@ -32,10 +31,9 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
     if spec.prefill == "sparse":
         ops |= {*OF_BLOCKS}
     if spec.seals:
-        ops |= {*OF_SEALED_PAGES, *layout.parts.ops, spec.attends_with}
+        ops |= {*OF_SEALED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
         pages = spec.sealed_pages(layout.max_model_len)
-    fetched = next((field for field in layout.buffer_fields if field.name == "rows"), None)
-    if fetched is not None:
+    if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(
         ops=frozenset(ops),
@@ -54,7 +52,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device) -> Case:
         max_pages=pages,
         # Captured steps select for up to a page more than the longest sequence has.
         max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),
-        fetched_bytes=0 if fetched is None else math.prod(fetched.shape[2:]) * fetched.dtype.itemsize,
+        fetched_bytes=layout.fetched_bytes,
         host_values=bool(layout.host_fields),
         capability=torch.cuda.get_device_capability(device) if gpu else None,
         block_memory=block_memory(device) if gpu else 0,

@@ -202,7 +202,7 @@ class Decode:
         if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
             value_pages = self.tables.value_pages[segments.slot, : plan.sealed_pages].long()
         tokens, span = segments.end - segments.first, None
-        if self.spec.attends_with == "attend_coded":
+        if not self.spec.selects:
             span = (segments.first == 0) * (self.spec.sink_chunks * self.spec.chunk), tokens
         return SealedBatch(
             slots=segments.slot,
@@ -273,7 +273,7 @@ class Decode:
     def _attend_sealed(self, layer: int, q: Tensor, batch: SealedBatch) -> tuple[Tensor, Tensor]:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
-        if self.spec.attends_with == "attend_coded":
+        if not self.spec.selects:
             assert batch.span is not None, "batches of decode steps have it"
             out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse

@@ -170,6 +170,14 @@ class Layout:
             for first in run[::most]:
                 yield slice(first, min(first + most, run.stop))
 
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the values of one chunk and kv head that are fetched from the host; 0 where none are."""
+        if not self.buffer_fields:
+            return 0
+        (values,) = self.host_fields
+        return math.prod(values.shape[2:]) * values.dtype.itemsize
+
     def bytes_per_block(self) -> Blocks:
         """Bytes of one block of each tier over all layers, and of a segment's slot: its buffer of fetched values."""
         layers, skipped = len(self.compressed), 2 * self.spec.skip_layers
@@ -274,7 +282,7 @@ class Layout:
     def _buffer_fields(self) -> tuple[Field, ...]:
         """The fields of a segment's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""
         spec, heads = self.spec, self.shape.num_kv_heads
-        if not self.host_fields or spec.index == "none" or not self.fetch_buffer:
+        if not self.host_fields or not spec.selects or not self.fetch_buffer:
             return ()
         (values,) = self.host_fields
         row = values.shape[2:]

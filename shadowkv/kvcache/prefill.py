@@ -197,7 +197,8 @@ class Prefill:
         states, count, excluded = torch.cat([one.state for one in all_places]), places.sealed, None
         if places.fits:
             seen = keys
-            if fitted_with_earlier(places.before, places.before + keys.shape[2]) and self.parts.keys.state_fields():
+            few = fitted_with_earlier(places.before, places.before + keys.shape[2])
+            if few and self.parts.keys.fits_on_earlier:
                 earlier = [self._earlier(layers, one) for one in all_places]
                 seen = torch.cat((_stacked(earlier), keys), dim=2)
             starts = torch.cat([one.page_starts[:1] for one in all_places])

@@ -63,7 +63,7 @@ class KVSpec:
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
-        rank: dimensions of the low-rank keys; None picks by model (see ``with_defaults``).
+        rank: dimensions of the low-rank keys; None picks by model (``LowRankKeys.with_defaults``).
         key_groups: groups of kv heads, each with low-rank keys of its own, as tensor-parallel ranks have them; the
             dimensions are shared out by heads, rounded up to a multiple of 32 (see ``key_ranks``).
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
@@ -92,21 +92,6 @@ class KVSpec:
     centred: bool = False
     skip_layers: int = 0
 
-    def with_defaults(self, shape: ModelShape) -> KVSpec:
-        """The spec with its model-dependent defaults filled in.
-
-        Default rank: 5/32 of H*d (the paper's 160 of 1024), but 1/2 where H*d < 512: few kv heads are
-        less low-rank. Rounded up to a multiple of 32 where there is room: tensor cores take that many at a time.
-        """
-        spec = self
-        if spec.low_rank and spec.rank is None:
-            share = 1 / 2 if shape.kv_dim < 512 else 5 / 32
-            rank = round(shape.kv_dim * share)
-            spec = replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
-        if spec.values == ROTATED:
-            spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
-        return spec
-
     def contradictions(self, shape: ModelShape) -> list[str]:
         """Why its numbers cannot be, for models of ``shape``; what its parts cannot do, they say themselves
         (``parts.resolve``)."""
@@ -121,16 +106,6 @@ class KVSpec:
             reasons.append(f"local={self.local} is less than 1: the newest token is always exact")
         if self.dense_below is not None and self.dense_below < 0:
             reasons.append(f"dense_below={self.dense_below} tokens is negative")
-        if self.low_rank and not 1 <= (self.rank or 0) <= shape.kv_dim:
-            reasons.append(f"rank={self.rank} is not between 1 and H*d={shape.kv_dim} of this model")
-        if not 1 <= self.key_groups <= shape.num_kv_heads:
-            reasons.append(
-                f"key_groups={self.key_groups} is not between 1 and the model's {shape.num_kv_heads} kv heads"
-            )
-        if not self.low_rank and self.key_groups > 1:
-            reasons.append(f"key_groups={self.key_groups} has no meaning with keys={self.keys!r}, which are no latents")
-        if not self.low_rank and self.rank is not None:
-            reasons.append(f"rank={self.rank} has no meaning with keys={self.keys!r}")
         if not 0 <= 2 * self.skip_layers <= shape.num_layers:
             half = shape.num_layers // 2
             reasons.append(
@@ -138,8 +113,6 @@ class KVSpec:
             )
         if self.skip_layers and not self.seals:
             reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
-        if self.centred and (self.low_rank or self.keys == "dense"):
-            reasons.append(f"centred has no meaning with keys={self.keys!r}, which are not coded row by row")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
@@ -152,16 +125,11 @@ class KVSpec:
             reasons.append(f"sampled={self.sampled} is a share of a budget, and mass={self.mass} takes less than that")
         if self.sampled and self.place == "host":
             reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
-        if self.index == "none" and (self.budget is not None or self.mass is not None or self.sampled or self.outliers):
+        if not self.selects and (self.budget is not None or self.mass is not None or self.sampled or self.outliers):
             reasons.append(
                 "index='none' attends to every token: budget, mass, sampled, outliers have no meaning with it"
             )
         return reasons
-
-    @property
-    def low_rank(self) -> bool:
-        """Whether keys are kept as latents of all kv heads joined."""
-        return self.keys.startswith("low-rank")
 
     def key_ranks(self, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
         """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1. Of a resolved spec."""
@@ -172,8 +140,8 @@ class KVSpec:
         return [(self._group_rank(shape, last - first), (first, last)) for first, last in heads]
 
     def of_heads(self, shape: ModelShape, heads: int) -> KVSpec:
-        """A resolved spec for ``heads`` of a model's kv heads, whose keys are a group of their own."""
-        return replace(self, rank=self._group_rank(shape, heads), key_groups=1) if self.low_rank else self
+        """A resolved spec for ``heads`` of a model's kv heads, whose low-rank keys are a group of their own."""
+        return self if self.rank is None else replace(self, rank=self._group_rank(shape, heads), key_groups=1)
 
     def _group_rank(self, shape: ModelShape, heads: int) -> int:
         rank = -(-(self.rank or 0) * heads // shape.num_kv_heads)
@@ -185,9 +153,9 @@ class KVSpec:
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
 
     @property
-    def attends_with(self) -> str:
-        """The op that attends to sealed tokens: to all of them, or to those that an index selects."""
-        return "attend_coded" if self.index == "none" else "attend_selected"
+    def selects(self) -> bool:
+        """Whether an index selects the sealed tokens that a step attends to, or it attends to all of them."""
+        return self.index != "none"
 
     @property
     def sink_chunks(self) -> int:
@@ -202,7 +170,7 @@ class KVSpec:
     @property
     def exact_limit(self) -> int:
         """Tokens of a tail that would be attended exactly anyway: there is nothing to gain by a segment of fewer."""
-        floor = DEFAULT_BUDGET_FLOOR if self.index != "none" and self.budget is None else 0
+        floor = DEFAULT_BUDGET_FLOOR if self.selects and self.budget is None else 0
         return self.static_tokens + self.local + PAGE + floor
 
     @property
@@ -246,7 +214,7 @@ class KVSpec:
 
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
         """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
-        if self.index == "none":
+        if not self.selects:
             return context
         if isinstance(self.budget, int):
             return np.full_like(context, self.budget)
@@ -269,7 +237,7 @@ class KVSpec:
         keys += " without their mean" if self.centred else ""
         values = f"{self.values} values on the {self.place}"
         words = [keys, f"{self.index} index", values, f"chunks of {self.chunk} tokens"]
-        if self.index != "none":
+        if self.selects:
             words += [self._budget_in_words(), f"{self.outliers} outlier chunks per kv head"]
         words.append(f"newest {self.local} tokens exact, all up to {self.dense_limit}")
         if self.skip_layers:

@@ -204,7 +204,7 @@ class LatentCodec(ABC):
     """Latents of keys on a basis (``sources.LatentKeys``), the rank dimensions of a token together.
 
     Attributes:
-        id, name: unique among codecs; the name is that of the policy's axis ``keys``, and begins with ``low-rank``.
+        id, name: unique among codecs; the name is that of the policy's axis ``keys``.
         largest: the largest code of any rank dimension, which is symmetric about 0; None for latents that are not
             quantised. Codes are in units of a step per rank dimension, which is folded into the basis.
         rank_multiple: what the rank must be a multiple of.

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import (
@@ -154,24 +154,17 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _plan(planner: Planner, name: str, args: argparse.Namespace) -> Plan:
-    changed = _overrides(name, args)
+    changed = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
     try:
+        if len(args.kv) > 1:  # each flag goes to those that have it
+            base = planner.shard.policy(preset(name))
+            if base.rank is None:
+                del changed["rank"]
+            if not base.selects:
+                del changed["budget"], changed["outliers"]
         return planner.plan(name, preset(name, **changed))
     except ValueError as error:
         raise refused_policy(error, name, **{f"kv_{field}": value for field, value in changed.items()}) from error
-
-
-def _overrides(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Values of the policy's fields as flags have them, None where there is no flag; in a table of several those that
-    it has."""
-    overrides = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
-    if len(args.kv) > 1:
-        base = preset(name)
-        if not base.low_rank:
-            del overrides["rank"]
-        if base.index == "none":
-            del overrides["budget"], overrides["outliers"]
-    return overrides
 
 
 if __name__ == "__main__":

@@ -138,7 +138,8 @@ def rotated_keys(stream: Stream, layer: int) -> Tensor:
 )
 def test_formats_defined_here_equal_plain_attention_where_nothing_is_lost(spec: KVSpec) -> None:
     cache, lengths = make_cache(spec), [1, 417, 1000]
-    assert cache.ops.backends[spec.attends_with] == cache.ops.backends["rebuild_rows"] == "reference"
+    attends = "attend_selected" if spec.selects else "attend_coded"
+    assert cache.ops.backends[attends] == cache.ops.backends["rebuild_rows"] == "reference"
     streams = [Stream(seed, cache.allocate(n, n + 200)) for seed, n in enumerate(lengths)]
     if spec.values == "int8-rows":
         for stream in streams:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -71,36 +71,36 @@ class Parts:
 
 def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
     """The parts that the resolved ``spec`` names, for ``shape`` and the cache's ``dtype``."""
-
-    return Parts(*(part(spec, shape, dtype) for part in _classes(spec)))
+    return Parts(*(_part(spec, axis)(spec, shape, dtype) for axis in ("keys", "index", "values")))
 
 
 def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
     """``spec`` for models of ``shape``, its defaults filled in; raises ValueError with every reason it cannot be
     used."""
-    spec = spec.with_defaults(shape)
-    reasons = [
-        f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(known)}"
-        for axis, known in AXES.items()
-        if getattr(spec, axis) not in known
-    ]
-    if not reasons:
-        reasons = [reason for part in _classes(spec) for reason in part.unsupported(spec, shape)]
+    if spec.values == ROTATED:
+        spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
+    reasons = []
+    for axis, known in AXES.items():
+        if getattr(spec, axis) not in known:
+            reasons.append(f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(known)}")
+        elif axis != "place":
+            part = _part(spec, axis)
+            spec = part.with_defaults(spec, shape)
+            reasons += part.unsupported(spec, shape)
     reasons += spec.contradictions(shape)
     if reasons:
         raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return spec
 
 
-def _classes(spec: KVSpec) -> list[Any]:  # each axis has its own class
-    keys = "keys_dense:DenseKeys" if spec.keys == DENSE else "coded:CodedKeys"
-    if spec.keys in LATENT_CODECS:
-        mixed = LATENT_CODECS[spec.keys].bits is not None
-        keys = "keys_mixed:MixedLowRankKeys" if mixed else "keys_low_rank:LowRankKeys"
-    names = (
-        keys,
-        INDEX_PARTS[spec.index],
-        "values_dense:DenseValues" if spec.values == DENSE else "coded:CodedValues",
-    )
-    modules = [entry.split(":") for entry in names]
-    return [getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name) for module, name in modules]
+def _part(spec: KVSpec, axis: str) -> Any:  # each axis has its own class
+    name = getattr(spec, axis)
+    if axis == "index":
+        place = INDEX_PARTS[name]
+    elif name in LATENT_CODECS:
+        place = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_mixed:MixedLowRankKeys"
+    else:
+        kind = axis.capitalize()
+        place = f"{axis}_dense:Dense{kind}" if name == DENSE else f"coded:Coded{kind}"
+    module, name = place.split(":")
+    return getattr(import_module(f"shadowkv.kvcache.parts.{module}"), name)

@@ -71,8 +71,8 @@ class FittedTokens:
     """Tokens that states are fitted on, of L layers and n segments at once, as long as one another.
 
     Attributes:
-        keys: [L, n, S, H, d] before RoPE. For a key part of few tokens behind others they are all of the
-            sequence, those before as they are rebuilt.
+        keys: [L, n, S, H, d] before RoPE. Of few tokens behind others they are all of the sequence, those before as
+            they are rebuilt, where the key part asks for them (``KeyPart.fits_on_earlier``).
         rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
         first: int64 [n], positions of the first tokens of ``rope_keys``.
@@ -115,6 +115,11 @@ class Part(ABC):
         self.shape = shape
         self.dtype = dtype
         self.chunks = PAGE // spec.chunk
+
+    @classmethod
+    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
+        """``spec`` with the part's own fields filled in where they are None and the model decides."""
+        return spec
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -175,7 +180,31 @@ class Part(ABC):
 
 
 class KeyPart(Part):
-    """How a selected key is rebuilt."""
+    """How a selected key is rebuilt.
+
+    Attributes:
+        low_rank: whether keys are latents of kv heads joined: ``rank`` and ``key_groups`` of a policy are theirs.
+        centres: whether ``centred`` of a policy is for them.
+    """
+
+    low_rank: ClassVar[bool] = False
+    centres: ClassVar[bool] = False
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        reasons = []
+        if spec.key_groups > 1 and not cls.low_rank:
+            reasons.append(f"key_groups={spec.key_groups} has no meaning with keys={spec.keys!r}, which are no latents")
+        if spec.rank is not None and not cls.low_rank:
+            reasons.append(f"rank={spec.rank} has no meaning with keys={spec.keys!r}")
+        if spec.centred and not cls.centres:
+            reasons.append(f"centred has no meaning with keys={spec.keys!r}, which are not coded row by row")
+        return reasons
+
+    @property
+    def fits_on_earlier(self) -> bool:
+        """Whether a state for few tokens behind others is fitted on all of them (``FittedTokens.keys``)."""
+        return False
 
     @property
     def rank(self) -> int:

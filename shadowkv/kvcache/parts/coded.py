@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import SealedBatch
-from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedTokens, ValuePart
 from shadowkv.kvcache.sealed_store import SealedStore
@@ -16,8 +16,8 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rotate_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
-from shadowkv.ops.codec import LANES, CodecId, RowCodec
-from shadowkv.ops.quantise_rows import MOST_DIMS
+from shadowkv.ops.codec import RowCodec
+from shadowkv.ops.quantise_rows import in_one_pass
 from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
 
 KEY_MEAN = "key_mean"
@@ -50,16 +50,20 @@ class CodedPart(Part):
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        codec, dim = cls.named(spec), shape.head_dim
+        codec, dim, reasons = cls.named(spec), shape.head_dim, super().unsupported(spec, shape)
         if cls.axis not in codec.axes:
-            return [f"{cls.axis}={codec.name!r} has no meaning: it is a format of {' and '.join(codec.axes)} alone"]
-        if codec.tile > 1 and (spec.index != "none" or spec.low_rank):
+            meant = " and ".join(codec.axes)
+            return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: it is a format of {meant} alone"]
+        if codec.tile > 1 and (spec.selects or spec.keys in LATENT_CODECS):
             return [
+                *reasons,
                 f"{cls.axis}={codec.name!r} is decoded by pages: it needs index='none' and keys that are not low-rank, "
-                f"not index={spec.index!r} and keys={spec.keys!r}"
+                f"not index={spec.index!r} and keys={spec.keys!r}",
             ]
         wanted = codec.wanted(dim)
-        return [f"{cls.axis}={codec.name!r} needs a head dim that is {wanted}, not {dim}"] if wanted else []
+        if wanted:
+            reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {wanted}, not {dim}")
+        return reasons
 
     @property
     def codec(self) -> RowCodec:
@@ -74,8 +78,8 @@ class CodedPart(Part):
 
     def sealing_bytes(self) -> int:
         """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where PyTorch makes them on a GPU, too."""
-        rotated = self.codec_id in (*LANES, CodecId.VQ_4X256) and self.shape.head_dim <= MOST_DIMS
-        return 0 if rotated or self.codec_id == CodecId.FP8 else 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
+        copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
+        return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
     def page_fields(self) -> tuple[Field, ...]:
         heads, dim, codec = self.shape.num_kv_heads, self.shape.head_dim, self.codec
@@ -133,6 +137,12 @@ class CodedPart(Part):
 
 class CodedKeys(CodedPart, KeyPart):
     axis = "keys"
+    centres = True
+
+    @property
+    def fits_on_earlier(self) -> bool:
+        """For the mean key, which is then that of all tokens."""
+        return self.spec.centred
 
     def state_fields(self) -> tuple[Field, ...]:
         heads = (self.shape.num_kv_heads, self.shape.head_dim)

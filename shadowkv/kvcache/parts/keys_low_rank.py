@@ -5,6 +5,7 @@ ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d]
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -38,17 +39,29 @@ class LowRankKeys(KeyPart):
 
     ops = ("low_rank_basis", "project_latents")
     diagnostics = (KEPT_ENERGY,)
+    low_rank = True
+    fits_on_earlier = True
+
+    @classmethod
+    def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
+        """Rank 5/32 of H*d (the paper's 160 of 1,024), but 1/2 where H*d < 512: few kv heads are less low-rank. Rounded
+        up to a multiple of 32 where there is room: tensor cores take that many at a time."""
+        if spec.rank is not None:
+            return spec
+        rank = round(shape.kv_dim * (1 / 2 if shape.kv_dim < 512 else 5 / 32))
+        return replace(spec, rank=min(-(-rank // 32) * 32, shape.kv_dim))
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        multiple = LATENT_CODECS[spec.keys].rank_multiple
-        if spec.rank is None or not 1 <= spec.key_groups <= shape.num_kv_heads:
-            return []
-        return [
-            f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {rank}"
-            for rank in {sum(rank for rank, _ in spec.key_ranks(shape))}
-            if rank % multiple
-        ]
+        reasons, heads = super().unsupported(spec, shape), shape.num_kv_heads
+        if not 1 <= (spec.rank or 0) <= shape.kv_dim:
+            reasons.append(f"rank={spec.rank} is not between 1 and H*d={shape.kv_dim} of this model")
+        if not 1 <= spec.key_groups <= heads:
+            return [*reasons, f"key_groups={spec.key_groups} is not between 1 and the model's {heads} kv heads"]
+        multiple, rank = LATENT_CODECS[spec.keys].rank_multiple, sum(rank for rank, _ in spec.key_ranks(shape))
+        if rank % multiple:
+            reasons.append(f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {rank}")
+        return reasons
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,14 @@
 """Rows as codes of 4, 3 or 2 bits, into pages."""
 
+from shadowkv.ops.codec import LANES, CodecId
+
 MOST_DIMS = 128
 """Of rows that a kernel rotates: wider rotations do not fit into shared memory beside the rows."""
+
+ROTATED_IN_KERNELS = (*LANES, CodecId.VQ_4X256)
+"""Codecs whose rows the Triton kernel rotates and codes."""
+
+
+def in_one_pass(codec: int, dim: int) -> bool:
+    """Whether a kernel codes rows of ``dim`` dimensions as it reads them, without copies."""
+    return codec == CodecId.FP8 or (codec in ROTATED_IN_KERNELS and dim <= MOST_DIMS)

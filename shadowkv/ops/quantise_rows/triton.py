@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, LevelRows, RowCodec, UniformRows, unknown_codecs
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantise_rows import MOST_DIMS
+from shadowkv.ops.quantise_rows import MOST_DIMS, ROTATED_IN_KERNELS
 
 TOKENS = tl.constexpr(PAGE)
 """Of a page, for kernels."""
@@ -69,8 +69,8 @@ def levels_of(codec: LevelRows, dim: int, device: torch.device) -> tuple[Tensor,
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     codecs = case.key_codec, case.value_codec
-    reasons = unknown_codecs(*codecs, known=(*LANES, CodecId.FP8, CodecId.VQ_4X256, CodecId.LATENT_MIXED))
-    if case.head_dim > MOST_DIMS and not {*LANES, CodecId.VQ_4X256}.isdisjoint(codecs):
+    reasons = unknown_codecs(*codecs, known=(*ROTATED_IN_KERNELS, CodecId.FP8, CodecId.LATENT_MIXED))
+    if case.head_dim > MOST_DIMS and not {*ROTATED_IN_KERNELS}.isdisjoint(codecs):
         reasons.append(f"head dim {case.head_dim} is more than {MOST_DIMS}")
     return reasons
 
