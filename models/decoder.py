@@ -131,6 +131,11 @@ class Decoder(nn.Module):
         """Bytes of the weights, scales included."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of them that a decode step reads: an embedding table that is not the head, too, gives only rows."""
+        return self.num_bytes - (0 if self.head is None else self.embedding.nbytes)
+
     def _block_matrices(self) -> list[BlockMatrix]:
         return [module for module in self.modules() if isinstance(module, BlockMatrix)]
 

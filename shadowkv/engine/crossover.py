@@ -66,9 +66,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
     """
     costs, longest = COSTS[device], forced.max_model_len
     dense = Layout(KVSpec(), forced.shape, forced.dtype, longest)
-    # An embedding table that is not the head too gives only rows.
-    outline = Decoder(model, forced.dtype, "meta")
-    weights = (outline.num_bytes - (0 if outline.head is None else outline.embedding.nbytes)) / costs.bandwidth
+    weights = Decoder(model, forced.dtype, "meta").num_bytes_read / costs.bandwidth
 
     def seconds(layout: Layout, tokens: int) -> float:
         """Of a token of a full batch of sequences of ``tokens``, for each of them."""

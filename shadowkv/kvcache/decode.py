@@ -60,9 +60,9 @@ class Decode:
         sealing = None
         if spec.seals:
             tail = tables.length[slots] - tables.sealed[slots]
-            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (
-                tail >= np.where(tables.segments[slots] > 0, spec.exact_limit, spec.late_limit)
-            )
+            growth = self.store.layout.growth
+            limit = np.where(tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
+            outgrown = (tables.sealed[slots] + PAGE > tables.reach[slots]) & (tail >= limit)
             if outgrown.any():
                 self.prefill.seal_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
             due = self.sealing.due(slots)
@@ -72,14 +72,13 @@ class Decode:
                     self.pool.seal(sequences[row], sequences[row].sealed + PAGE)
         names = "length", "sealed", "ring_pages", "static_pages"
         numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
-        ring = np.where(tables.segments[slots] > 0, numbers.ring_pages, numbers.length // PAGE + 1)
         segments, of_sequence = self._segments(numbers)
         budget = segments.top_k + segments.sampled
         return DecodePlan(
             numbers,
             segments,
             of_sequence,
-            int((numbers.static_pages + ring).max()),
+            int((numbers.static_pages + tables.ring_widths(slots)).max()),
             int((segments.end - segments.first).max()) // PAGE,
             int(budget.max()),
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
@@ -97,8 +96,8 @@ class Decode:
         tables, layout = self.tables, self.store.layout
         slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
         segments = int(tables.segments[slots].max())
-        ring = np.where(tables.segments[slots] > 0, tables.ring_pages[slots], tables.length[slots] // PAGE + 1)
-        exact, sealed = int((tables.static_pages[slots] + ring).max()), int(tables.sealed[slots].max())
+        exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max())
+        sealed = int(tables.sealed[slots].max())
         for sequence, length in joining:
             at = sequence.standing
             after = layout.growth.sealed(at, length, length == sequence.capacity)

@@ -8,7 +8,9 @@ comes then stays exact, like a short prompt, until there is enough of it to be a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from shadowkv.kvcache.spec import PAGE, KVSpec
 
@@ -29,6 +31,19 @@ FOR_EVER = 2**62
 """Reach of a state that serves everything after it."""
 
 
+class SealedRun(Protocol):
+    """Tokens that one state serves, as a ``Segment`` has them."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def reach(self) -> int: ...
+    @property
+    def sealed(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Standing:
     """How far a sequence is sealed.
@@ -44,6 +59,14 @@ class Standing:
     segments: int = 0
     reach: int = 0
     generated_reach: int = 0
+
+    @classmethod
+    def behind(cls, path: Sequence[SealedRun]) -> Standing:
+        """That of a sequence of these segments."""
+        if not path:
+            return cls()
+        last = path[-1]
+        return cls(last.sealed, len(path), last.reach, generated_reach(last.first, last.end, last.reach))
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,11 @@ def fitted_with_earlier(first: int, end: int) -> bool:
     """Whether tokens ``first`` to ``end`` are too few for a subspace of their own: it is then found by all before them,
     too, so that states reach further the longer a sequence is."""
     return end - first < first
+
+
+def cut_short(end: int, reach: int, fitted: int, stop: int) -> tuple[int, int, int]:
+    """These of a segment, for a sequence that goes on otherwise behind position ``stop``."""
+    return min(end, stop), reach - end + min(end, stop), min(fitted, stop)
 
 
 def generated_reach(first: int, end: int, reach: int) -> int:

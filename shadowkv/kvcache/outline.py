@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shadowkv.kvcache.growth import Standing, generated_reach
+from shadowkv.kvcache.growth import Standing
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import SnapshotHeader
 from shadowkv.kvcache.snapshot_contents import SnapshotSegment
@@ -65,10 +65,7 @@ class Outline:
     @property
     def standing(self) -> Standing:
         """How far it is sealed, as the rules of growth see it."""
-        if not self.spans:
-            return Standing()
-        last = self.spans[-1]
-        return Standing(self.sealed, len(self.spans), last.reach, generated_reach(last.first, last.end, last.reach))
+        return Standing.behind(self.spans)
 
     def behind(self, chain: Sequence[Link]) -> Outline:
         """This outline, followed by the tokens of ``chain``.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shadowkv.kvcache.arrival import Arrival
-from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing, generated_reach
+from shadowkv.kvcache.growth import MOST_SEGMENTS, Standing, cut_short
 from shadowkv.kvcache.layout import PageCount
 from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.upload import upload
@@ -55,13 +55,14 @@ class Segment:
 
     def prefix(self, slot: int, stop: int) -> Segment:
         """Its pages up to position ``stop``, for a sequence that goes on otherwise there."""
-        count, end = min(len(self.pages), (stop - self.first) // PAGE), min(self.end, stop)
+        count = min(len(self.pages), (stop - self.first) // PAGE)
+        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
         return replace(
             self,
             slot=slot,
             end=end,
-            reach=self.reach - self.end + end,
-            fitted=min(self.fitted, stop),
+            reach=reach,
+            fitted=fitted,
             pages=self.pages[:count],
             value_pages=self.value_pages[:count],
             static=list(self.static),
@@ -132,10 +133,7 @@ class CachedSequence:
     @property
     def standing(self) -> Standing:
         """How far it is sealed, as the rules of growth see it."""
-        if not self.path:
-            return Standing()
-        last = self.path[-1]
-        return Standing(self.sealed, len(self.path), last.reach, generated_reach(last.first, last.end, last.reach))
+        return Standing.behind(self.path)
 
     @property
     def pages(self) -> list[int]:
@@ -243,6 +241,10 @@ class Tables:
             _write(self.pages, segment.slot, pages[:width])
             values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
             _write(self.value_pages, segment.slot, values[:width])
+
+    def ring_widths(self, slots: np.ndarray) -> np.ndarray:
+        """Exact pages behind the static ones that a step of these slots looks at, int64 [slots]."""
+        return np.where(self.segments[slots] > 0, self.ring_pages[slots], self.length[slots] // PAGE + 1)
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot held."""

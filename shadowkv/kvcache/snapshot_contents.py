@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shadowkv.kvcache.growth import cut_short
 from shadowkv.kvcache.snapshot_fields import SnapshotField
 from shadowkv.kvcache.spec import PAGE
 
@@ -37,9 +38,9 @@ class SnapshotSegment:
 
     def cut(self, start: int, stop: int) -> SnapshotSegment:
         """It for a sequence that goes on otherwise behind position ``stop`` (``Segment.prefix``)."""
-        end, count = min(self.end, stop), min(self.num_pages, (stop - self.begin(start)) // PAGE)
-        reach = self.reach - self.end + end
-        return replace(self, end=end, reach=reach, fitted=min(self.fitted, stop), num_pages=count)
+        count = min(self.num_pages, (stop - self.begin(start)) // PAGE)
+        end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
+        return replace(self, end=end, reach=reach, fitted=fitted, num_pages=count)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Planner:
         replicas: how often all of it is there.
         weights: how they are stored, in words.
         weight_bytes: of the whole model.
-        weight_bytes_read: of what a step reads: an embedding table that is not the head too gives only rows.
+        weight_bytes_read: of what a step reads.
         usable_bytes: of the device beside the weights, negative where those alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
             take for each sequence, and policies to fit and to seal, comes on top.
@@ -106,7 +106,7 @@ class Planner:
         self.hit_rate, self.fetch_buffer = hit_rate, fetch_buffer
         model = Decoder(config, dtype, "meta", group=Group(shard.rank, shard.size))
         self.weights, self.weight_bytes = model.weights_in_words, model.num_bytes
-        self.weight_bytes_read = model.num_bytes - (0 if model.head is None else model.embedding.nbytes)
+        self.weight_bytes_read = model.num_bytes_read
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
         self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
