@@ -165,7 +165,6 @@ def size_cache(
     A ``max_model_len`` that was asked for must fit; the model's own is lowered to what does. Raises MemoryError where
     not one sequence fits, or where more host memory was asked for than is free.
     """
-    max_model_len = layout.max_model_len
     offload, host_free = offload_bytes(config, layout), free_host_bytes()
     if offload > host_free:
         raise OutOfMemory(
@@ -174,20 +173,8 @@ def size_cache(
             config.names(),
         )
     host_free -= offload
-    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        working = working_bytes(model, layout, config.max_num_seqs, offload > 0)
-        device_bytes = int(total * share) - (total - free) - working
-        in_use = (
-            f" ({in_words(int(total * share))} of the GPU may be used, {in_words(total - free)} are, by whatever "
-            f"process, and {in_words(working)} are left for prefill and decode steps)"
-        )
-    else:
-        device_bytes, in_use = int(host_free * share), ""
-    host_bytes = int(host_free * HOST_SHARE)
-    if config.host_memory_gib is not None:
-        host_bytes = int(config.host_memory_gib * GIB)
+    device_bytes, in_use = _device_bytes(config, layout, device, model, host_free)
+    host_bytes = int(host_free * HOST_SHARE if config.host_memory_gib is None else config.host_memory_gib * GIB)
     unit = layout.bytes_per_block()
 
     def left(layout: Layout) -> int:
@@ -197,21 +184,20 @@ def size_cache(
     def have(layout: Layout) -> Blocks:
         return Blocks(device=left(layout) // unit["device"], host=host_bytes // unit["host"] if unit["host"] else 0)
 
-    longest = max_model_len
+    longest = layout.max_model_len
     while longest and not _demand(layout, longest).within(have(layout.resized(longest))):
         longest = longest // 2 if config.max_model_len is None else 0
     if not longest:
-        need = _demand(layout, max_model_len)
+        need = _demand(layout, layout.max_model_len)
         raise OutOfMemory(
-            f"one sequence of {counted(max_model_len, 'token')} needs "
+            f"one sequence of {counted(layout.max_model_len, 'token')} needs "
             f"{in_words(need['device'] * unit['device'])} of device and "
             f"{in_words(need['host'] * unit['host'])} of host memory for its KV cache; there are "
             f"{in_words(left(layout))} and {in_words(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
             "max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
             config.names(),
         )
-    need = _demand(layout, longest)
-    most = have(layout.resized(longest))
+    need, most = _demand(layout, longest), have(layout.resized(longest))
     blocks = Blocks({tier: min(most[tier], slots * need[tier]) for tier in most})
     taken = blocks["host"] * unit["host"]
     if taken > host_free:  # it would be given, and the process killed later
@@ -222,6 +208,21 @@ def size_cache(
             config.names(),
         )
     return blocks, longest
+
+
+def _device_bytes(
+    config: EngineConfig, layout: Layout, device: torch.device, model: ModelConfig, host_free: int
+) -> tuple[int, str]:
+    """Device bytes for a cache, and what a GPU has them beside, in words."""
+    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
+    if device.type != "cuda":
+        return int(host_free * share), ""
+    free, total = torch.cuda.mem_get_info(device)
+    working = working_bytes(model, layout, config.max_num_seqs, offload_bytes(config, layout) > 0)
+    return int(total * share) - (total - free) - working, (
+        f" ({in_words(int(total * share))} of the GPU may be used, {in_words(total - free)} are, by whatever "
+        f"process, and {in_words(working)} are left for prefill and decode steps)"
+    )
 
 
 def _demand(layout: Layout, capacity: int) -> Blocks:
