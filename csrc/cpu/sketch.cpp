@@ -29,11 +29,11 @@ struct Chosen {
   std::vector<int64_t> chance;
   int bits = 0;
 
-  bool sure(int64_t i) const { return chance[i] == int64_t{1} << bits; }
+  bool in_top(int64_t i) const { return chance[i] == int64_t{1} << bits; }
   float log_chance(int64_t i) const { return std::log2(std::ldexp(static_cast<float>(chance[i]), -bits)); }
 };
 
-// The largest `count` that are not -inf, each for sure.
+// The largest `count` that are not -inf, each with a chance of 1.
 Chosen largest(const std::vector<float>& values, int64_t count) {
   std::vector<int32_t> order(values.size());
   std::iota(order.begin(), order.end(), 0);
@@ -45,8 +45,9 @@ Chosen largest(const std::vector<float>& values, int64_t count) {
   return chosen;
 }
 
-// Selection of the largest for sure and of others by chance: `by_chance` of the PyTorch reference.
-Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wanted, float factor, uint32_t random) {
+// Selection of the largest and of a sample of the others: `systematic_sample` of the PyTorch reference.
+Chosen systematic_sample(
+    const std::vector<Float16>& values, int64_t top_k, int64_t wanted, float factor, uint32_t random) {
   const int64_t n = static_cast<int64_t>(values.size());
   Chosen chosen{std::vector<uint8_t>(n), std::vector<int64_t>(n)};
   while (chosen.bits < kMostChanceBits && std::max<int64_t>(wanted, 1) < int64_t{1} << (30 - chosen.bits))
@@ -55,16 +56,16 @@ Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wante
 
   int32_t counts[BINS] = {};
   for (const Float16 x : values) ++counts[bin_of(x)];
-  int edge_bin = BINS;  // bins from this one on hold `sure` numbers at the most
-  for (int64_t left = sure; edge_bin > 0 && left >= counts[edge_bin - 1];) left -= counts[--edge_bin];
+  int edge_bin = BINS;  // bins from this one on hold `top_k` numbers at the most
+  for (int64_t left = top_k; edge_bin > 0 && left >= counts[edge_bin - 1];) left -= counts[--edge_bin];
 
-  int64_t certain = 0;
+  int64_t num_top = 0;
   float edge = -LARGEST;
   for (int64_t i = 0; i < n; ++i) {
     if (is_nothing(values[i])) continue;
     if (bin_of(values[i]) >= edge_bin) {
       chosen.chance[i] = one;
-      ++certain;
+      ++num_top;
     } else {
       edge = std::max(edge, to_float(values[i]));
     }
@@ -76,7 +77,7 @@ Chosen by_chance(const std::vector<Float16>& values, int64_t sure, int64_t wante
     weight[i] = std::exp2(factor * (to_float(values[i]) - edge));
     total += weight[i];
   }
-  const float scale = total > 0 ? kCaution * static_cast<float>((wanted - certain) << chosen.bits) / total : 0;
+  const float scale = total > 0 ? kCaution * static_cast<float>((wanted - num_top) << chosen.bits) / total : 0;
   int64_t before = static_cast<int64_t>(static_cast<uint64_t>(random) >> (32 - chosen.bits));
   for (int64_t i = 0; i < n; ++i) {
     // A NaN, of a query that is not finite, counts as 0: max returns its first argument.
@@ -169,10 +170,10 @@ void select_chunks(
   float edge = 0;
   Chosen kept;
   if (in.sampled_runs) {
-    kept = by_chance(coarse, in.keep - in.sampled_runs, in.keep, in.run_factor, in.run_random);
+    kept = systematic_sample(coarse, in.keep - in.sampled_runs, in.keep, in.run_factor, in.run_random);
     edge = NOTHING;
     for (int64_t run = 0; run < runs; ++run)
-      if (!kept.sure(run)) edge = std::max(edge, to_float(coarse[run]));
+      if (!kept.in_top(run)) edge = std::max(edge, to_float(coarse[run]));
   } else {
     std::vector<float> scores(runs);
     // A NaN counts as nothing: it has no order.
@@ -207,7 +208,7 @@ void select_chunks(
     std::vector<Float16> values(scores.size());
     for (size_t i = 0; i < scores.size(); ++i)
       values[i] = to_float16(std::min(in.chunk_factor * (scores[i] - edge) + weights[i], LARGEST));
-    chosen = by_chance(values, in.budget, in.budget + in.sampled, 1.0f, in.chunk_random);
+    chosen = systematic_sample(values, in.budget, in.budget + in.sampled, 1.0f, in.chunk_random);
   } else {
     chosen = largest(scores, in.budget);
   }

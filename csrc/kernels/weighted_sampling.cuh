@@ -1,7 +1,8 @@
-// Selection by a thread block of values by chance: the largest for sure, each other in proportion to an exponential of
-// its value. Values that share a bin of the first digit are all sure or none is, so that the bins' counts are all that is
-// needed to begin with. Chances are whole numbers, sums of them are exact. The one sum of floats that they come of is a
-// fixed tree over bins: blocks of 8 and of 16 warps, of which batches of many rows take the smaller, add it up alike.
+// Selection by a thread block of values: the largest, and a sample of the others, each in proportion to an exponential
+// of its value. Values that share a bin of the first digit are all among the largest or none is, so that the bins' counts
+// are all that is needed to begin with. Chances are whole numbers, sums of them are exact. The one sum of floats that they
+// come of is a fixed tree over bins: blocks of 8 and of 16 warps, of which batches of many rows take the smaller, add it
+// up alike.
 #pragma once
 
 #include "kernels/mma.cuh"
@@ -34,7 +35,7 @@ __device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
   return sum;
 }
 
-// What was selected: how many values, and one that none of those that were not sure is above; -inf where all were.
+// What was selected: how many values, and a value that none is above but the largest; -inf where all were.
 struct Chosen {
   uint32_t count;
   float edge;
@@ -47,18 +48,18 @@ struct OwnBins {
   __device__ __forceinline__ OwnBins()
       : count(kFirstBins / blockDim.x), first(kFirstBins - count * (threadIdx.x + 1)) {}
 
-  // Finds the first bin, from the top, that does not fit into `certain` values: what is above is sure. Leaves it in
+  // Finds the first bin, from the top, that does not fit into `top_k` values: what is above is selected. Leaves it in
   // shared.bin, 0 where all fit, and how many values are above in shared.above; returns how many there are in all.
-  __device__ __forceinline__ uint32_t find_edge(RadixShared& shared, uint32_t certain) const {
+  __device__ __forceinline__ uint32_t find_edge(RadixShared& shared, uint32_t top_k) const {
     uint32_t above[1] = {}, total[1];
     for (int i = 0; i < count; ++i) above[0] += first + i < kFirstFinite ? 0 : shared.first[first + i];
     const uint32_t here = above[0];
     if (threadIdx.x == 0) shared.bin = 0;
     scan_block(shared, above, total);
-    if (above[0] <= certain && certain < above[0] + here) {
+    if (above[0] <= top_k && top_k < above[0] + here) {
       uint32_t higher = above[0];
       int bin = first + count - 1;
-      while (higher + shared.first[bin] <= certain) higher += shared.first[bin--];
+      while (higher + shared.first[bin] <= top_k) higher += shared.first[bin--];
       shared.bin = bin, shared.above = higher;
     }
     __syncthreads();
@@ -161,20 +162,20 @@ __device__ __forceinline__ void take_at_steps(
   }
 }
 
-// Selects at most `wanted` of 8 `groups` values, -inf never: at most `certain` (fewer than `wanted`) of the largest for
-// sure, the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance); `place` is the rank
+// Selects at most `wanted` of 8 `groups` values, -inf never: at most `top_k` (fewer than `wanted`) of the largest,
+// the others by weights 2^(factor value). Calls use(place, number, log2 of 1 / its chance); `place` is the rank
 // in ascending order. shared.first has counted the values; `sums` has room for `groups` numbers. For all threads of a
 // block of 8 or 16 warps, which select the same, with barriers before and after, of which the last leaves what `use`
 // wrote to be read.
 template <typename Use>
-__device__ __forceinline__ Chosen select_by_chance(
-    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t certain, uint32_t wanted, float factor,
+__device__ __forceinline__ Chosen systematic_sample(
+    RadixShared& shared, const uint4* values, uint32_t groups, uint32_t top_k, uint32_t wanted, float factor,
     uint32_t uniform, uint32_t* sums, Use use) {
   __syncthreads();
   const OwnBins own_bins;
-  const uint32_t total = own_bins.find_edge(shared, certain);
+  const uint32_t total = own_bins.find_edge(shared, top_k);
   const int bin = shared.bin; // 0 where all fit
-  const uint32_t sure = bin ? shared.above : total;
+  const uint32_t num_top = bin ? shared.above : total;
 
   Chances chances;
   chances.factor = factor, chances.edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY;
@@ -182,7 +183,7 @@ __device__ __forceinline__ Chosen select_by_chance(
   const float sum = own_bins.sum_weights(shared, bin, [&](float value) { return chances.weight_of(value); });
   const int bits = min(kMostChanceBits, __clz(wanted) - 1);
   chances.one = float(1u << bits);
-  chances.scale = sum > 0 ? kCaution * (wanted - sure) * chances.one / sum : 0.f;
+  chances.scale = sum > 0 ? kCaution * (wanted - num_top) * chances.one / sum : 0.f;
 
   const uint32_t all = sum_chances(shared, chances, values, groups, sums);
   const uint32_t start = uniform >> (32 - bits), count = min(all + start >> bits, wanted);

@@ -28,7 +28,7 @@ from shadowkv.wording import GIB, SettingsError
 
 Origin = Callable[[str | None], str]
 
-EVERYTHING = 2**62
+UNLIMITED = 2**62
 """Bytes of copies that a prefill server launches in a step: others wait for these, and hardly anybody for its tokens.
 """
 
@@ -51,7 +51,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
         with _named(directory):
             return DiskTier(directory, limit, key, report)
 
-    step_bytes = EVERYTHING if config.role == "prefill" else STEP_BYTES
+    step_bytes = UNLIMITED if config.role == "prefill" else STEP_BYTES
     return PrefixCache(cache, host, disk, eviction, step_bytes), key.origin
 
 

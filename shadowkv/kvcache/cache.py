@@ -284,7 +284,7 @@ class KVCache:
 
     def padded_sealing(self, numbers: np.ndarray) -> np.ndarray:
         """``DecodePlan.sealing`` of a rounded number of pages."""
-        return padded(numbers, self.sealing.nobody)
+        return padded(numbers, self.sealing.padding)
 
     def join_capture(self) -> None:
         """Where a capture fails half way: without what runs on other streams joined it could not end."""

@@ -18,7 +18,7 @@ from shadowkv.kvcache.parts import Parts
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.prefill import Prefill
-from shadowkv.kvcache.rounding import nobodys_numbers
+from shadowkv.kvcache.rounding import padding_numbers
 from shadowkv.kvcache.sealing import Sealing
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.side_stream import SideStream
@@ -109,8 +109,8 @@ class Decode:
         if segments > 1:
             return None
         count = len(sequences) + len(joining)
-        nobody = nobodys_numbers(tables)
-        rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in nobody)
+        padding = padding_numbers(tables)
+        rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
         return DecodePlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, sealed // PAGE, 0)
 
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
@@ -280,16 +280,16 @@ class Decode:
         out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight)
         return out, lse
 
-    def _merge(self, exact: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
-        """Attention [B, H_q, d] over exact tokens and over what was found in each segment [R, H_q, d]."""
+    def _merge(self, exact: tuple[Tensor, Tensor], sealed: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
+        """Attention [B, H_q, d] over exact tokens and over sealed ones of each segment [R, H_q, d]."""
         merge = self.ops.merge_attention
         if batch.of_sequence is None:
-            merged: Tensor = merge([(batch.of_sealed(exact[0]), batch.of_sealed(exact[1])), found])
+            merged: Tensor = merge([(batch.of_sealed(exact[0]), batch.of_sealed(exact[1])), sealed])
             return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
         out, lse = exact
         # A row of nothing for sequences that have fewer segments than others.
-        outs = torch.cat((found[0], torch.zeros_like(found[0][:1])))
-        sums = torch.cat((found[1], torch.full_like(found[1][:1], float("-inf"))))
+        outs = torch.cat((sealed[0], torch.zeros_like(sealed[0][:1])))
+        sums = torch.cat((sealed[1], torch.full_like(sealed[1][:1], float("-inf"))))
         for rows in batch.of_sequence.unbind(1):
             out, lse = merge([(out, lse), (outs[rows], sums[rows])]), torch.logaddexp(lse, sums[rows])
         return out
@@ -307,12 +307,12 @@ class Decode:
         exact = self._attend_exact(layer, q, batch)  # while the bus is busy
 
         def finish() -> Tensor:
-            found = []
+            parts = []
             for rows, portion, selected, fetch in started:
                 keys = self.parts.keys.source(self.store, layer, portion)
-                found.append(self.ops.attend_selected(queries[rows], keys, fetch.wait(), selected))
-            outs, sums = zip(*found, strict=True)
-            return self._merge(exact, (torch.cat(outs), torch.cat(sums)) if len(outs) > 1 else found[0], batch)
+                parts.append(self.ops.attend_selected(queries[rows], keys, fetch.wait(), selected))
+            outs, sums = zip(*parts, strict=True)
+            return self._merge(exact, (torch.cat(outs), torch.cat(sums)) if len(outs) > 1 else parts[0], batch)
 
         return finish
 

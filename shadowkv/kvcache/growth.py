@@ -27,7 +27,7 @@ but states for all that a long answer may come to would have to be held from its
 MOST_SEGMENTS = 8
 """Segments of one sequence with states of their own: the last one's serves whatever comes."""
 
-FOR_EVER = 2**62
+UNLIMITED = 2**62
 """Reach of a state that serves everything after it."""
 
 
@@ -104,7 +104,7 @@ def cut_short(end: int, reach: int, fitted: int, stop: int) -> tuple[int, int, i
 def generated_reach(first: int, end: int, reach: int) -> int:
     """How far a state reaches for generated tokens that was fitted for ``first`` to ``end`` and has that ``reach``."""
     fitted = end if fitted_with_earlier(first, end) else end - first
-    return FOR_EVER if fitted >= SETTLED else reach
+    return UNLIMITED if fitted >= SETTLED else reach
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Growth:
     def reach(self, segments: int, first: int, end: int) -> int:
         """How far the state of a sequence's last segment reaches that is for tokens ``first`` to ``end``."""
         if not self.learns or segments >= MOST_SEGMENTS:
-            return FOR_EVER
+            return UNLIMITED
         return end + int(REACH * (end if fitted_with_earlier(first, end) else end - first))
 
     def fitted(self, at: Standing, sealed: int, end: int) -> Standing:

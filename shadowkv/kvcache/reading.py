@@ -9,7 +9,7 @@ from torch import Tensor
 from shadowkv.kvcache.pool import SequencePool
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.snapshot import SnapshotHeader
-from shadowkv.kvcache.snapshot_places import Places
+from shadowkv.kvcache.snapshot_places import SnapshotPlaces
 
 
 class Reading:
@@ -26,7 +26,7 @@ class Reading:
 
     def __init__(self, pool: SequencePool, sequence: CachedSequence, header: SnapshotHeader) -> None:
         self.header, self._pool, self._sequence = header, pool, sequence
-        places = Places(pool.store, header, header.cut(header.length), sequence)
+        places = SnapshotPlaces(pool.store, header, header.cut(header.length), sequence)
         self._held = {kind: pool.pools[kind].blocks_of(names) for kind, names in places.held.items()}
         self._places, self._open = places.found(), True
         for kind, blocks in self._held.items():

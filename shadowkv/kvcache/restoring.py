@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.sequence import CachedSequence
-from shadowkv.kvcache.snapshot_places import Places
+from shadowkv.kvcache.snapshot_places import SnapshotPlaces
 from shadowkv.kvcache.store import Store
 
 
@@ -24,7 +24,7 @@ class Restoring:
 
     def __init__(self, store: Store, chain: Sequence[Link], sequence: CachedSequence) -> None:
         self.sequence = sequence
-        self._places = [Places(store, header, header.cut(stop), sequence).found() for header, stop in chain]
+        self._places = [SnapshotPlaces(store, header, header.cut(stop), sequence).found() for header, stop in chain]
 
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
         """Copies a layer of the chain's snapshot number ``link`` to its place, as much of it as is used: ``data`` is

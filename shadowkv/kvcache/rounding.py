@@ -20,7 +20,7 @@ def round_up(count: int) -> int:
     return -(-count // step) * step
 
 
-def nobodys_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
+def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
     """Of a row that pads a batch: a sequence whose ring has a page, and its segment, which is empty."""
     slot = tables.padding_segment_slot
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
@@ -33,7 +33,7 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
     exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), tables.exact.shape[1])
     sealed = plan.sealed_pages and min(round_up(max(plan.sealed_pages, FEWEST_PAGES)), tables.pages.shape[1])
     budget = int(spec.budget_chunks(np.asarray(sealed * PAGE + spec.local + PAGE))) if sealed else 0
-    sequence, segment = nobodys_numbers(tables)
+    sequence, segment = padding_numbers(tables)
     of_sequence = plan.of_sequence
     if of_sequence is None:
         wanted, owner = batch, np.arange(count, batch)
@@ -54,10 +54,10 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
     )
 
 
-def padded(numbers: np.ndarray, nobody: np.ndarray) -> np.ndarray:
-    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a page that is nobody's, int64 [6]."""
+def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
+    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a page that pads, int64 [6]."""
     more = round_up(numbers.shape[1]) - numbers.shape[1]
-    return np.concatenate((numbers, np.repeat(nobody[:, None], more, axis=1)), axis=1)
+    return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
 
 
 def _padded(numbers: tuple[np.ndarray, ...], more: tuple[object, ...], count: int) -> list[np.ndarray]:

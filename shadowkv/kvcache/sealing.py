@@ -56,8 +56,8 @@ class Sealing:
         return np.stack((slots, column, page, segment, page - tables.first[segment] // PAGE, tables.state[segment]))
 
     @property
-    def nobody(self) -> np.ndarray:
-        """The same of one page that nobody owns, int64 [6]."""
+    def padding(self) -> np.ndarray:
+        """The same of a page that pads, int64 [6]."""
         segment = self.tables.padding_segment_slot
         return np.array((self.tables.padding_slot, 0, 0, segment, 0, self.tables.state[segment]))
 

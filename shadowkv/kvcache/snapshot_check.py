@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS
+from shadowkv.kvcache.growth import MOST_SEGMENTS, UNLIMITED
 from shadowkv.kvcache.snapshot_contents import SnapshotContents
 from shadowkv.kvcache.snapshot_fields import ALIGNED, DTYPES, LAYER_ALIGNED, aligned
 from shadowkv.kvcache.spec import PAGE
@@ -46,7 +46,7 @@ def _of_segments(header: SnapshotContents) -> Iterator[str]:
         yield from _out_of(
             ("first token of a segment", one.first, 0 if one.continued else at, at),
             ("end of a segment", one.end, one.first + 1, MOST["tokens"]),
-            ("reach of a segment", one.reach, one.end, FOR_EVER),
+            ("reach of a segment", one.reach, one.end, UNLIMITED),
             ("static tokens", one.static_tokens, 0, MOST["tokens"]),
             ("pages of a segment", one.num_pages, 0 if one.continued and last else 1, (header.length - at) // PAGE),
         )

@@ -91,7 +91,7 @@ class TokensPlace:
             yield some, self.rows.pages[some], self.rows.offsets[some]
 
 
-class Places:
+class SnapshotPlaces:
     """The places of what is ``used`` of a snapshot, in a sequence as it is now.
 
     Attributes:

@@ -46,13 +46,15 @@ class Sampling:
         return mix(state), mix(state + 0x85EBCA77)
 
 
-def by_chance(values: Tensor, sure: Tensor, wanted: Tensor, factor: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Selects the largest for sure, others by weights 2**(factor value), -inf never.
+def systematic_sample(
+    values: Tensor, top_k: Tensor, wanted: Tensor, factor: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Selects the largest, and samples others by weights 2**(factor value), -inf never.
 
     Args:
         values: float16 [..., n].
-        sure: int64 [...], how many are selected for sure, at the most: of values whose first 11 bits are the same all
-            are or none is.
+        top_k: int64 [...], how many of the largest are selected, at the most: of values whose first 11 bits are the
+            same all are or none is.
         wanted: int64 [...], how many to select in all, at the most: a chance is 1 at the most.
         factor: float32 [...], not negative.
         uniform: int64 [...], of 32 bits.
@@ -61,17 +63,17 @@ def by_chance(values: Tensor, sure: Tensor, wanted: Tensor, factor: Tensor, unif
         bool [..., n], and float32 [..., n] the chances.
     """
     bits = (31 - torch.frexp(wanted.clamp(min=1).double()).exponent).clamp(max=MOST_BITS).long()[..., None]
-    certain = _above_bins(values, sure)
-    left = values.float().masked_fill(certain, float("-inf"))
+    top = _above_bins(values, top_k)
+    left = values.float().masked_fill(top, float("-inf"))
     edge = left.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float16).min)
     weights = (factor[..., None] * (left - edge)).exp2().masked_fill(left.isneginf(), 0)
     units = (weights.nan_to_num(0) * 2.0**WEIGHT_BITS).long()  # NaN of a query that is not finite
     total = units.sum(-1, keepdim=True).float() * 2.0**-WEIGHT_BITS
-    rest = wanted[..., None] - certain.sum(-1, keepdim=True)
+    rest = wanted[..., None] - top.sum(-1, keepdim=True)
     scale = torch.where(total > 0, CAUTION * (rest << bits) / total, 0)
     chance = (weights * scale).nan_to_num(0).round().long()
-    chance = torch.minimum(chance, 1 << bits).masked_fill(certain, 0)
-    chance += certain * (1 << bits)
+    chance = torch.minimum(chance, 1 << bits).masked_fill(top, 0)
+    chance += top * (1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)
     return after >> bits != after - chance >> bits, chance / (1 << bits)
 

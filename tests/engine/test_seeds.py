@@ -84,7 +84,8 @@ def test_a_seed_repeats_between_hits_and_on_a_fresh_engine(engine: Recorded) -> 
 
 
 def test_random_numbers_are_the_same_in_any_company(engine: Recorded) -> None:
-    """Answers are as like as products of matrices, which sum in another order where a batch is wider."""
+    """Answers are as like as products of matrices, which sum in another order where a batch is wider: a chunk that is
+    on the edge of what is selected may be another. Other random numbers change most logprobs by over 0.3."""
     wanted = prompt(6, 1200)
     alone = engine.answer("alone", wanted, SEEDED)
     seeds = [int(one[-1]) for one in engine.seeds]
@@ -95,7 +96,7 @@ def test_random_numbers_are_the_same_in_any_company(engine: Recorded) -> None:
     beside = engine.answer("beside", wanted, SEEDED)
     assert max(map(len, engine.seeds)) == 4
     assert seeds == [int(one[3]) for one in engine.seeds if len(one) > 3]
-    assert logprobs(beside) == pytest.approx(logprobs(alone), abs=1e-3)  # of the same tokens
+    assert logprobs(beside) == pytest.approx(logprobs(alone), abs=0.03)  # of the same tokens
 
 
 def test_choices_of_a_prompt_have_samples_of_their_own(engine: Recorded) -> None:

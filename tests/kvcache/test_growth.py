@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shadowkv.kvcache import spec as spec_module
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.growth import FOR_EVER, MOST_SEGMENTS, SETTLED, Growth, Standing
+from shadowkv.kvcache.growth import MOST_SEGMENTS, SETTLED, UNLIMITED, Growth, Standing
 from shadowkv.kvcache.memory import OutOfBlocks
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.index_sketch import sketch_maps
@@ -43,7 +43,7 @@ def standings(draw: st.DrawFn, growth: Growth) -> Standing:
         return Standing()
     sealed = PAGE * draw(st.integers(1, 30))
     if segments == MOST_SEGMENTS or not growth.learns:
-        return Standing(sealed, segments, FOR_EVER, FOR_EVER)
+        return Standing(sealed, segments, UNLIMITED, UNLIMITED)
     reach = sealed + draw(st.integers(-200, 1000))
     return Standing(sealed, segments, reach, max(sealed, reach) + draw(st.integers(0, 3000)))
 
@@ -166,7 +166,7 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
     for number in range(1, MOST_SEGMENTS + 3):
         reach = sequence.path[-1].reach if sequence.path else 0
         if number > MOST_SEGMENTS:
-            assert reach == FOR_EVER
+            assert reach == UNLIMITED
             reach = sequence.length
         start = max(sequence.length + spec.exact_limit, reach + PAGE + spec.local) + 1
         cache.extend(sequence, start, start)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory import Field, Tier
-from shadowkv.ops.sampling import CAUTION, Sampling, by_chance
+from shadowkv.ops.sampling import CAUTION, Sampling, systematic_sample
 from shadowkv.ops.select_by_sketch import cuda, reference
 from shadowkv.ops.sign_scores import cuda as scoring
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, decode_scale, pack_sketch, plane_bits
@@ -144,7 +144,7 @@ def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
                 values = coarse[row, head, :runs]
                 factor = reference.RUN_SHARPNESS * sharpness[row, head] / math.log(2)
                 numbers = (keep - by_sample)[row], keep[row], factor, keep[row]
-                _, chance = by_chance(values[None], *(x.view(1) for x in numbers))
+                _, chance = systematic_sample(values[None], *(x.view(1) for x in numbers))
                 edge = values[chance[0] < 1].amax()
                 sure = values > edge
                 log = reference.RUN_SHARPNESS * sharpness[row, head] * values.float()

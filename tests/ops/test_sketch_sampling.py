@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowkv.ops.sampling import CAUTION, Sampling, by_chance, mix, row_seeds
+from shadowkv.ops.sampling import CAUTION, Sampling, mix, row_seeds, systematic_sample
 from shadowkv.ops.select_by_sketch.reference import kept_runs, sampled_runs
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, pack_sketch, sign_scores
 from shadowkv.ops.sketch_queries.reference import sketch_queries
@@ -25,7 +25,7 @@ def select(values: Tensor, sure: int, wanted: int, factor: float = 1.0) -> tuple
     """Of rows [n, m] of values, each with a random number of its own."""
     rows = len(values)
     numbers = (torch.full((rows,), sure), torch.full((rows,), wanted), torch.full((rows,), factor), uniform(rows))
-    return by_chance(values.half(), *numbers)
+    return systematic_sample(values.half(), *numbers)
 
 
 def fewest(values: Tensor, sure: int, wanted: int, factor: float) -> int:

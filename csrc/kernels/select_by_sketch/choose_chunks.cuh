@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     };
     const int wanted = p.budget_of(sequence);
     if (sampled)
-      count = select_by_chance(
+      count = systematic_sample(
           shared, values, groups, wanted, wanted + sampled, 1, mix_bits(random + 0x85ebca77u), bits, use).count;
     else
       count = select_largest(shared, values, groups, wanted, bits, [&](uint32_t place, uint32_t i) {

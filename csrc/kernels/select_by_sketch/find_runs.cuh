@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
       length /= p.group, state.slope = p.chunk_sharpness * length;
     }
     if (sampled) {
-      const Chosen chosen = select_by_chance(
+      const Chosen chosen = systematic_sample(
           shared, values, pages, wanted - sampled, wanted, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
           keep);
       state.count = chosen.count, state.edge = fmaxf(chosen.edge, -kLargestHalf);

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.sampling import Sampling, by_chance
+from shadowkv.ops.sampling import Sampling, systematic_sample
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
@@ -100,8 +100,8 @@ def select_by_sketch(
         scale: uint8 [N, H, 64], codes of which 0 is that of tokens that may not be selected.
         pages: int64 [B, P]; a name past the valid pages may be any that there is.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], top-k chunks, at most so many of a row that samples (see ``by_chance``); with the sampled
-            ones at most ``k``. None are sampled of a row whose budget is 0.
+        budget: int64 [B], top-k chunks, at most so many of a row that samples (see ``systematic_sample``); with the
+            sampled ones at most ``k``. None are sampled of a row whose budget is 0.
         chunk: tokens of a chunk, 1, 2, 4 or 8; all of them may be selected or none.
         k: columns of the result.
         sampling: what to sample besides.
@@ -133,7 +133,9 @@ def select_by_sketch(
     if sampling is not None:
         sampled, uniform = of_rows(sampled_runs(num_pages, keep, sampling)), sampling.uniform(layer, heads)
         sharpness = log_sharpness(queries, heads)
-        some, chance = by_chance(coarse, of_rows(keep) - sampled, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0])
+        some, chance = systematic_sample(
+            coarse, of_rows(keep) - sampled, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0]
+        )
         unsure = coarse.float().masked_fill(chance == 1, float("-inf")).amax(-1)
         kept, chance = some.where(sampled[..., None] > 0, kept), chance.where(sampled[..., None] > 0, 1)
         edge = unsure.where(sampled > 0, 0)
@@ -163,7 +165,7 @@ def select_by_sketch(
         values = slope[..., None] * (scores - edge[..., None]) + chunk_weight
         values = values.clamp(max=torch.finfo(torch.float16).max).half()
         one = torch.ones_like(slope)
-        some, chance = by_chance(values, of_rows(budget), of_rows(budget) + counts, one, uniform[1])
+        some, chance = systematic_sample(values, of_rows(budget), of_rows(budget) + counts, one, uniform[1])
         chosen, chance = some.where(counts[..., None] > 0, chosen), chance.where(counts[..., None] > 0, 1)
     at = _numbers(chosen, k)
     selected = numbers.gather(-1, at.clamp(min=0)).masked_fill(at < 0, -1)
