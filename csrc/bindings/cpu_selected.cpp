@@ -11,6 +11,7 @@
 #include <string>
 #include <tuple>
 
+#include "../constants.h"
 #include "../cpu/attend_selected.h"
 #include "cpu_common.h"
 
@@ -251,7 +252,7 @@ class SelectedArguments {
         checked(chunk.position, cos_.size(0), "position");
         checked(chunk.position + form.chunk - 1, cos_.size(0), "position");
       }
-      if (log_weight_.defined()) chunk.log_weight = log_weight_.const_data_ptr<float>()[first + i] * LOG2_E;
+      if (log_weight_.defined()) chunk.log_weight = log_weight_.const_data_ptr<float>()[first + i] * shadowkv::kLog2E;
       task.chunks.push_back(chunk);
     }
     if (task.chunks.empty() || !first_) return;
@@ -261,8 +262,6 @@ class SelectedArguments {
   }
 
  private:
-  static constexpr float LOG2_E = 1.44269504f;
-
   Tensor selected_, log_weight_, basis_, mean_, cos_, sin_;
   int64_t width_;
   optional<Stored> keys_, values_;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "../constants.h"
 #include "instruction_set.h"
 
 namespace shadowkv {
@@ -57,7 +58,7 @@ void attend_selected(
     return;
   }
   // Scores in units of log 2: the softmax then needs powers of two only.
-  const float scale = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(form.dim)));
+  const float scale = static_cast<float>(kLog2E / std::sqrt(static_cast<double>(form.dim)));
   for (int64_t i = 0; i < size; ++i) scratch.q[i] = to_float(q[i]) * scale;
   std::fill(scratch.out, scratch.out + size, 0.0f);
   std::fill(scratch.peak, scratch.peak + form.group, -std::numeric_limits<float>::infinity());
@@ -65,7 +66,7 @@ void attend_selected(
   SHADOWKV_BEST(attend_chunks)(form, task.chunks.data(), count, task.basis, task.mean, scratch);
   for (int64_t n = 0; n < form.group; ++n) {
     for (int64_t i = n * form.dim; i < (n + 1) * form.dim; ++i) from_float(scratch.out[i] / scratch.sum[n], out[i]);
-    lse[n] = (scratch.peak[n] + std::log2(scratch.sum[n])) * 0.69314718055994531f;
+    lse[n] = (scratch.peak[n] + std::log2(scratch.sum[n])) * kLn2;
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../constants.h"
 #include "instruction_set.h"
 
 namespace shadowkv {
@@ -46,7 +47,7 @@ void run_task(
     const PagedInputs<T>& in, const PagedPlan& plan, const PageTask& task, PagedScratch& scratch,
     PagedPartials& partials) {
   // Scores in units of log 2: the softmax then needs powers of two only.
-  const float scale = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(in.dim)));
+  const float scale = static_cast<float>(kLog2E / std::sqrt(static_cast<double>(in.dim)));
   const int64_t size = in.group * in.dim;
   const T* q = in.q + (task.sequence * in.heads + task.head) * size;
   for (int64_t i = 0; i < size; ++i) scratch.q[i] = to_float(q[i]) * scale;
@@ -74,7 +75,7 @@ void merge_tasks(
       for (int64_t x = 0; x < in.dim; ++x) total[x] += weight * part[x];
     }
     for (int64_t x = 0; x < in.dim; ++x) from_float(first == last ? 0.0f : total[x] / sum, out[n * in.dim + x]);
-    lse[n] = first == last ? peak : (peak + std::log2(sum)) * 0.69314718055994531f;
+    lse[n] = first == last ? peak : (peak + std::log2(sum)) * kLn2;
   }
 }
 

@@ -5,12 +5,13 @@
 #include <limits>
 #include <numeric>
 
+#include "../constants.h"
+
 namespace shadowkv {
 
 namespace {
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr float LARGEST = 65504.0f;  // of float16
 constexpr int BINS = 2048;
 
 // The first 11 bits of a number, in the order of numbers.
@@ -60,7 +61,7 @@ Chosen systematic_sample(
   for (int64_t left = top_k; edge_bin > 0 && left >= counts[edge_bin - 1];) left -= counts[--edge_bin];
 
   int64_t num_top = 0;
-  float edge = -LARGEST;
+  float edge = -kLargestHalf;
   for (int64_t i = 0; i < n; ++i) {
     if (is_nothing(values[i])) continue;
     if (bin_of(values[i]) >= edge_bin) {
@@ -157,7 +158,7 @@ void score_runs(
       float most = NOTHING;
       for (int64_t token = run; token < run + kRun; ++token)
         most = std::max(most, scorer.with_signs(signs + token * planes.signs_row) * decode_scale(scale[token]));
-      *best++ = to_float16(std::clamp(most, -LARGEST, LARGEST));
+      *best++ = to_float16(std::clamp(most, -kLargestHalf, kLargestHalf));
     }
   }
 }
@@ -207,7 +208,7 @@ void select_chunks(
   if (in.sampled) {
     std::vector<Float16> values(scores.size());
     for (size_t i = 0; i < scores.size(); ++i)
-      values[i] = to_float16(std::min(in.chunk_factor * (scores[i] - edge) + weights[i], LARGEST));
+      values[i] = to_float16(std::min(in.chunk_factor * (scores[i] - edge) + weights[i], kLargestHalf));
     chosen = systematic_sample(values, in.budget, in.budget + in.sampled, 1.0f, in.chunk_random);
   } else {
     chosen = largest(scores, in.budget);
@@ -216,7 +217,7 @@ void select_chunks(
   for (size_t i = 0; i < numbers.size() && count < width; ++i) {
     if (!chosen.some[i]) continue;
     selected[count] = numbers[i];
-    log_weight[count++] = 0.69314718055994531f * (weights[i] - chosen.log_chance(i));
+    log_weight[count++] = kLn2 * (weights[i] - chosen.log_chance(i));
   }
 }
 

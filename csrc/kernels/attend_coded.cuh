@@ -29,7 +29,7 @@
 
 #include "attend_coded/mean.cuh"
 #include "attend_coded/sums.cuh"
-#include "constants.cuh"
+#include "constants.h"
 #include "merge_splits.cuh"
 
 namespace shadowkv {

@@ -1,7 +1,7 @@
 // Joins partial results of attention whose tokens were split over thread blocks.
 #pragma once
 
-#include "constants.cuh"
+#include "constants.h"
 #include "early_launch.cuh"
 #include "mma.cuh"
 

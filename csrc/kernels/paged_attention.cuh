@@ -6,7 +6,7 @@
 // the end only. Rows may be of any kind in paged_rows.cuh.
 #pragma once
 
-#include "constants.cuh"
+#include "constants.h"
 #include "early_launch.cuh"
 #include "merge_splits.cuh"
 #include "mma.cuh"

@@ -1,7 +1,7 @@
 // Makes outputs of the sums of warps, and of blocks where several have a sequence and kv head.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "values.cuh"
 
 namespace shadowkv {

@@ -1,7 +1,7 @@
 // Weights of a warp's tokens, and what it has summed up so far.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "shape.cuh"
 
 namespace shadowkv {

@@ -1,7 +1,7 @@
 // The consumers: two warpgroups, each with 64 of a tile's 128 queries.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "products.cuh"
 #include "softmax.cuh"
 

@@ -6,7 +6,7 @@
 // own row of the tables. Along and across are what turned_products in shadowkv/ops/attend_coded/reference.py says.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "queries.cuh"
 
 namespace shadowkv {

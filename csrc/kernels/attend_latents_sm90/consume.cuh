@@ -1,7 +1,7 @@
 // The consumers: warpgroups that attend, each its own tiles.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "../early_launch.cuh"
 #include "fill.cuh"
 #include "keys.cuh"

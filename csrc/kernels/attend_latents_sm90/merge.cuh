@@ -1,7 +1,7 @@
 // Makes outputs of the consumers' partial results.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "../early_launch.cuh"
 #include "shape.cuh"
 

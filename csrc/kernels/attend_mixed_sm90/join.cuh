@@ -1,7 +1,7 @@
 // Joins what a block's warps have attended to.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "../merge_splits.cuh"
 #include "values.cuh"
 

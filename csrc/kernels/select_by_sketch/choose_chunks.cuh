@@ -1,7 +1,7 @@
 // The third launch: chooses the best chunks of a row and kv head, and samples others.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "../early_launch.cuh"
 #include "../weighted_sampling.cuh"
 #include "count.cuh"

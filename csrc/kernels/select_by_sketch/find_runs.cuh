@@ -1,7 +1,7 @@
 // The first launch: finds the runs with the best signs, of a row and kv head in each block.
 #pragma once
 
-#include "../constants.cuh"
+#include "constants.h"
 #include "../early_launch.cuh"
 #include "../weighted_sampling.cuh"
 #include "count.cuh"

@@ -1,4 +1,4 @@
-// Numbers of floating point that several kernels need. Scores are exponents to base 2, what leaves a kernel is natural.
+// Floating-point numbers that kernels in C++ and CUDA share. Scores are exponents to base 2, what leaves a kernel is natural.
 #pragma once
 
 #include <numbers>
