@@ -41,15 +41,16 @@ def in_dtype(source: Any, dtype: torch.dtype) -> Any:
     return source
 
 
-def there(x: Any, device: str) -> Any:
-    """The same on the device."""
+def there(x: Any, device: str, copies: dict[int, Tensor] | None = None) -> Any:
+    """The same on the device; tensors that are one stay one, as kernels ask of pages. ``copies`` has those made."""
+    copies = {} if copies is None else copies
     if isinstance(x, Tensor):
-        return x.to(device)
+        return copies.setdefault(id(x), x.to(device))
     if isinstance(x, RotaryTables):
         return RotaryTables(x.config, len(x.cos), device)
     if hasattr(x, "__dataclass_fields__"):
-        return replace(x, **{name: there(value, device) for name, value in vars(x).items()})
-    return tuple(there(one, device) for one in x) if isinstance(x, tuple) else x
+        return replace(x, **{name: there(value, device, copies) for name, value in vars(x).items()})
+    return tuple(there(one, device, copies) for one in x) if isinstance(x, tuple) else x
 
 
 def learned(case: Case, values: CodedRows) -> CodedRows:

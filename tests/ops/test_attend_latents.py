@@ -63,6 +63,10 @@ def test_every_token_counts(backend: ModuleType, keys: str, values: str, seed: i
     some = (chunks >= BEGIN[:, None] // case.chunk) & (chunks < END[:, None] // case.chunk)
     case.selected = chunks.masked_fill(~some, -1).unsqueeze(1).expand(-1, case.heads, -1)
     wanted = attend_selected.attend_selected(case.q.float(), case.keys, case.values, case.selected)
+    if backend is cuda_selected and isinstance(case.values, CodedRows):  # it looks for scales in the keys' pages
+        scale = torch.full_like(case.values.scale, torch.nan)
+        scale[case.keys.pages] = case.values.scale[case.values.scale_pages]
+        case.values = replace(case.values, scale=scale, scale_pages=case.keys.pages)
     ending = replace(case.keys, rotary=RotaryTables(case.keys.rotary.config, int((FIRST + END).max())))
     device = "cuda" if backend in BACKENDS[1:] and ON_GPU and backend is not cpu else "cpu"
     out, lse = backend.attend_coded(*there((case.q, ending, case.values, BEGIN, END), device))
