@@ -113,7 +113,7 @@ def error(call: Call) -> float:
     for side in (keys, values):
         fields = {**vars(side), "pages": side.pages[:1, :128]}
         if isinstance(side, CentredKeys):
-            fields |= {"slots": side.slots[:1], "first": side.first[:1]}
+            fields |= {"states": side.states[:1], "first": side.first[:1]}
         sides.append(type(side)(**fields))
     small = *sides, begin[:1], end[:1].clamp(max=PAGE * 128)
     found, exact = cuda.attend_coded(q[:1].float(), *small), reference.attend_coded(q[:1].float(), *small)

@@ -115,7 +115,7 @@ def check(call: Call) -> None:
     latents = k.latents if k.codec.largest else k.latents[k.pages[0]].float()
     pages = k.pages if k.codec.largest else torch.arange(k.pages.shape[1], device=q.device)[None]
     wide = replace(
-        k, latents=latents, basis=k.basis.float(), mean=mean, slots=k.slots[:1], pages=pages[:1], first=k.first[:1]
+        k, latents=latents, basis=k.basis.float(), mean=mean, states=k.states[:1], pages=pages[:1], first=k.first[:1]
     )
     near = DenseRows(v.rows, v.pages[:1]) if isinstance(v, DenseRows) else v
     if isinstance(near, CodedRows):

@@ -61,7 +61,7 @@ def learned(case: Case, values: CodedRows) -> CodedRows:
         of_slots = torch.full((2 * case.batch, *shape), torch.nan)
         of_slots[slots] = torch.rand(case.batch, *shape) + 0.1
         state.append(of_slots)
-    return replace(values, scale=values.scale[..., :0], state=tuple(state), slots=slots)
+    return replace(values, scale=values.scale[..., :0], state=tuple(state), states=slots)
 
 
 class Case:
@@ -195,7 +195,7 @@ class Case:
     def _place(self, name: str) -> tuple[Any, str]:
         stored = self.values.source if isinstance(self.values, BufferedRows) else self.values
         match name:
-            case "pages" | "slots" | "first" | "latents" | "basis" | "mean" | "rotary":
+            case "pages" | "states" | "first" | "latents" | "basis" | "mean" | "rotary":
                 return self.keys, name
             case "keys":
                 return self.keys, "rows"

@@ -101,7 +101,7 @@ def test_every_code_is_decoded(seed: int) -> None:
     begin, end = torch.full((2, len(q)), 20, device="cuda")
     end = end + (torch.arange(len(q), device="cuda") == 1)
     out, _ = cuda_fp8.attend_coded(q, keys, values, begin, end)
-    wanted = codes.view(2, 1, 128).view(torch.float8_e4m3fn).float() * values.state[0][values.slots[1]].unsqueeze(1)
+    wanted = codes.view(2, 1, 128).view(torch.float8_e4m3fn).float() * values.state[0][values.states[1]].unsqueeze(1)
     assert torch.equal(out[1].view(2, 4, 128), wanted.bfloat16().expand(-1, 4, -1))
 
 

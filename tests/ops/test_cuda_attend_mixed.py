@@ -132,10 +132,10 @@ def test_scores_are_as_much_larger_as_the_rotation_makes_keys(seed: int) -> None
 def test_what_is_not_a_number_shows(seed: int, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
     monkeypatch.setattr(cuda_mixed, "splits", lambda *args: split)
     q, keys, values, begin, end = problem(4, 4, 160)
-    assert keys.mean is not None and values.slots is not None
+    assert keys.mean is not None and values.states is not None
     q[0, 5, 9] = math.nan
-    keys.mean[keys.slots[1], 2, 7] = math.nan
-    values.state[0][values.slots[4], 1, 3] = math.nan
+    keys.mean[keys.states[1], 2, 7] = math.nan
+    values.state[0][values.states[4], 1, 3] = math.nan
     out, lse = cuda_mixed.attend_coded(q, keys, values, begin, end)
     assert lse[0].isnan().tolist() == out[0].isnan().any(-1).tolist() == [row == 5 for row in range(16)]
     assert lse[1].isnan().tolist() == out[1].isnan().any(-1).tolist() == [row // 4 == 2 for row in range(16)]

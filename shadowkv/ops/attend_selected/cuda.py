@@ -76,7 +76,7 @@ def attend_selected(
     ``csrc/kernels/attend_selected.cuh``.
 
     Rebuilt keys are rotated and scored in half, coded latents are multiplied in half too: entries of the basis under
-    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``, ``first``, ``entries`` and ``selected`` are read on
+    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``entries`` and ``selected`` are read on
     the device and are not checked.
 
     Raises:
@@ -141,7 +141,7 @@ def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
         case CodedRows():
             return keys.codec.id, keys.codes, *[None] * 6
         case LatentKeys():
-            state = keys.basis, keys.mean, keys.slots, keys.first
+            state = keys.basis, keys.mean, keys.states, keys.first
             return keys.codec.id, keys.latents, *state, *_turns(keys.rotary)
 
 
