@@ -6,32 +6,32 @@
 namespace shadowkv {
 
 // How a warp shares the rows of a tile's tokens, kUnit bytes a lane: lanes take units one after the other, as lines are
-// fetched whole where neighbours ask for them; after so many turns all lanes have the same units of other tokens.
+// fetched whole where neighbours ask for them; after that many cycles all lanes have the same units of other tokens.
 template <int kRow, int kUnit>
-struct RowTurns {
-  static constexpr int kUnits = kRow / kUnit, kTurns = kUnits % 5 == 0 ? 5 : kUnits % 3 == 0 ? 3 : 1;
-  static constexpr int kTokens = 32 * kTurns / kUnits;     // after so many turns
-  static constexpr int kRounds = kLatentTile / kTokens;    // of them
+struct RowCycles {
+  static constexpr int kUnits = kRow / kUnit, kCycles = kUnits % 5 == 0 ? 5 : kUnits % 3 == 0 ? 3 : 1;
+  static constexpr int kTokens = 32 * kCycles / kUnits;    // after that many cycles
+  static constexpr int kRounds = kLatentTile / kTokens;   // of them
   // Rounds whose places are in registers, which are scarce.
-  static constexpr int kAtOnce = kTurns > 1 ? kUnit / 8 : kRounds < 8 ? kRounds : 8;
-  static_assert(kUnits * kTokens == 32 * kTurns && kRounds % kAtOnce == 0);
+  static constexpr int kAtOnce = kCycles > 1 ? kUnit / 8 : kRounds < 8 ? kRounds : 8;
+  static_assert(kUnits * kTokens == 32 * kCycles && kRounds % kAtOnce == 0);
 
-  __device__ static int token(int turn) { return (32 * turn + int(threadIdx.x) % 32) / kUnits; }
-  __device__ static int unit(int turn) { return (32 * turn + int(threadIdx.x) % 32) % kUnits; }
+  __device__ static int token(int cycle) { return (32 * cycle + int(threadIdx.x) % 32) / kUnits; }
+  __device__ static int unit(int cycle) { return (32 * cycle + int(threadIdx.x) % 32) % kUnits; }
 };
 
-// What a lane copies of every tile's latents, by turns of a round. `from`: its unit of a row that begins where latents
+// What a lane copies of every tile's latents, by cycles of a round. `from`: its unit of a row that begins where latents
 // do; `place`: where, among a tile's places in the ring, the row's own is found; `to`: where the unit goes in a stage.
 template <class Shape>
 struct LatentCopies {
   static constexpr int kBytes = Shape::kLatentBytes;
-  using Rows = RowTurns<kBytes, 16>;
-  const char* from[Rows::kTurns];
-  uint32_t place[Rows::kTurns], to[Rows::kTurns];
+  using Rows = RowCycles<kBytes, 16>;
+  const char* from[Rows::kCycles];
+  uint32_t place[Rows::kCycles], to[Rows::kCycles];
 
   __device__ __forceinline__ explicit LatentCopies(const char* latents) {
 #pragma unroll
-    for (int i = 0; i < Rows::kTurns; ++i) {
+    for (int i = 0; i < Rows::kCycles; ++i) {
       const int token = Rows::token(i), unit = Rows::unit(i);
       from[i] = latents + unit * 16;
       place[i] = token * 16;
@@ -42,11 +42,11 @@ struct LatentCopies {
   __device__ __forceinline__ void copy(uint32_t places, uint32_t into) const {
 #pragma unroll
     for (int round = 0; round < Rows::kRounds; round += Rows::kAtOnce) {
-      uint64_t row[Rows::kAtOnce][Rows::kTurns];
+      uint64_t row[Rows::kAtOnce][Rows::kCycles];
 #pragma unroll
       for (int r = 0; r < Rows::kAtOnce; ++r) {
 #pragma unroll
-        for (int i = 0; i < Rows::kTurns; ++i) {
+        for (int i = 0; i < Rows::kCycles; ++i) {
           const uint32_t at = places + place[i] + (round + r) * Rows::kTokens * 16;
           row[r][i] = uint64_t(load_shared4(at)) * 32;
           if constexpr (kBytes % 32) row[r][i] += (load_shared4(at + 12) & kPage - 1) * kBytes;
@@ -55,7 +55,7 @@ struct LatentCopies {
 #pragma unroll
       for (int r = 0; r < Rows::kAtOnce; ++r) {
 #pragma unroll
-        for (int i = 0; i < Rows::kTurns; ++i)
+        for (int i = 0; i < Rows::kCycles; ++i)
           copy16_async(into + to[i] + (round + r) * Rows::kTokens * Shape::kLatentRow, from[i] + row[r][i]);
       }
     }
@@ -66,14 +66,14 @@ struct LatentCopies {
 template <class Shape>
 struct CodeCopies {
   static constexpr int kCodeRow = Shape::kCodeRow, kUnit = kCodeRow % 16 == 0 ? 16 : 8;
-  using Rows = RowTurns<kCodeRow, kUnit>;
-  const char* from[Rows::kTurns];
-  uint32_t place[Rows::kTurns], to[Rows::kTurns];
+  using Rows = RowCycles<kCodeRow, kUnit>;
+  const char* from[Rows::kCycles];
+  uint32_t place[Rows::kCycles], to[Rows::kCycles];
 
   __device__ __forceinline__ explicit CodeCopies(const char* codes) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < Rows::kTurns; ++i) {
+    for (int i = 0; i < Rows::kCycles; ++i) {
       const int token = Rows::token(i), unit = Rows::unit(i);
       from[i] = codes + unit * kUnit;
       place[i] = token * 16 + 8;
@@ -85,11 +85,11 @@ struct CodeCopies {
   __device__ __forceinline__ void copy(uint32_t places, uint32_t into) const {
 #pragma unroll
     for (int round = 0; round < Rows::kRounds; round += Rows::kAtOnce) {
-      uint64_t row[Rows::kAtOnce][Rows::kTurns];
+      uint64_t row[Rows::kAtOnce][Rows::kCycles];
 #pragma unroll
       for (int r = 0; r < Rows::kAtOnce; ++r) {
 #pragma unroll
-        for (int i = 0; i < Rows::kTurns; ++i) {
+        for (int i = 0; i < Rows::kCycles; ++i) {
           const uint32_t at = places + place[i] + (round + r) * Rows::kTokens * 16;
           if constexpr (kCodeRow % 32 == 0) {
             row[r][i] = uint64_t(load_shared4(at)) * 32;
@@ -102,7 +102,7 @@ struct CodeCopies {
 #pragma unroll
       for (int r = 0; r < Rows::kAtOnce; ++r) {
 #pragma unroll
-        for (int i = 0; i < Rows::kTurns; ++i) {
+        for (int i = 0; i < Rows::kCycles; ++i) {
           const uint32_t there = into + to[i] + (round + r) * Rows::kTokens * kCodeRow;
           if constexpr (kUnit == 16)
             copy16_async(there, from[i] + row[r][i]);

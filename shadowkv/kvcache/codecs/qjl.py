@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def kappa(dim: int) -> float:
-    """What signs turned back are to be multiplied by, for a rest of norm 1. With Gaussian rows, which are sqrt(dim)
+    """What signs rotated back are to be multiplied by, for a rest of norm 1. With Gaussian rows, which are sqrt(dim)
     longer than those of a rotation, it would be sqrt(pi / 2) / dim."""
     return math.sqrt(math.pi / 2 / dim)
 

@@ -22,14 +22,14 @@ def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse
     config = rotary.config
     if inverse:
         cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2
-    turning, rest = x[..., : config.dim].float(), x[..., config.dim :]
-    first, second = halves(turning, config)
+    rotating, rest = x[..., : config.dim].float(), x[..., config.dim :]
+    first, second = halves(rotating, config)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest.expand(*turned.shape[:-1], -1)), dim=-1) if rest.shape[-1] else turned
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest.expand(*rotated.shape[:-1], -1)), dim=-1) if rest.shape[-1] else rotated
 
 
-def halves(turning: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
+def halves(rotating: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
     """First and second of the pairs of dimensions [..., dim] that rotate together, [..., dim / 2] each."""
-    return (turning[..., 0::2], turning[..., 1::2]) if config.interleaved else turning.chunk(2, dim=-1)
+    return (rotating[..., 0::2], rotating[..., 1::2]) if config.interleaved else rotating.chunk(2, dim=-1)

@@ -107,8 +107,8 @@ class StoredForm:
 
     def ordered(self, q: Tensor) -> Tensor:
         """Queries [..., d] as they are multiplied with rows, [..., columns]."""
-        turned = q if self.rotation is None else q @ self.rotation
-        padded = torch.nn.functional.pad(turned, (0, self.columns))
+        rotated = q if self.rotation is None else q @ self.rotation
+        padded = torch.nn.functional.pad(rotated, (0, self.columns))
         return padded[..., self.order].to(self.exact)
 
     def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,8 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
     """As rows; of latents, which are of every head, and of keys without their mean, states and rotation behind."""
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
-    turns = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
-    behind = keys.mean, keys.states, keys.first, *turns
+    rope = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
+    behind = keys.mean, keys.states, keys.first, *rope
     if isinstance(keys, CentredKeys):
         return *_rows(keys), None, *behind
     latents = keys.latents.unsqueeze(1).expand(-1, keys.basis.shape[2], -1, -1, -1)

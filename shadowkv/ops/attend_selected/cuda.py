@@ -134,7 +134,7 @@ def _check(keys: KeySource, values: ValueSource) -> None:
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """Codec, rows; basis, mean, state and first position of each row, and two factors of turns, of latents."""
+    """Codec, rows; basis, mean, state and first position of each row, and RoPE's two factors, of latents."""
     match keys:
         case DenseRows():
             return CodecId.DENSE, keys.rows, *[None] * 6

@@ -155,7 +155,7 @@ def _decode_rows(
             sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * TOKENS + token)
             x *= sizes.to(tl.float32)
         if CENTRED:
-            middle, turns = mean + tl.load(states) * mean_stride + head * DIM, dim < 2 * HALF
+            middle, rotates = mean + tl.load(states) * mean_stride + head * DIM, dim < 2 * HALF
             if INTERLEAVED:
                 pair, other, upper = dim // 2, dim ^ 1, dim % 2 == 1
             else:
@@ -163,8 +163,8 @@ def _decode_rows(
                 pair = tl.where(upper, dim - HALF, dim)
                 other = tl.where(upper, pair, dim + HALF)
             angle = (tl.load(starts) + (first_page + page) * TOKENS + token) * HALF + pair
-            cosine, sine = tl.load(cos + angle, mask=turns, other=1.0), tl.load(sin + angle, mask=turns, other=0.0)
-            across = tl.load(middle + other, mask=turns, other=0.0)
+            cosine, sine = tl.load(cos + angle, mask=rotates, other=1.0), tl.load(sin + angle, mask=rotates, other=0.0)
+            across = tl.load(middle + other, mask=rotates, other=0.0)
             x += tl.load(middle + dim, mask=lives, other=0.0) * cosine + tl.where(upper, across, -across) * sine
         target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
         tl.store(target + dim, x.to(out.dtype.element_ty), mask=lives)
