@@ -227,7 +227,7 @@ class SavedPrompt(RestoredPrompt):
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of ``/tokenizer_info``, with every special token that the tokenizer names."""
+    """Answer of ``/tokenizer_info``, with every special token that the tokeniser names."""
 
     eos_token: str | None
     vocab_size: int
