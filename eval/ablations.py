@@ -20,7 +20,7 @@ def of_scores(field: str, predictions: Sequence[Prediction], model: str, folder:
 
 
 def of_divergence(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
-    """Mean KL over prompts of so many ``tokens`` against the values of ``field``."""
+    """Mean KL over prompts of ``tokens`` tokens against the values of ``field``."""
     samples: dict[tuple[int, str], list[float]] = {}
     for one in measured:
         samples.setdefault((tokens, one.policy), []).append(one.mean_kl)

@@ -1,4 +1,4 @@
-"""Sequences of one policy that answer together: every step decodes all that are not at their end."""
+"""Sequences of one policy that answer together: every step decodes all that have not ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowkv.models.loader import LoadedModel
 
 
 class Answering:
-    """A cache for ``slots`` sequences of ``capacity`` tokens, and those that are in it.
+    """A cache for ``slots`` sequences of ``capacity`` tokens, and the sequences in it.
 
     Decode steps are CUDA graphs where the engine's would be.
     """
@@ -30,9 +30,9 @@ class Answering:
 
         Args:
             first: per sequence the token after its prompt, which is in the cache already.
-            turns: per sequence the tokens of every later turn, as many for all: they extend it with its answers.
-            limit: tokens of an answer at the most.
-            ends: tokens that end an answer; they are no part of it.
+            turns: per sequence the tokens of every later turn, equally many for all: they extend it with its answers.
+            limit: most tokens of an answer.
+            ends: tokens that end an answer; they are not part of it.
         """
         answers = [[answer] for answer in self._decode(first, limit, ends)]
         for turn in zip(*turns, strict=True):
@@ -49,11 +49,11 @@ class Answering:
         return answers
 
     def figures(self) -> list[dict[str, float | int]]:
-        """What ``caches.figures`` says of every sequence."""
+        """``caches.figures`` for every sequence."""
         return [figures(self.cache, sequence) for sequence in self.sequences]
 
     def clear(self) -> None:
-        """Forgets the sequences; their memory is free for others."""
+        """Forgets the sequences and frees their memory."""
         while self.sequences:
             self.cache.release(self.sequences.pop())
 
@@ -70,5 +70,5 @@ class Answering:
             if not going:
                 return answers
             rows, newest = going, [answers[row][-1] for row in going]
-            # One wait a step, for all rows; the next step may overwrite the logits.
+            # One wait per step, for all rows; the next step may overwrite the logits.
             tokens = self.runner.decode([self.sequences[row] for row in rows], newest).argmax(-1).tolist()

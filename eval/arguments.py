@@ -28,7 +28,7 @@ SUITE_DATA = {
 
 
 def parser(description: str | None) -> Parser:
-    """That of the command."""
+    """The command's parser."""
     command = Parser(prog="shadowkv eval", description=description)
     suites = command.add_subparsers(dest="suite", required=True, metavar="suite", parser_class=Parser)
     for name, text, samples in (
@@ -136,7 +136,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--unquantized-reference",
         action="store_true",
-        default=None,  # as folders from before the flag have it
+        default=None,  # as in folders from before the flag
         help="full attention that leads has the weights without --quantization: what these 8 bits lose counts, too",
     )
     what.add_argument("--batch", type=int, metavar="N", help="prompts at once (default: what fits; on a CPU 1)")

@@ -1,4 +1,4 @@
-"""Caches of an evaluation: as large as its samples ask for, filled and read through the engine's own runner."""
+"""Caches of an evaluation: as large as its samples need, filled and read through the engine's own runner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1)
 
 
 def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
-    """The same of a class of its own."""
+    """The same, for a subclass."""
     layout = _layout(loaded, spec, capacity)
     return kind(
         layout,
@@ -41,9 +41,9 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
 
 
 def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
-    """Sequences of ``capacity`` tokens that the free memory holds under each of ``specs`` at once; 1 on a CPU.
+    """Number of sequences of ``capacity`` tokens that free memory holds under each of ``specs`` at once; 1 on a CPU.
 
-    A CPU computes as fast one by one. The margins are the engine's: a share of a GPU, and of the host's memory.
+    A CPU is as fast one by one. The margins are the engine's: a share of a GPU, and of the host's memory.
     """
     parameter = next(loaded.model.parameters())
     if parameter.device.type == "cpu":
@@ -65,8 +65,8 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
 
 
 def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
-    """A whole prefill of admitted sequences, all of the last layer too if it is ``scored``: logits [n, V] of each one's
-    last token."""
+    """A whole prefill of admitted sequences, including the entire last layer if it is ``scored``: logits [n, V] of each
+    one's last token."""
     run = steps_of_prefill(model, cache, work, scored)
     with torch.inference_mode():
         while True:
@@ -83,7 +83,7 @@ def prefill_all(
     """A prompt in a new sequence of every cache, and logits [caches, V] of its last token.
 
     It is computed once for all whose prefill attends alike, and stored once for those that store it alike: a copy takes
-    a thousandth of the time of finding the low-rank form again.
+    a thousandth of the time of recomputing the low-rank form.
     """
     alike = [
         next((first for first in range(n) if cache.stores_alike(caches[first], len(prompt))), n)
@@ -104,7 +104,7 @@ def prefill_all(
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
-    """Tokens that the last step attended to, and the least of each of the cache's diagnostics in any layer."""
+    """Tokens that the last step attended to, and the smallest value of each of the cache's diagnostics in any layer."""
     found: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
     least = {f"least_{name}": round(float(x.min()), 4) for name, x in cache.diagnostics(sequence).items()}
     return {**found, **least}

@@ -1,4 +1,4 @@
-"""What flags can be, as far as it can be told without the model."""
+"""Checks of flags, as far as they are possible without the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNTS = (
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError with everything that cannot be."""
+    """Raises ValueError listing everything that is not valid."""
     bad = [f"--length {length} must be at least 1" for length in getattr(args, "length", ()) if length < 1]
     bad += [
         f"--{name.replace('_', '-')} {value} must be at least 1"

@@ -1,4 +1,4 @@
-"""What ``shadowkv eval`` does once its flags are read: loads a model or asks a server, and runs a suite."""
+"""What ``shadowkv eval`` does once its flags are read: loads a model or queries a server, and runs a suite."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto depends on the machine
-    args.quantization = loaded.config.quantization  # which the files may have too
+    args.quantization = loaded.config.quantization  # which the files may specify too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:
         names, notes = args.vary.expand(names, shape)

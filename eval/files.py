@@ -17,16 +17,16 @@ class Prediction:
 
     Attributes:
         task, id, length: the sample's.
-        policy: label of the policy: ``kv``, and the budget asked for.
-        kv: the preset, with its fields that were changed.
+        policy: label of the policy: ``kv``, and the requested budget.
+        kv: the preset, with its changed fields.
         budget: share of ``length`` that a step may select; None where a server has the cache.
         predictions: answers, one per turn.
         score: mean of the turns' scores, in [0, 1].
-        attended_tokens: per kv head, of the last step; None where a server has the cache.
+        attended_tokens: per kv head, in the last step; None where a server has the cache.
         least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
-        seconds: the policy's own: decoding, and prefill of later turns, of a batch over its samples; all of the
-            request where a server answers.
-        prefill_seconds: the first prompt's prefill with everything that the policies asked for together store.
+        seconds: the policy's own time: decoding, and prefill of later turns, of a batch divided by its samples; the
+            whole request where a server answers.
+        prefill_seconds: the first prompt's prefill with everything that the requested policies store.
     """
 
     task: str
@@ -44,14 +44,14 @@ class Prediction:
 
     @property
     def sample(self) -> tuple[str, int, str]:
-        """What names the sample: task, length, id."""
+        """What identifies the sample: task, length, id."""
         return self.task, self.length, self.id
 
 
 class PredictionFile:
     """predictions.jsonl: what it holds already, and new lines, each on disk before the next sample begins.
 
-    A last line that was torn by a crash is dropped; any other line that is none raises ValueError.
+    A last line that was truncated by a crash is dropped; any other invalid line raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class PredictionFile:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of ``path`` once all is written."""
+    """A path to write to, which replaces ``path`` once everything is written."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary

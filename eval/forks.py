@@ -25,7 +25,7 @@ from shadowkv.wording import counted
 
 @dataclass(frozen=True)
 class Prompts:
-    """A sample's turns as tokens, and the tokens of the sequence that they and the longest answers make."""
+    """A sample's turns as tokens, and the length of the sequence that they and the longest answers make, in tokens."""
 
     sample: Sample
     turns: list[list[int]]
@@ -37,7 +37,7 @@ class Forks:
 
     Args:
         loaded: the model.
-        batch: samples that are answered together; None takes as many as the memory holds, on a CPU 1.
+        batch: samples that are answered together; None takes the number that the memory holds, on a CPU 1.
     """
 
     def __init__(self, loaded: LoadedModel, batch: int | None = None) -> None:
@@ -54,7 +54,7 @@ class Forks:
             samples, policies = [sample for sample, _ in group], group[0][1]
             while samples:
                 self._open(policies, samples[0].length, most)
-                with ThreadPoolExecutor() as threads:  # the tokeniser lets go of the interpreter's lock
+                with ThreadPoolExecutor() as threads:  # the tokeniser releases the interpreter's lock
                     prompts = list(threads.map(self._encode, samples[: self._slots]))
                 self._open(policies, max(one.need for one in prompts), most)
                 yield from self._answer(prompts[: self._slots], policies)
@@ -72,11 +72,11 @@ class Forks:
         return Prompts(sample, turns, need)
 
     def _open(self, policies: list[Policy], capacity: int, most: int) -> None:
-        """Sees to caches of all ``policies`` for sequences of ``capacity`` tokens, up to ``most`` of them."""
+        """Provides caches of all ``policies`` for up to ``most`` sequences of ``capacity`` tokens."""
         if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
             return
         self._caches.clear()
-        gc.collect()  # a cache and its graphs name each other
+        gc.collect()  # a cache and its graphs refer to each other
         specs = [policy.spec for policy in policies if policy.spec is not None]
         fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
         self._capacity, self._slots = capacity, -(-most // -(-most // fit))  # batches of about the same size

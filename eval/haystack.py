@@ -18,10 +18,10 @@ ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 
 @dataclass(frozen=True)
 class Haystack:
-    """Sentences that go round and round.
+    """Sentences that repeat endlessly.
 
     Attributes:
-        name: where they are from.
+        name: where they come from.
         sentences: at least one.
         separator: between two of them.
     """
@@ -31,7 +31,7 @@ class Haystack:
     separator: str = " "
 
     def starting_at(self, first: int) -> Iterator[str]:
-        """Sentences from a place on, without end."""
+        """Sentences from index ``first`` on, without end."""
         return itertools.islice(itertools.cycle(self.sentences), first, None)
 
 
@@ -59,11 +59,11 @@ def sentences_of(text: str) -> tuple[str, ...]:
 
 
 class Filler:
-    """Haystacks of a number of tokens.
+    """Haystacks of a given number of tokens.
 
     Args:
         hay: the sentences.
-        count: tokens of a text.
+        count: counts the tokens of a text.
     """
 
     def __init__(self, hay: Haystack, count: Callable[[str], int]) -> None:
@@ -73,7 +73,7 @@ class Filler:
     def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
         """``build`` of the most sentences, from ``first`` on, with which it has at most ``limit`` tokens.
 
-        Sentences are counted alone, so the sum may be off by a few tokens: then sentences are taken off again.
+        Sentences are counted alone, so the sum may be off by a few tokens: sentences are then removed again.
         Raises ValueError where even ``build([])`` is too long.
         """
         room = limit - self.count(build([]))
@@ -92,7 +92,7 @@ class Filler:
 
     def _tokens(self, sentence: str) -> int:
         if sentence not in self._counts:
-            # At least 1, so that a haystack of tokens that merge with their neighbours comes to an end.
+            # At least 1, so that a haystack of tokens that merge with their neighbours ends.
             together = self.count(f"{NOISE}{self.hay.separator}{sentence}")
             self._counts[sentence] = max(1, together - self.count(NOISE))
         return self._counts[sentence]

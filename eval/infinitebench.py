@@ -25,7 +25,7 @@ class Task:
 
     Attributes:
         prompt: with the fields that ``_fields`` makes of a row.
-        max_new_tokens: of an answer.
+        max_new_tokens: limit for an answer.
         metric: name in ``metrics.METRICS``.
     """
 

@@ -85,7 +85,7 @@ def math_calc(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def rouge_l_sum(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-Lsum F1 as the ``rouge_score`` package has it, unstemmed: sentences are lines, each word counts once."""
+    """ROUGE-Lsum F1 as in the ``rouge_score`` package, unstemmed: sentences are lines, each word counts once."""
     return max(_rouge_l_sum(_lines(prediction), _lines(reference)) for reference in references)
 
 
@@ -115,7 +115,7 @@ def _spaced(text: str, separators: list[str]) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...], references: tuple[str, ...]) -> bool | None:
-    """Whether a reference follows the first of ``prefixes`` that the text has and a space; None where it has none."""
+    """Whether a reference follows the first of ``prefixes`` in the text and a space; None if it has none of them."""
     for prefix in prefixes:
         if prefix in text:
             return text.split(prefix, 1)[1][1:].startswith(references)

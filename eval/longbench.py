@@ -25,7 +25,7 @@ class Dataset:
 
     Attributes:
         prompt: with the fields ``context`` and ``input`` of a row.
-        max_new_tokens: of an answer.
+        max_new_tokens: limit for an answer.
         metric: name in ``metrics.METRICS``.
         chat: whether a chat template helps; few-shot and code prompts are to be continued.
     """
@@ -202,11 +202,11 @@ def chosen_rows(
 ) -> list[tuple[int, dict[str, Any]]]:
     """At most ``count`` rows of a JSONL file with their numbers from 0, chosen by ``seed``, in the file's order.
 
-    Raises FileNotFoundError that names ``source``, and ValueError for a line that is no object with ``fields``.
+    Raises FileNotFoundError that names ``source``, and ValueError for a line that is not an object with ``fields``.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it from {source}")
-    # Read twice: files of whole books are larger than what is chosen from them.
+    # Read twice: files of whole books are larger than the rows chosen from them.
     total = sum(1 for _ in _lines(file))
     chosen = set(random.Random(f"{file.stem}/{seed}").sample(range(total), min(count, total)))
     rows = []

@@ -20,7 +20,7 @@ def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]]
 
 
 def first_line(metric: Callable[[str, str], float]) -> Callable[[str, str], float]:
-    """The metric on the answer's first line: few-shot tasks, whose answers go on with another example."""
+    """The metric on the answer's first line: for few-shot tasks, whose answers continue with another example."""
     return lambda prediction, reference: metric(prediction.lstrip("\n").split("\n")[0], reference)
 
 
@@ -35,7 +35,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """ROUGE-L F1 as the ``rouge`` package has it: over distinct words, with sentences that end at full stops."""
+    """ROUGE-L F1 as in the ``rouge`` package: over distinct words, with sentences that end at full stops."""
     predicted, wanted = _sentences(prediction), _sentences(reference)
     union = set()
     for sentence in wanted:
@@ -79,7 +79,7 @@ def code_similarity(prediction: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # As in that package, a sentence of nothing but space is one empty word.
+    # As in that package, a sentence of white space only is one empty word.
     return [sentence.split() or [""] for sentence in text.split(".") if sentence]
 
 

@@ -24,7 +24,7 @@ def string_match_part(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def exact_match(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer's first line is one of the references, space around it aside."""
+    """1 if the answer's first line is one of the references, apart from surrounding space."""
     lines = prediction.strip().splitlines()
     return float(bool(lines) and lines[0].strip() in {reference.strip() for reference in references})
 

@@ -50,10 +50,10 @@ def samples(
     """``count`` samples of every task and depth, each of at most ``length`` tokens with its answers.
 
     Args:
-        count_tokens: of a text, by the model's tokeniser.
-        depths: of the first needle, in per cent.
-        needles: of ``niah_multi``, all asked for together.
-        turns: of ``niah_multiturn``, each about another needle, in random order.
+        count_tokens: tokens of a text, by the model's tokeniser.
+        depths: position of the first needle, in per cent.
+        needles: number in ``niah_multi``, all asked for together.
+        turns: number in ``niah_multiturn``, each about another needle, in random order.
 
     Raises ValueError where the questions alone do not fit.
     """
@@ -93,7 +93,7 @@ def _conversation(
     order = rng.sample(range(number), number)
     asked = [order] if questions == 1 else [[index] for index in order]
     turns = [_question([keys[index] for index in indices]) for indices in asked]
-    # Every token that is not the first prompt's: later questions, and all answers.
+    # Every token that is not in the first prompt: later questions, and all answers.
     rest = sum(map(filler.count, turns[1:])) + TOKENS_PER_ANSWER * number
 
     def build(sentences: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Everything that is made anew from all predictions: tables, plots, and the cells of needle tests."""
+"""Everything that is regenerated from all predictions: tables, plots, and the cells of needle tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shadowkv.eval.statistics import mean_and_error
 
 
 def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Writes it; plots only where matplotlib is installed."""
+    """Writes them; plots only if matplotlib is installed."""
     write_summary(predictions, model, folder)
     needles = [p for p in predictions if p.task in niah.TASKS]
     if needles:
@@ -35,7 +35,7 @@ def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -
 
 
 def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """One object per task, policy, length and depth: its mean score in [0, 1] and the count of its samples."""
+    """One object per task, policy, length and depth: its mean score in [0, 1] and its number of samples."""
     cells: dict[tuple[str, str, int, float], list[float]] = {}
     for p in predictions:
         cells.setdefault((p.task, p.policy, p.length, niah.depth_of(p.id)), []).append(p.score)

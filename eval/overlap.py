@@ -32,7 +32,7 @@ def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
-    """Positions in ``left`` of a longest common subsequence; where there are several, of the first words."""
+    """Positions in ``left`` of a longest common subsequence; if there are several, of the first words."""
     lengths = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
     for i, word in enumerate(left):
         for j, other in enumerate(right):

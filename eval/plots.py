@@ -15,7 +15,7 @@ from shadowkv.eval.statistics import mean_and_error
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
     """A panel per length, a row per task, a dot per policy with its standard error: the paired difference to full
-    attention, or the score where that was not asked for or nothing else was."""
+    attention, or the score if full attention was not requested or nothing else was."""
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
     lengths = sorted({length for length, _ in cells})
@@ -94,7 +94,7 @@ def plot_needles(
 
 
 def scores_of(cells: Cells, cell: tuple[int, str], label: str, paired: bool) -> list[float]:
-    """A policy's scores of a length and task; where ``paired``, their differences to full attention's, of the samples
+    """A policy's scores for a length and task; if ``paired``, their differences to full attention's, for the samples
     that this has answered too."""
     by_policy = cells.get(cell, {})
     scores = by_policy.get(label, {})
@@ -117,7 +117,7 @@ def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float
 
 
 def bar_length(error: float) -> float:
-    """That of an error bar; none where a single sample has no error."""
+    """Length of an error bar; 0 for a single sample, which has no error."""
     return 0.0 if math.isnan(error) else error
 
 
@@ -126,16 +126,16 @@ def _mean(scores: list[float]) -> float:
 
 
 def colour(number: int) -> Any:
-    """One of twenty; the first ten are those of matplotlib's cycle."""
+    """One of twenty colours; the first ten are those of matplotlib's cycle."""
     from matplotlib import colormaps
 
     return colormaps["tab20"](number % 10 * 2 + number // 10 % 2)
 
 
 def add_legend(figure: Any) -> None:
-    """Names what is drawn, once each, below the panels."""
+    """Lists what is drawn, once each, below the panels."""
     named = {name: line for axis in figure.axes for line, name in zip(*axis.get_legend_handles_labels())}
-    width = max(map(len, named), default=1) / 15 + 0.6  # inches that an entry takes
+    width = max(map(len, named), default=1) / 15 + 0.6  # width of an entry in inches
     columns = max(1, min(len(named), int(figure.get_figwidth() / width)))
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
@@ -152,8 +152,8 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
 
 
 def set_logarithmic(axis: Any, which: str) -> None:
-    """Makes an axis, ``x`` or ``y``, logarithmic with labels at 1, 2 and 5, so that a single decade has some too; at 1
-    alone where what is drawn spans three decades or more."""
+    """Makes an axis, ``x`` or ``y``, logarithmic with labels at 1, 2 and 5, so that a single decade has some too; only
+    at 1 if the data spans three decades or more."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     getattr(axis, f"set_{which}scale")("log")

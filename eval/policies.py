@@ -1,4 +1,4 @@
-"""The policies of an evaluation: presets x budgets, each under the label that files and tables give it."""
+"""The policies of an evaluation: presets x budgets, each under its label in files and tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Policy:
     """What answers a sample.
 
     Attributes:
-        label: ``kv``, and after an ``@`` the budget that was asked for.
-        kv: the preset, and after a colon its fields that were changed, but for the budget.
+        label: ``kv``, and after an ``@`` the requested budget.
+        kv: the preset, and after a colon its changed fields, except the budget.
         spec: resolved for the model; None where a server has the cache.
     """
 
@@ -35,11 +35,11 @@ class Policy:
 
 
 def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: ModelShape) -> list[Policy]:
-    """Policies as ``preset`` reads them, once each: under their own budget, else under every one of ``budgets``.
+    """Policies as ``preset`` reads them, once each: with their own budget, or else with each of ``budgets``.
 
-    Full attention has no budget. Raises SettingsError for what cannot be.
+    Full attention has no budget. Raises SettingsError for invalid ones.
     """
-    from shadowkv.kvcache.parts import resolve  # which loads PyTorch: --help does without
+    from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
 
     policies: dict[str, Policy] = {}
     for name in names:
@@ -67,5 +67,5 @@ def without_field(name: str, field: str) -> tuple[str, str | None]:
 
 
 def served_policy(name: str) -> Policy:
-    """The policy of a server, whatever it is, under the user's name for it."""
+    """A server's policy, whatever it is, under the user's name for it."""
     return Policy(name, name, None)

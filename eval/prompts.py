@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from shadowkv.models.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
-# A prompt this full is not filled further. Steps aim between it and 1: the next step would cost a tokenisation.
+# A prompt this full is not filled further. Steps aim for a point between it and 1: each costs a tokenisation.
 FULL = 0.97
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt before it gets its frame.
+    """A prompt before its frame is added.
 
     Attributes:
         text: what the user says.
@@ -37,10 +37,10 @@ class PromptFitter:
     Args:
         tokenizer: measures the prompts.
         length: tokens of prompt and answer.
-        max_new_tokens: of the answer.
-        chat: in the tokeniser's chat template; a beginning of the answer comes after the assistant's header.
+        max_new_tokens: limit for the answer.
+        chat: in the tokeniser's chat template; the beginning of the answer comes after the assistant's header.
 
-    Raises ValueError where the answer alone is as long as ``length``, or for a chat where there is no template.
+    Raises ValueError if the answer alone is as long as ``length``, or for a chat without a template.
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int, max_new_tokens: int, chat: bool = False) -> None:
@@ -50,14 +50,14 @@ class PromptFitter:
         if chat and not tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; ask for plain prompts")
         self._tokenizer, self._chat = tokenizer, chat
-        self._start = 32  # units to try first: what the last prompt took
+        self._start = 32  # units to try first: as in the last prompt
 
     def frame(self, text: str, answer_prefix: str = "") -> str:
-        """The prompt as the model reads it."""
+        """The prompt as the model sees it."""
         if not self._chat:
             return text + answer_prefix
         prompt = self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() puts it there itself
+        if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds it itself
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])
         return prompt + answer_prefix
 
@@ -68,8 +68,8 @@ class PromptFitter:
     def fill(self, build: Callable[[int], Question], least: int = 0, most: int | None = None) -> tuple[str, Question]:
         """The prompt of ``build(units)`` with as many units as fit, and that question.
 
-        ``build`` gets ``least`` units to at most ``most``; tokens grow about linearly with them. One prompt is mostly
-        tokenised twice: the slope is measured, and the number of units starts from the last prompt's.
+        ``build`` gets at least ``least`` and at most ``most`` units; tokens grow about linearly with them. A prompt is
+        usually tokenised twice: the slope is measured, and the number of units starts from the last prompt's.
         Raises TooShortError where ``least`` units do not fit.
         """
         question = build(least)
@@ -90,13 +90,13 @@ class PromptFitter:
             per_unit = max(found - shortest, 1) / (units - least)
             units = least + int(((1 + FULL) / 2 * self.budget - shortest) / per_unit)
             steps += 1
-            if steps > 4 and fails is not None:  # uneven units: halve what is left
+            if steps > 4 and fails is not None:  # uneven units: bisect
                 units = (fits + fails) // 2
         self._start = fits
         return prompt, question
 
     def cut(self, text: str) -> str:
-        """The framed prompt of ``text``, its middle left out where it is too long (as LongBench, InfiniteBench)."""
+        """The framed prompt of ``text``, its middle left out if it is too long (as in LongBench and InfiniteBench)."""
         prompt = self.frame(text)
         excess = self.count(prompt) - self.budget
         if excess <= 0:

@@ -1,4 +1,4 @@
-"""Where figures come from: the code, the command and the machine, for the files that keep results."""
+"""Where figures come from: the code, the command and the machine, for result files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``-dirty`` where files differ from it; None outside a checkout."""
+    """The checkout's commit, with ``-dirty`` if files differ from it; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -20,7 +20,7 @@ def commit() -> str | None:
 
 def provenance() -> dict[str, str | None]:
     """Commit, command line, GPU (None without one) and versions of PyTorch and CUDA."""
-    import torch  # here, as a benchmark's client needs the commit alone
+    import torch  # imported here, as a benchmark's client needs the commit alone
 
     return {
         "commit": commit(),

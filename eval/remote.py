@@ -18,12 +18,12 @@ class Remote:
     """A server.
 
     Args:
-        base_url: as the openai client takes it, e.g. ``http://localhost:8000/v1``.
+        base_url: as for the openai client, e.g. ``http://localhost:8000/v1``.
         model: the served name; None takes the server's first.
-        count_tokens: of a text, by the model's tokeniser.
-        concurrency: requests under way at the most.
+        count_tokens: tokens of a text, by the model's tokeniser.
+        concurrency: most requests in flight.
 
-    Raises ValueError where the openai client is not installed, the server cannot be reached or lacks the model.
+    Raises ValueError if the openai client is not installed, or the server cannot be reached or lacks the model.
     """
 
     def __init__(self, base_url: str, model: str | None, count_tokens: Callable[[str], int], concurrency: int) -> None:
@@ -41,10 +41,10 @@ class Remote:
         if not served or (model is not None and model not in served):
             raise ValueError(f"the server has no model {model!r}; it has {', '.join(served) or 'none'}")
         self.model = model or next(iter(served))
-        self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)  # vLLM's and ours say it
+        self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)  # vLLM and our server do
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions as they come; raises ValueError for a sample too long for the server, or that it refuses."""
+        """Predictions as they arrive; raises ValueError for a sample that is too long for the server or refused."""
         with ThreadPoolExecutor(self.concurrency) as threads:
             futures: list[Future[Prediction]] = [
                 threads.submit(self._answer, sample, policy) for sample, policies in work for policy in policies

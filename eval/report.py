@@ -1,4 +1,4 @@
-"""Tables of an evaluation: summary.csv and summary.md, made anew from all predictions."""
+"""Tables of an evaluation: summary.csv and summary.md, regenerated from all predictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_summary(predictions: Sequence[Prediction], model: str, folder: Path) -
 
 
 def rows(predictions: Sequence[Prediction], model: str) -> list[tuple[str | int | float, ...]]:
-    """Rows of summary.csv: score and stderr in [0, 1], the stderr of a single sample and a server's budget empty."""
+    """Rows of summary.csv: score and stderr in [0, 1]; a single sample's stderr and a server's budget are empty."""
     groups: dict[tuple[str, int, float | None, str, str], list[float]] = defaultdict(list)
     for p in predictions:
         groups[p.kv, p.length, p.budget, p.task, p.policy].append(p.score)
@@ -62,7 +62,7 @@ def labels(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def markdown(predictions: Sequence[Prediction], model: str) -> str:
-    """The table for people, in per cent."""
+    """The table to read, in per cent."""
     policies = labels(predictions)
     head = ["length", "task", "samples", *policies]
     table = [head, ["---:", "---", *(["---:"] * (len(head) - 2))]]

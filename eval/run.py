@@ -26,16 +26,16 @@ LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-lon
 
 
 class Answerer(Protocol):
-    """A model of this process or a server."""
+    """A local model or a server."""
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions of the policies asked for, as they come."""
+        """Predictions of the requested policies, as they arrive."""
 
 
 def run(
     answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str
 ) -> list[Prediction]:
-    """Answers what ``folder`` has no answers to yet; on any end, an interrupt too, the summaries are up to date.
+    """Answers what ``folder`` has no answers to yet; however it ends, even by an interrupt, summaries are up to date.
 
     Returns all answers that the folder has.
     """
@@ -70,7 +70,7 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         policies: their resolved specs are kept by label.
         command: the command line.
 
-    Raises ValueError where ``folder`` has answers of other settings, or of a policy that meant something else.
+    Raises ValueError if ``folder`` has answers with other settings, or by a policy whose label meant something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
@@ -87,7 +87,7 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         if spec is not None and known is not None:
             former = {name: known[old] for name, old in FORMER_NAMES.items() if old in known}
             kept = {name: value for name, value in known.items() if name not in FORMER_NAMES.values()}
-            known = {**asdict(KVSpec()), **former, **kept}  # fields newer than the folder had their defaults
+            known = {**asdict(KVSpec()), **former, **kept}  # fields that are newer than the folder had their defaults
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(
@@ -111,5 +111,5 @@ def _version(package: str) -> str | None:
 
 
 def command_line(arguments: Sequence[str] | None) -> list[str]:
-    """The command, as a user would type it again."""
+    """The command as a user would type it again."""
     return ["python", "-m", "shadowkv.eval", *(sys.argv[1:] if arguments is None else arguments)]

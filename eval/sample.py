@@ -12,9 +12,9 @@ class Sample:
     Attributes:
         task: name of its task, e.g. ``niah_single_1``.
         id: the same for every policy and every run with the same seed.
-        turns: prompts, one per turn; the first holds the context. Plain text, tokenised as it is.
-        references: per turn the texts that the metric compares the answer with.
-        max_new_tokens: of every turn.
+        turns: prompts, one per turn; the first holds the context. Plain text, tokenised unchanged.
+        references: per turn, the texts that the metric compares the answer with.
+        max_new_tokens: limit for every turn.
         metric: name in ``metrics.METRICS``.
         length: tokens of the longest sequence that the sample was made for, answers included.
     """

@@ -22,7 +22,7 @@ def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the mean of paired ``differences``: percentiles of the means of resamples (Efron's bootstrap).
 
-    Always the same for the same differences. A single pair tells nothing: (NaN, NaN).
+    Deterministic. A single pair has no interval: (NaN, NaN).
     """
     if len(differences) < 2:
         return math.nan, math.nan

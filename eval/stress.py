@@ -1,7 +1,7 @@
 """Where sparse attention fails first: answers that need many places of the context, or a long one word by word.
 
 ``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, ``long_copy`` for a marked span
-verbatim. An answer touches far more tokens than one step may select, so a selection has to move with it: retrieval of
+verbatim. An answer touches far more tokens than one step may select, so a selection has to move with it: retrieving
 one needle does not show that (cf. SCBench, arXiv:2412.10319). All text is made up; no data is needed.
 """
 
@@ -16,13 +16,13 @@ from shadowkv.eval.sample import Sample
 from shadowkv.models.tokenizer import Tokenizer
 
 NEEDLES = 64
-ROWS = 16  # asked for
-LINES, WORDS_PER_LINE = 24, 10  # of the span to copy
+ROWS = 16  # rows asked for
+LINES, WORDS_PER_LINE = 24, 10  # in the span to copy
 ANSWER_MARGIN = 1.25  # new tokens over those of a perfect answer
 
 
 def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Sample]:
-    """``count`` samples of a kind, scored by the share of needles, rows or lines that the answer has exactly.
+    """``count`` samples of a kind, scored by the share of needles, rows or lines that the answer reproduces exactly.
 
     Args:
         kind: one of ``KINDS``.
@@ -51,7 +51,7 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
 
 
 def needles(units: int, rng: random.Random) -> Question:
-    """Codes of names, one a line, of which the prompt asks for ``NEEDLES``."""
+    """Codes of names, one per line; the prompt asks for ``NEEDLES`` of them."""
     names = _distinct(units, rng)
     codes = [str(rng.randint(10**6, 10**7 - 1)) for _ in names]
     asked = rng.sample(range(units), NEEDLES)
@@ -66,7 +66,7 @@ def needles(units: int, rng: random.Random) -> Question:
 
 
 def table_to_json(units: int, rng: random.Random) -> Question:
-    """A table of ``units`` rows, of which the prompt asks for ``ROWS`` as JSON objects."""
+    """A table of ``units`` rows; the prompt asks for ``ROWS`` of them as JSON objects."""
     columns = ("id", "name", "city", "amount")
     names = iter(_distinct(2 * units + 2, rng))
     numbers = rng.sample(range(10000, 100000), units + 1)
@@ -85,7 +85,7 @@ def table_to_json(units: int, rng: random.Random) -> Question:
 
 
 def long_copy(units: int, rng: random.Random) -> Question:
-    """``units`` lines of made-up words, of which a marked run of ``LINES`` is to be copied."""
+    """``units`` lines of made-up words; a marked run of ``LINES`` of them is to be copied."""
     vocabulary = _distinct(4 * WORDS_PER_LINE, rng)
     lines = list(_lines(units, vocabulary, rng))
     first = rng.randrange(units - LINES + 1)
@@ -120,7 +120,7 @@ def _seeded(build: Callable[[int, random.Random], Question], seed: str) -> Calla
 
 
 def _lines(count: int, vocabulary: list[str], rng: random.Random) -> Iterator[str]:
-    """Distinct lines over a few words: what follows a word does not say where in the text it is."""
+    """Distinct lines over a few words: what follows a word does not reveal where in the text it is."""
     seen: set[str] = set()
     while len(seen) < count:
         line = " ".join(rng.choices(vocabulary, k=WORDS_PER_LINE))
@@ -130,7 +130,7 @@ def _lines(count: int, vocabulary: list[str], rng: random.Random) -> Iterator[st
 
 
 def _distinct(count: int, rng: random.Random) -> list[str]:
-    """Words of four syllables, none twice."""
+    """Distinct words of four syllables."""
     words: dict[str, None] = {}
     while len(words) < count:
         words["".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(4))] = None

@@ -72,7 +72,7 @@ def stress_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sampl
 
 
 def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
-    """Samples of every length and task, in that order, made in threads: most of the time is the tokeniser's."""
+    """Samples of every length and task, in that order, made in threads: most of the time goes to the tokeniser."""
     with ThreadPoolExecutor() as threads:
         found = [threads.submit(make, length, task) for length in lengths for task in tasks]
         try:
@@ -82,7 +82,7 @@ def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], 
 
 
 def folder(args: argparse.Namespace) -> Path:
-    """The folder of a suite whose texts have to be given; raises ValueError without one."""
+    """The folder of a suite whose texts must be given; raises ValueError without one."""
     if args.data is None:
         raise ValueError(f"{args.suite} needs --data DIR, a folder with a file <task>.jsonl for each of its tasks")
     assert isinstance(args.data, Path)
@@ -90,7 +90,7 @@ def folder(args: argparse.Namespace) -> Path:
 
 
 def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Tasks asked for, without repetition; all where none are. Raises ValueError for one that does not exist."""
+    """Requested tasks, without repetition; all if none are given. Raises ValueError for one that does not exist."""
     unknown = [task for task in tasks or () if task not in known]
     if unknown:
         raise ValueError(f"--tasks {unknown[0]} is not one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""``--vary FIELD=V1,V2``: an ablation. Every policy that the field means something to, with each of the values."""
+"""``--vary FIELD=V1,V2``: an ablation. Every policy to which the field applies, with each of the values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shadowkv.kvcache.shape import ModelShape
 
 @dataclass(frozen=True)
 class Variation:
-    """A field of KVSpec and the values it is to have, as the user wrote them."""
+    """A field of KVSpec and its values, as the user wrote them."""
 
     field: str
     values: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Variation:
-        """Reads ``FIELD=V1,V2``; raises ValueError for a field that does not exist and for values that it cannot have.
+        """Reads ``FIELD=V1,V2``; raises ValueError for a field that does not exist and for invalid values of it.
 
-        Whether a value fits a policy and a model is another question.
+        Whether a value fits a policy and a model is checked separately.
         """
         field, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
@@ -33,12 +33,12 @@ class Variation:
         return variation
 
     def expand(self, names: Sequence[str], shape: ModelShape) -> tuple[list[str], list[str]]:
-        """Policies for the ``names`` of others, and what there is to be told: values that were left out.
+        """Policies in place of ``names``, and messages about values that were left out.
 
-        ``full``, policies that set the field themselves, and those to which no value means anything stay as they are.
-        Raises ValueError where that is all of them.
+        ``full``, policies that set the field themselves, and those to which no value applies stay as they are.
+        Raises ValueError if that is all of them.
         """
-        from shadowkv.kvcache.parts import resolve  # which loads PyTorch: --help does without
+        from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
 
         found: list[str] = []
         notes: list[str] = []

@@ -1,4 +1,4 @@
-"""What an ablation shows: a table and a plot of a figure against the values of the field that was varied."""
+"""Results of an ablation: a table and a plot of a figure against the values of the varied field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Point:
 
     Attributes:
         kv: the policy without the field.
-        value: of the field, as text; None where the policy does not set it.
+        value: value of the field, as text; None if the policy does not set it.
     """
 
     length: int
@@ -45,7 +45,7 @@ def write_variation(field: str, measure: str, found: Sequence[Point], model: str
     """Writes vary_<field>.csv.
 
     Args:
-        measure: what the figure is, in words.
+        measure: the figure's name in words.
     """
     with replacing(folder / f"vary_{field}.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -59,8 +59,8 @@ def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, 
     """A panel per length, a line per policy; those that do not set the field are dotted lines across.
 
     Args:
-        words: what the figure is.
-        share: whether it is one, to be shown in per cent; else it is shown on a logarithmic scale, without what is 0.
+        words: the figure's name.
+        share: whether it is a share, to be shown in per cent; otherwise the scale is logarithmic, without zeros.
     """
     values = sorted({one.value for one in found if one.value is not None}, key=_order(found))
     lengths, policies = sorted({one.length for one in found}), list(dict.fromkeys(one.kv for one in found))
@@ -94,7 +94,7 @@ def plot_variation(field: str, words: str, found: Sequence[Point], share: bool, 
 
 
 def _order(found: Sequence[Point]) -> Callable[[str], float]:
-    """Numbers by size, names as they came."""
+    """Numbers by size, names in order of appearance."""
     came = list(dict.fromkeys(one.value for one in found if one.value is not None))
     try:
         return {value: float(value) for value in came}.__getitem__

@@ -77,7 +77,7 @@ class Adapter:
         self.scale: float = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Hold the adapter against a model's weights; raises ModelFileError where a pair fits none."""
+        """Checks the adapter against a model's weights; raises ModelFileError where a pair does not fit."""
         left = []
         for module, pair in self._pairs.items():
             update, needed = (pair["B"].shape[0], pair["A"].shape[1]), shapes.get(f"{module}.weight")
@@ -106,7 +106,7 @@ class Adapter:
 
 
 def _wrong_fields(config: dict[str, Any]) -> list[str]:
-    """A reason for every field that the scale and the pairs are read with, and that has no such value."""
+    """A reason for every field needed for the scale and the pairs that does not have a valid value."""
     rank, alpha, wanted = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     names = wanted if isinstance(wanted, list) else [] if wanted is None else [wanted]
     fine = {

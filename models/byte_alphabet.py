@@ -16,4 +16,4 @@ def _alphabet() -> tuple[str, ...]:
 
 
 BYTE_ALPHABET = _alphabet()
-"""Character of each byte; bytes that do not print, among them space, get characters from U+0100 on."""
+"""Character of each byte; non-printing bytes, including the space, get characters from U+0100 on."""

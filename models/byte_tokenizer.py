@@ -1,4 +1,4 @@
-"""A tokeniser for models without one (dummy weights): every byte is a token, the other ids print as <id>."""
+"""A tokeniser for models without one (dummy weights): every byte is a token, the other ids are printed as <id>."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEMPLATE = (
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-    """Tokeniser of ``vocab_size`` tokens, at least 256 for text to survive; eos tokens print as nothing."""
+    """Tokeniser of ``vocab_size`` tokens, at least 256 for text to survive; eos tokens are printed as nothing."""
     vocab = {BYTE_ALPHABET[byte]: byte for byte in range(min(256, vocab_size))}
     vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

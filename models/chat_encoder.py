@@ -1,8 +1,8 @@
 """Chat prompts in which only the template's special tokens are special: those written in messages are plain text.
 
 As with ``split_special_tokens`` of transformers and without ``parse_special`` of llama.cpp, tokens that were added
-without being special (``<think>``, ``<tool_call>``) are recognised everywhere: they carry meaning, not the structure of
-the conversation, and an assistant's earlier turns have them.
+without being special (``<think>``, ``<tool_call>``) are recognised everywhere: they carry meaning rather than the
+structure of the conversation, and an assistant's earlier turns contain them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import tokenizers
 
 OWN_FIELDS = frozenset(("role", "type"))
-"""Of messages and of parts of their content: one of a few words, which templates compare with."""
+"""Fields of messages and of parts of their content whose value is one of a few words that templates compare with."""
 
 CALLS = "tool_calls"
-"""Of messages: JSON like that of tools, with keys of anybody's making, and words that templates look up."""
+"""Field of messages: JSON like that of tools, with arbitrary keys, and words that templates look up."""
 
 
 class ChatEncoder:
-    """Tells the special tokens of a template from those of the messages' texts.
+    """Distinguishes the special tokens of a template from those in the messages' texts.
 
-    A text that holds a special token's string gets a mark behind its first character before it is rendered: digits that
-    nobody can guess, which come through whatever a template does to texts (trimming, escaping, JSON). In the rendered
-    prompt the strings that are still whole are the template's own.
+    A text that contains a special token's string gets a mark after the string's first character before it is rendered:
+    unguessable digits, which survive whatever a template does to texts (trimming, escaping, JSON). In the rendered
+    prompt the strings that are still intact are the template's own.
 
     Args:
         backend: the tokenizers library's tokeniser.
@@ -43,7 +43,7 @@ class ChatEncoder:
         self._longest = max(map(len, self._special), default=0)
         self._mark = f"{secrets.randbelow(10**30):030}"
         longest_first = sorted(self._special, key=len, reverse=True)
-        # Behind a whole string the mark says that its last character, if not all of it, is a message's.
+        # After an intact string, the mark says that its last character, if not all of it, belongs to a message.
         self._whole = re.compile(f"({'|'.join(map(re.escape, longest_first))})(?!{self._mark})")
 
     def marked(
@@ -61,20 +61,20 @@ class ChatEncoder:
         """Token ids of a prompt rendered from marked messages; ``add_special_tokens`` as for a text."""
         backend, names = self._renamed
         text = self.without_marks(self._whole.sub(lambda found: names[found.group()], rendered))
-        # In a batch of one: encode() holds the interpreter's lock.
+        # In a batch of one: encode() would hold the interpreter's lock.
         return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def without_marks(self, text: str) -> str:
-        """A text about marked messages, as the one about the messages themselves."""
+        """Turns a text about marked messages into one about the original messages."""
         return text.replace(self._mark, "")
 
     def prepare(self) -> None:
-        """Does what the first prompt with marks would wait for."""
+        """Does in advance what the first prompt with marks would wait for."""
         _ = self._renamed
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """The backend with its special tokens by other names, which no message can have; and those names."""
+        """The backend with its special tokens renamed to what no message can contain; and those names."""
         secret = secrets.token_hex(16)
         names = {text: f"\ue000{secret}:{number}\ue001" for number, text in enumerate(self._special)}
         source = json.loads(self._backend.to_str())
@@ -109,8 +109,8 @@ class ChatEncoder:
         return value
 
     def _json_with_marks(self, value: Any) -> Any:
-        """With marks in all texts and keys but those that are one word: templates look these up, in ``properties`` by
-        what ``required`` has, say."""
+        """Adds marks to all texts and keys except those that are a single word: templates look these up, for example in
+        ``properties`` by what ``required`` has."""
         if isinstance(value, str):
             is_word = value.isidentifier() and not any(special in value for special in self._special)
             return value if is_word else self._text_with_marks(value)
@@ -127,14 +127,14 @@ class ChatEncoder:
         return self._mark.join((text[: ends[0] + 1], *pieces)) if places else text
 
     def _firsts(self, text: str) -> set[int]:
-        """Where special tokens' strings begin in a text, whole ones and those that what is around it may complete."""
+        """Where special tokens' strings begin in a text: whole ones, and those that surrounding text may complete."""
         found = set()
         for special in self._special:
             place = text.find(special)
             while place >= 0:
                 found.add(place)
                 place = text.find(special, place + 1)
-        core = text.strip()  # as most templates do
+        core = text.strip()  # as most templates strip it
         begin = text.find(core)
         if core:
             sizes = range(1, min(self._longest, len(core) + 1))

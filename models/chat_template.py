@@ -1,4 +1,4 @@
-"""Chat templates: a list of messages -> the prompt text, rendered by a sandboxed Jinja within bounds."""
+"""Chat templates: a list of messages -> the prompt text, rendered by a sandboxed Jinja within limits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shadowkv.models.template_bounds import MAX_CHARACTERS, BoundedEnvironment, 
 __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
 
 MAX_SOURCE_CHARACTERS = 1 << 16
-"""Compiling takes seconds beyond; the longest templates of real models have 20,000."""
+"""Compiling longer ones takes seconds; the longest templates of real models have 20,000."""
 _MAX_ERROR_CHARACTERS = 400
 
 
 class ChatTemplate:
-    """A compiled template; raises ValueError if its source is no valid template.
+    """A compiled template; raises ValueError if its source is not a valid template.
 
     Args:
         source: in Jinja.
-        cleaned: takes out of an error what no client may see any of, before the error is cut.
+        cleaned: removes from an error what clients must not see any part of, before the error is shortened.
     """
 
     def __init__(self, source: str, cleaned: Callable[[str], str] = str) -> None:
@@ -38,13 +38,13 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: line {error.lineno}: {_short(error)}") from error
-        except Exception as error:  # templates become Python: its compiler may refuse in any way, as 20 nested loops
+        except Exception as error:  # templates become Python: its compiler may refuse in any way, e.g. 20 nested loops
             raise ValueError(f"the chat template is not valid: {_short(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt, of at most ``MAX_CHARACTERS``.
 
-        Raises ValueError with the template's own words where it refuses the messages, and where it fails, takes too
+        Raises ValueError, with the template's own message where it refuses the messages, and where it fails, takes too
         long or becomes too large.
         """
         try:
@@ -60,14 +60,14 @@ class ChatTemplate:
 
 
 def _short(error: Exception, cleaned: Callable[[str], str] = str) -> str:
-    """What it says, in one line."""
+    """The error's message, in one line."""
     text = cleaned(str(error.message if isinstance(error, TemplateSyntaxError) else error))
     text = " ".join(text[: _MAX_ERROR_CHARACTERS + 1].split())
     return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:_MAX_ERROR_CHARACTERS]}…"
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own tojson escapes HTML characters, which a model has never seen.
+    # Jinja's own tojson escapes HTML characters, a form that models have never seen.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""ModelConfig: everything about a model that its weights do not say, in one form for every source and family."""
+"""ModelConfig: everything about a model that its weights do not say, in the same form for every source and family."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ModelConfig:
 
     Attributes:
         architecture: family, the ``model_type`` of Hugging Face configs.
-        max_position: longest sequence, in tokens, that the model is made for.
+        max_position: longest sequence, in tokens, that the model supports.
         sliding_window: tokens that a query sees where the model was trained with a window, else None. Windows are not
             implemented; sequences up to the window are exact, so ``max_position`` never exceeds it.
         qkv_bias, attention_out_bias, qk_norm, post_norms: switches of the layers (see ``LayerSpec``).
-        quantization: of the projections' weights: ``fp8``, or None where they are not quantised.
-        eos_token_ids: tokens that end a generation, any of them.
+        quantization: of the projections' weights: ``fp8``, or None if they are not quantised.
+        eos_token_ids: tokens that each end a generation.
         bos_token_id: token that starts a sequence, where the model has one.
     """
 
@@ -109,14 +109,14 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """What a cache has to know."""
+        """What a cache has to know about the model."""
         return ModelShape(self.num_layers, self.num_query_heads, self.num_kv_heads, self.head_dim)
 
     def with_limits(self, max_model_len: int | None, rope_theta: float | None) -> ModelConfig:
         """The config with the user's overrides applied and its window as a limit.
 
-        ``rope_theta`` says that the weights were trained with another base; how far they reach is then the user's
-        word, ``max_model_len``. Raises ValueError where ``max_model_len`` is more than the model is made for.
+        ``rope_theta`` means that the weights were trained with another base; how far they reach is then for the user to
+        say, by ``max_model_len``. Raises ValueError where ``max_model_len`` is more than the model supports.
         """
         config = self
         if rope_theta is not None:

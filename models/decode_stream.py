@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
-"""Tokens held back at most; a character has 4 bytes, so only text that is no UTF-8, or none, gets this far."""
+"""Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
 
 
 class DecodeStream:
     """Incremental detokeniser of one sequence.
 
-    A tokeniser's decoder looks at neighbours (a leading space, the bytes of one character), so a token is decoded
-    behind the ones last emitted, and held back while the text ends in an incomplete character.
+    A tokeniser's decoder depends on neighbours (a leading space, the bytes of one character), so a token is decoded
+    after the ones last emitted, and held back while the text ends in an incomplete character.
 
     Args:
         decode: token ids -> text.
@@ -25,7 +25,7 @@ class DecodeStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Text that the token completes, maybe empty."""
+        """Text that the token completes, possibly empty."""
         self._held.append(token_id)
         text = self._new_text()
         if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
@@ -33,7 +33,7 @@ class DecodeStream:
         return self._emit(text)
 
     def flush(self) -> str:
-        """What is held back, incomplete characters replaced; for the end of the sequence."""
+        """The text held back, with incomplete characters replaced; for the end of the sequence."""
         return self._emit(self._new_text()) if self._held else ""
 
     def _new_text(self) -> str:
@@ -44,5 +44,5 @@ class DecodeStream:
         if text:
             self._context, self._held = self._held, []
         elif len(self._held) >= _MAX_HELD:
-            self._held = []  # a run of tokens without text, such as skipped special ones
+            self._held = []  # tokens without text, such as skipped special ones
         return text

@@ -32,7 +32,7 @@ class Decoder(nn.Module):
         dtype: of activations, and of weights that are not quantised.
         device: where the weights are.
         runs: of the rows of parameters that stay in blocks as a GGUF file stores them, by name.
-        group: the ranks that hold the model together; ``config`` is then of this one's part (``Shard``).
+        group: the ranks that hold the model together; ``config`` is then that of this one's part (``Shard``).
     """
 
     embedding: nn.Parameter | BlockMatrix
@@ -94,8 +94,8 @@ class Decoder(nn.Module):
         return self.group.sum(found * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
-        """Residual stream [n, D] after the last layer, or before it and what that adds -> float32 [n, V], on every
-        rank."""
+        """Residual stream [n, D] after the last layer, or before it with what that layer adds -> float32 [n, V], on
+        every rank."""
         head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
         if isinstance(head, BlockMatrix):
@@ -112,12 +112,12 @@ class Decoder(nn.Module):
 
     @property
     def block_forms(self) -> list[str]:
-        """Formats of the weights that are kept in blocks."""
+        """Formats of the weights that stay in blocks."""
         return sorted({run.form for matrix in self._block_matrices() for run in matrix.runs if run.form is not None})
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model, tied ones counted once; scales of quantised ones are none."""
+        """Number of weights of the model, with tied ones counted once and scales of quantised ones not at all."""
         matrices = self._block_matrices()
         kept = {id(part) for matrix in matrices for part in matrix.parts}
         return sum(matrix.num_values for matrix in matrices) + sum(
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of them that a decode step reads: an embedding table that is not the head, too, gives only rows."""
+        """Bytes of the weights that a decode step reads; of an embedding table that is not also the head, only rows."""
         return self.num_bytes - (0 if self.head is None else self.embedding.nbytes)
 
     def _block_matrices(self) -> list[BlockMatrix]:

@@ -13,13 +13,13 @@ SEED = 0
 
 @torch.no_grad()
 def fill_dummy(model: Decoder) -> None:
-    """Fill the model where it lives: matrices so that activations keep their scale, norms one, biases zero; each rank
-    of a model has other numbers."""
+    """Fills the model where it is: matrices such that activations keep their scale, norms with one, biases with zero;
+    each rank of a model gets different numbers."""
     generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name.removesuffix(SCALE) in parameters and name.endswith(SCALE):
-            continue  # written with its weight
+            continue  # filled together with its weight
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:

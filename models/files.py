@@ -1,4 +1,4 @@
-"""Reading a model's files, which may be corrupt or lie: sizes are bounded, and refusals are a line with the name."""
+"""Reading a model's files, which may be corrupt or malicious: sizes are limited, refusals are one line with a name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 1 << 26
-"""The largest files of real models, tokenizer.json with 262,144 tokens and their merges, have 33 MB."""
+"""Real models' largest files, tokenizer.json with 262,144 tokens and their merges, have 33 MB."""
 
 AGAIN = "fetch it again, or use another copy of the model"
 OTHER_MODEL = "correct it, or use another model"
@@ -18,10 +18,10 @@ MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 
 class ModelFileError(ValueError):
-    """A file of a model that cannot be used; the message is one line.
+    """A model's file that cannot be used; the message is one line.
 
     Args:
-        file: which.
+        file: the file.
         reason: what is wrong; it may quote the file.
         remedy: what to do about it.
     """
@@ -36,14 +36,14 @@ def _one_line(text: str) -> str:
 
 
 def in_words(reasons: Sequence[str]) -> str:
-    """Reasons in one line; of many the first ones."""
+    """Reasons in one line, shortened to the first ones if there are many."""
     more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
     return "; ".join([*reasons[:MAX_REASONS], *more])
 
 
 @contextmanager
 def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
-    """ValueErrors about what a file says become ModelFileErrors, which name it."""
+    """Turns ValueErrors about a file's content into ModelFileErrors, which name the file."""
     try:
         yield
     except ModelFileError:
@@ -53,12 +53,12 @@ def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
 
 
 def is_there(file: Path) -> bool:
-    """Whether a folder has an entry of that name, be it a link to nowhere: then reading it says so."""
+    """Whether a folder has an entry of that name, even a broken link: reading that reports the problem."""
     return os.path.lexists(file)
 
 
 def check_regular(file: Path) -> None:
-    """Raises ModelFileError for directories, links to nowhere, and what would never end when read."""
+    """Raises ModelFileError for directories, broken links, and files that would never end when read."""
     if file.is_file():
         return
     if file.is_dir():
@@ -69,7 +69,7 @@ def check_regular(file: Path) -> None:
 
 
 def read_text(file: Path) -> str:
-    """Content of a UTF-8 file of at most ``MAX_JSON_BYTES``; raises ModelFileError, or OSError where it is not read."""
+    """Content of a UTF-8 file of at most ``MAX_JSON_BYTES``; raises ModelFileError, or OSError if it cannot be read."""
     check_regular(file)
     with file.open("rb") as opened:
         raw = opened.read(MAX_JSON_BYTES + 1)
@@ -82,7 +82,7 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; raises as ``read_text`` does, with the line of what is no JSON."""
+    """The object in a JSON file; raises as ``read_text`` does, and for invalid JSON with the line."""
     text = read_text(file)
     try:
         value = json.loads(text)

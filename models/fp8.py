@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats: where they can run, and how tensors of any kind get into a quantised projection."""
+"""Weights in 8-bit floats: where they can run, and how tensors of any kind are stored in a quantised projection."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shadowkv.ops.quantise_tokens.reference import quantise_tokens
 from shadowkv.ops.scaled_matmul.cuda import LEAST_CAPABILITY
 
 ROWS_AT_ONCE = 1024
-"""Rows that are quantised together: what they take in float32 is little beside the weights."""
+"""Rows that are quantised at a time: their size in float32 is small compared with the weights."""
 
 
 @torch.no_grad()
 def fill_quantised(weight: Tensor, scale: Tensor, stored: Stored) -> None:
-    """Write rows [N, K] of a projection and their scales [N, 1]: codes as they are, other numbers quantised per row."""
+    """Writes rows [N, K] of a projection and their scales [N, 1]: codes unchanged, other numbers quantised per row."""
     if isinstance(stored, FP8Weight):
         weight.copy_(stored.codes)
         scale.copy_(stored.scale)
@@ -29,7 +29,7 @@ def fill_quantised(weight: Tensor, scale: Tensor, stored: Stored) -> None:
 
 
 def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a model cannot run there with fp8 weights, beside which everything else is ``dtype``; None if it can."""
+    """Why a model cannot run there with fp8 weights and everything else in ``dtype``; None if it can."""
     least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*LEAST_CAPABILITY)
     if device.type != "cuda":
         return f"{least}, and the device is {device}"

@@ -1,4 +1,4 @@
-"""What a config.json says of weights in 8-bit floats: the kinds of checkpoints that load as they are."""
+"""What a config.json says about weights in 8-bit floats: the kinds of checkpoints that load as they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALED = ("tensor", "channel", "block")
-"""Of compressed-tensors' strategies those that give a weight one scale, one a row, or one a block."""
+"""Those of compressed-tensors' strategies that have one scale per weight, per row, or per block."""
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,17 @@ class FP8Format:
     """A kind of checkpoint.
 
     Attributes:
-        block: rows and columns that share a scale, where scales are block-wise.
+        block: rows and columns that share a scale, if scales are block-wise.
     """
 
     block: tuple[int, int] | None = None
 
 
 def fp8_format(stated: Any) -> FP8Format | None:
-    """Of a ``quantization_config``; None where it is of another kind, or says what is not known here.
+    """The format of a ``quantization_config``; None if it is of another kind, or has unknown values.
 
-    Modules that it lists as not converted are stored as plain numbers, which the file says itself. Static scales of
-    activations mean nothing here: those are quantised by their own largest number, which loses less.
+    Modules that it lists as not converted are stored as plain numbers, as the file itself says. Static scales of
+    activations are not used here: activations are quantised by their own largest number, which loses less.
     """
     if not isinstance(stated, Mapping):
         return None

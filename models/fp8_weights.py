@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory that stores projections in 8-bit floats, each with the scales beside it."""
+"""Weights of a Hugging Face directory that stores projections in 8-bit floats, each with its scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shadowkv.models.safetensors_weights import DTYPES, FLOAT8, SafetensorsWeigh
 from shadowkv.models.stored import FP8Weight, Stored
 
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Names beside ``weight``. Both are multiplied with the codes: the second is the inverse of what made them."""
+"""Names beside ``weight``. The codes are multiplied by both: the second is the inverse of the quantiser's scale."""
 
 UNUSED = (
     *("input_scale", "input_scale_ub", "output_scale", "activation_scale"),

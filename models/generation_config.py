@@ -1,4 +1,4 @@
-"""generation_config.json: how a model's authors advise to sample from it."""
+"""generation_config.json: the sampling parameters that a model's authors recommend."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shadowkv.models.files import ModelFileError, is_there, read_json
 GENERATION_CONFIG = "generation_config.json"
 
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
-"""What is taken of it, as in vLLM, and its types."""
+"""The parameters that are used from it, as in vLLM, and their types."""
 
 
 def read_sampling(directory: Path) -> dict[str, float]:
-    """Sampling parameters that a directory's file names, none without a file; raises ModelFileError."""
+    """Sampling parameters in a directory's file, none without a file; raises ModelFileError."""
     file = directory / GENERATION_CONFIG
     if not is_there(file):
         return {}

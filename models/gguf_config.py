@@ -1,4 +1,4 @@
-"""ModelConfig of a GGUF file: its metadata in the form of a Hugging Face config, read by the same families."""
+"""ModelConfig of a GGUF file: its metadata converted to a Hugging Face config, read by the same families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowkv.models.hf_fields import wrong_fields
 from shadowkv.models.registry import family
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
-"""Architectures of GGUF files that can be read; ``llama`` covers Mistral, Yi and SmolLM2."""
+"""GGUF architectures that can be read; ``llama`` covers Mistral, Yi and SmolLM2."""
 
 _FIELDS = {
     "hidden_size": "{arch}.embedding_length",
@@ -61,7 +61,7 @@ def config_from_gguf(file: GGUFFile, max_model_len: int | None = None, rope_thet
         hf["rope_scaling"] = _scaling(file)
         config = family(file.architecture).config_from_hf(hf, max_model_len)
         if "rope_freqs.weight" in file.names:
-            # Llama 3.1's scaling, stored as what it comes to: a divisor per frequency, which is LongRoPE's form.
+            # Llama 3.1's scaling, stored as its result: a divisor per frequency, which is LongRoPE's form.
             factors = tuple(file.tensor("rope_freqs.weight").flatten().tolist())
             rope = replace(config.rope, scaling="longrope", factors=factors, attention_factor=1.0)
             config = replace(config, rope=rope)

@@ -1,4 +1,4 @@
-"""A GGUF file: its metadata as plain values and its tensors by name, read when asked for."""
+"""A GGUF file: its metadata as plain values, and its tensors by name, read on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GGUFFile:
     """Read access to one file; the tensors stay mapped, not loaded.
 
     Args:
-        path: the file. Raises FileNotFoundError where there is none, ModelFileError for one that cannot be used.
+        path: the file. Raises FileNotFoundError if it is missing, ModelFileError if it cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,9 +43,9 @@ class GGUFFile:
         self.architecture: str = architecture
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Metadata value of ``key``, None where there is none; ``{arch}`` in it stands for the architecture.
+        """Metadata value of ``key``, None if there is none; ``{arch}`` in it stands for the architecture.
 
-        Raises ModelFileError where it is not of the type ``kind``.
+        Raises ModelFileError if it is not of type ``kind``.
         """
         value = self.value(key)
         if value is None or type(value) is kind:
@@ -53,7 +53,7 @@ class GGUFFile:
         raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a value of type {kind.__name__}")
 
     def list_of(self, key: str, *kinds: type, length: int | None = None) -> list[Any]:
-        """Metadata array of ``key``, as ``get``; raises ModelFileError too where it is missing or of other length."""
+        """Metadata array of ``key``, as in ``get``; raises ModelFileError too if it is missing or of other length."""
         value = self.value(key)
         if value is None:
             raise ModelFileError(self.path, f"{self.key(key)} is missing")
@@ -65,7 +65,7 @@ class GGUFFile:
         return value
 
     def value(self, key: str) -> Any:
-        """As ``get``, of any type; arrays are lists."""
+        """As ``get``, for any type; arrays are lists."""
         value = self._header.fields.get(self.key(key))
         return value.tolist() if isinstance(value, np.ndarray) else value
 
@@ -79,18 +79,18 @@ class GGUFFile:
         return list(self._header.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, rows first; raises ModelFileError where there is none of that name."""
+        """Shape of a tensor, rows first; raises ModelFileError if there is none with that name."""
         if name not in self._header.tensors:
             raise ModelFileError(self.path, f"the tensor {name} is missing")
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> str | None:
-        """Format of the blocks that a matrix is ``stored`` in, None where that makes plain numbers of it."""
+        """Format of the blocks that a matrix is ``stored`` in, None if ``stored`` gives plain numbers."""
         kind = self._header.tensors[name].kind.name
         return kind if kind in FORMATS and len(self.shape(name)) == 2 else None
 
     def stored(self, name: str) -> Stored:
-        """A tensor in its blocks where it has a ``form``, else as ``tensor``; a copy. Raises as that does."""
+        """A tensor in its blocks if it has a ``form``, otherwise as ``tensor``; a copy. Raises as that does."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
             found: Stored = self.tensor(name)
@@ -106,13 +106,13 @@ class GGUFFile:
         shape, entry = self.shape(name), self._header.tensors[name]
         raw = self._raw(entry)
         try:
-            # Whatever the bits are, they are somebody's weights: NaN is no matter of the file's form.
+            # The weights may have any bits: NaN does not concern the file's format.
             with np.errstate(all="ignore"):
                 values = dequantize(raw.reshape(quant_shape_to_byte_shape(shape, entry.kind)), entry.kind)
         except NotImplementedError as error:
             reason = f"the tensor {name} is of type {entry.kind.name}, which cannot be read"
             raise ModelFileError(self.path, reason, "use a file with another type, such as Q8_0") from error
-        # A float32 tensor comes back as a view of the mapped file.
+        # A float32 tensor is returned as a view of the mapped file.
         values = np.array(values, dtype=np.float32, copy=None)
         return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
 

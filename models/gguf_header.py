@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read with every count, length and offset held against the file's size before it is used.
+"""The header of a GGUF file, read with every count, length and offset checked against the file's size before use.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -38,10 +38,10 @@ _EMPTY_TEXT_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in the file.
+    """Where a tensor is in the file.
 
     Attributes:
-        kind: how its values are coded.
+        kind: how its values are encoded.
         shape: rows first.
         start, stop: first byte in the file, and the one after the last.
     """
@@ -54,14 +54,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Metadata by key, arrays of numbers as numpy's; and tensors by name, in the file's order."""
+    """Metadata by key, with arrays of numbers in numpy; and tensors by name, in the file's order."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
 
 def read_header(data: mmap) -> GGUFHeader:
-    """The header of a mapped file; raises ValueError for what is no GGUF file, or one that contradicts itself."""
+    """The header of a mapped file; raises ValueError if it is not a GGUF file, or contradicts itself."""
     cursor = _Cursor(data)
     if cursor.take(4, "the magic") != _MAGIC:
         raise ValueError(f"it does not start with the magic {_MAGIC.decode()}: this is no GGUF file")
@@ -93,7 +93,7 @@ def read_header(data: mmap) -> GGUFHeader:
 def _placed(
     stated: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]], header_bytes: int, alignment: int, size: int
 ) -> dict[str, TensorEntry]:
-    """Entries of the tensors, each of which has its own part of the file."""
+    """Entries of the tensors, each of which has a separate part of the file."""
     data_start = -(-header_bytes // alignment) * alignment
     entries = {}
     for name, (kind, shape, offset) in stated.items():
@@ -115,7 +115,7 @@ def _placed(
 
 
 class _Cursor:
-    """Reads values one after the other; none reaches past the end of the file."""
+    """Reads values one after another, never past the end of the file."""
 
     def __init__(self, data: mmap) -> None:
         self.position = 0
@@ -137,7 +137,7 @@ class _Cursor:
         return self._data[self.position - size : self.position]
 
     def number(self, size: int, what: str) -> int:
-        """The next whole number, of ``size`` bytes and without a sign."""
+        """The next unsigned integer, of ``size`` bytes."""
         return int.from_bytes(self.take(size, what), "little")
 
     def text(self, what: str) -> str:
@@ -148,7 +148,7 @@ class _Cursor:
             raise ValueError(f"{what!r} is not UTF-8") from error
 
     def kind(self, what: str) -> GGUFValueType:
-        """The next type of a value."""
+        """The next value type."""
         number = self.number(4, what)
         try:
             return GGUFValueType(number)
@@ -156,7 +156,7 @@ class _Cursor:
             raise ValueError(f"the field {what!r} is of the unknown type {number}") from error
 
     def value(self, kind: GGUFValueType, what: str) -> Any:
-        """The next value, of that type."""
+        """The next value, of type ``kind``."""
         if kind == GGUFValueType.STRING:
             return self.text(what)
         if kind == GGUFValueType.ARRAY:
@@ -175,7 +175,7 @@ class _Cursor:
         return [self.text(what) for _ in range(length)]
 
     def tensor(self, name: str) -> tuple[GGMLQuantizationType, tuple[int, ...], int]:
-        """Type, shape with the rows first, and offset of the next tensor, whose name is read."""
+        """Type, shape with the rows first, and offset of the next tensor, whose name has been read."""
         count = self.number(4, name)
         if not 1 <= count <= MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {count} dimensions, not 1 to {MAX_DIMENSIONS}")

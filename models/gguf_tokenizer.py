@@ -25,7 +25,7 @@ def _gpt2() -> Any:
 
 
 def _single_digits() -> Any:
-    # Digits split first: "\n\n5" is a blank line and a digit, which GPT-2's own rule would cut elsewhere.
+    # Digits are split first: "\n\n5" is a blank line and a digit, which GPT-2's own rule would split differently.
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
@@ -48,13 +48,13 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "llama-v3": _words(r"\p{N}{1,3}"),
     "qwen2": _words(r"\p{N}"),
 }
-"""How byte-level vocabularies cut text before merging, by ``tokenizer.ggml.pre``."""
+"""How byte-level vocabularies split text before merging, by ``tokenizer.ggml.pre``."""
 
 
 def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> Tokenizer:
-    """The file's tokeniser; raises ModelFileError for kinds other than those in this module and what is no tokeniser.
+    """The file's tokeniser; raises ModelFileError for kinds other than those in this module and invalid tokenisers.
 
-    Where the file has an embedding, there must be a token for each of its rows.
+    If the file has an embedding, there must be a token for each of its rows.
     """
     kind = file.get("tokenizer.ggml.model", str)
     if kind not in _BUILDERS:
@@ -82,7 +82,7 @@ def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> 
     ids = {role: _token_id(file, name, tokens) for role, name in roles.items()}
     adds_bos = file.get("tokenizer.ggml.add_bos_token", bool)
     if adds_bos is None:
-        # Files that do not say: SentencePiece models start with BOS, byte-level ones do not, but Llama 3 does.
+        # The default: SentencePiece models start with BOS, byte-level ones do not, except Llama 3.
         adds_bos = kind == "llama" or _is_llama3(file)
     with naming(file.path):
         return Tokenizer(
@@ -129,7 +129,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     scores = file.list_of("tokenizer.ggml.scores", float, length=len(tokens))
     if any(math.isnan(score) for score in scores):
         raise ValueError("tokenizer.ggml.scores has NaN")
-    # Every cut of a token is looked at.
+    # Every split of a token is considered.
     if max(map(len, tokens)) > _MAX_PIECE_CHARACTERS:
         raise ValueError(f"tokenizer.ggml.tokens has one of more than {_MAX_PIECE_CHARACTERS} characters")
     unknown = _token_id(file, "unknown", tokens) or 0
@@ -144,7 +144,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     )
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     if file.architecture == "phi3" and prefix:
-        # Phi-3 puts the space before every piece between special tokens, even where there is one already.
+        # Phi-3 puts the space before every piece between special tokens, even if there is one already.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     else:
         scheme = "first" if prefix else "never"
@@ -159,7 +159,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """Merge rules of a SentencePiece BPE vocabulary, best first.
 
-    SentencePiece merges whichever neighbours give the token of the highest score; as rules: every way to cut a token
+    SentencePiece merges the neighbours that give the token with the highest score; as rules: every way to split a token
     into two tokens, ordered by the token's score.
     """
     known = {token: index for index, token in enumerate(tokens)}

@@ -37,7 +37,7 @@ _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 
 
 def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight by name; raises ModelFileError where two tensors are the same weight."""
+    """Shape of every weight by name; raises ModelFileError if two tensors are the same weight."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name in file.names:
         if name in _CONFIG_TENSORS:
@@ -56,9 +56,9 @@ def gguf_forms(file: GGUFFile) -> dict[str, str]:
 
 
 def stream_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Stored]]:
-    """Name and weight, read one at a time, in blocks or as float32; names it does not know pass unchanged.
+    """Name and weight, read one at a time, in blocks or as float32; unknown names pass unchanged.
 
-    The shapes must have been checked: rows of ``llama`` files are put in another order.
+    The shapes must have been checked: rows of ``llama`` files are reordered.
     """
     for name in file.names:
         if name in _CONFIG_TENSORS:
@@ -83,7 +83,7 @@ def _hf_name(name: str, architecture: str) -> str:
 
 
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
-    """Undo the row order of ``llama`` files: they rotate neighbouring rows, this engine rows half a head apart."""
+    """Undoes the row order of ``llama`` files: they rotate neighbouring rows, this engine rows half a head apart."""
     if isinstance(stored, Blocks):
         return replace(stored, data=_in_halves(stored.data, heads))
     assert isinstance(stored, Tensor)

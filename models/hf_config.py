@@ -1,4 +1,4 @@
-"""ModelConfig fields that every family reads alike from a Hugging Face config."""
+"""ModelConfig fields that all families read in the same way from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_config(
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
 
-    Raises ValueError naming every field that is missing or out of bounds, activations other than SiLU and MLP biases.
+    Raises ValueError naming every field that is missing or out of range, activations other than SiLU and MLP biases.
     """
     reasons = wrong_fields(hf)
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -56,7 +56,7 @@ def build_config(
         rope=rope,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,
-        quantization=None,  # for the loader to say
+        quantization=None,  # set by the loader
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),
         **switches,
@@ -65,7 +65,7 @@ def build_config(
 
 def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:
     if rope.scaling == "yarn":
-        # Some configs state the context before the extension, others the one after it.
+        # Some configs give the context before the extension, others the one after it.
         return max(stated, int(rope.factor * rope.original_max_position))
     if rope.scaling == "longrope" and max_model_len is not None and max_model_len <= rope.original_max_position:
         # The short factors are in use: they are wrong for longer sequences.

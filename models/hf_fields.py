@@ -1,4 +1,4 @@
-"""Whether the fields that are read of a Hugging Face config have values that can be meant."""
+"""Whether the fields that are read from a Hugging Face config have plausible values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LARGEST = {
     "max_position_embeddings": MAX_POSITIONS,
     "original_max_position_embeddings": MAX_POSITIONS,
 }
-"""Whole numbers from 1 on; no model comes near, and products of what is within fit in 63 bits."""
+"""Limits of integers from 1 on; no model comes near, and products of numbers within them fit in 63 bits."""
 
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
@@ -37,16 +37,16 @@ _DIVISORS = ("short_factor", "long_factor")
 
 
 def is_number(value: Any, above: float = -math.inf, most: float = 1e300) -> bool:
-    """Whether it is a number in that range, and not NaN; whole ones may have any number of digits."""
+    """Whether it is a number in that range, and not NaN; integers may have any number of digits."""
     return type(value) in (int, float) and above < value <= most
 
 
 def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
-    """A reason for every field that is missing or has no such value.
+    """A reason for every field that is missing or invalid.
 
     Args:
         hf: content of a config.json, or another format's in that form.
-        names: what fields are called in the file, where not as in ``hf``.
+        names: names of the fields in the file, where they differ from ``hf``.
     """
     names = names or {}
     reasons = [f"{names.get(name, name)} is missing" for name in _REQUIRED if hf.get(name) is None]
@@ -89,7 +89,7 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
 
 
 def are_token_ids(value: Any) -> bool:
-    """Whether it is a token id or a list of them."""
+    """Whether it is a token id or a list of token ids."""
     return all(type(token) is int for token in (value if isinstance(value, list) else [value]))
 
 

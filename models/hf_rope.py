@@ -32,19 +32,19 @@ def rope_from_hf(
 ) -> RopeConfig:
     """The rotation that ``hf`` describes.
 
-    LongRoPE has one set of factors for sequences up to the original context and one for longer ones. Keys that are
-    cached cannot change sets half way, so ``max_model_len`` picks: the short set if no sequence can outgrow the
-    original context, else the long set.
+    LongRoPE has one set of factors for sequences up to the original context and one for longer ones. Cached keys cannot
+    change sets later, so ``max_model_len`` decides: the short set if no sequence can outgrow the original context,
+    otherwise the long set.
 
     Raises ValueError, with every reason, for an unknown type or missing fields.
     """
-    # Some configs carry the unused one of the two forms as null.
+    # Some configs contain the unused form as null.
     scaling: dict[str, Any] = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _SCALINGS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
     if scaling.get("long_factor") is not None and kind == "yarn":
-        kind = "longrope"  # Phi-3's first release called it so
+        kind = "longrope"  # the name in Phi-3's first release
     theta = scaling.get("rope_theta") or hf.get("rope_theta") or default_theta
     partial = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or default_partial
     rotary_dim = int(head_dim * partial)
@@ -59,7 +59,7 @@ def rope_from_hf(
     if missing:
         raise ValueError(f"rope type {kind!r} lacks " + ", ".join(missing))
     if _SCALINGS[kind] in ("llama3", "yarn", "longrope"):
-        # Phi-3 keeps the original context outside the rope fields, and that one counts.
+        # Phi-3 keeps the original context outside the rope fields, and that value applies.
         base["original_max_position"] = int(
             hf.get("original_max_position_embeddings")
             or scaling.get("original_max_position_embeddings")

@@ -47,13 +47,13 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        config: with the user's overrides applied.
-        shard: the part of it that this rank has; all of it where the model is on one device.
+        config: the config with the user's overrides applied.
+        shard: the part of it that this rank has; all of it if the model is on one device.
         model: that part, on its device.
-        tokenizer: the model's, or bytes where the weights are dummies.
-        name: the catalogue name or hub id it was asked for by, or the last part of its path.
-        notes: what was done to weights that the user may not expect, a line each.
-        sampling: parameters that its generation_config.json names.
+        tokenizer: the model's, or bytes if the weights are dummies.
+        name: the catalogue name or hub id it was requested by, or the last part of its path.
+        notes: what was done to weights that the user may not expect, one line each.
+        sampling: parameters in its generation_config.json.
     """
 
     config: ModelConfig
@@ -92,7 +92,7 @@ def load_model(
     quantization: str | None = None,
     group: Group = ALONE,
 ) -> LoadedModel:
-    """Load a model, or this rank's part of it.
+    """Loads a model, or this rank's part of it.
 
     Args:
         source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
@@ -100,19 +100,19 @@ def load_model(
         device: where the weights go.
         load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
-        rope_theta: base of the rotation, where it differs from the config's; the longest sequence is then
-            ``max_model_len``, on the user's word.
-        max_model_len: longest sequence that will be run; picks LongRoPE's factors.
+        rope_theta: base of the rotation, if it differs from the config's; the longest sequence is then
+            ``max_model_len``, as the user says.
+        max_model_len: longest sequence that will be run; decides LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.
-        group: the ranks that the model is cut up for.
+        group: the ranks that the model is split across.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
-            file is corrupt or says that the checkpoint is quantised, but for fp8: ModelFileError, a line that names it.
-            Or the device has no arithmetic for fp8.
+            file is corrupt or says that the checkpoint is quantised, except fp8: ModelFileError, one line naming it.
+            Or the device does not support fp8 arithmetic.
         OSError: a file cannot be read, or a download failed.
-        MemoryError: the weights need more memory than is free on ``device``; none of them has been read or made then.
+        MemoryError: the weights need more memory than is free on ``device``; none has been read or created then.
     """
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
@@ -147,7 +147,7 @@ def load_model(
     whole = config.quantization is None and group.size == 1
     forms = dict(files.forms) if whole and _keeps_blocks(device) else {}
     notes: tuple[str, ...] = ()
-    # All that can be found wrong is found before anything as large as the weights is allocated or read.
+    # All errors that can be found are found before anything as large as the weights is allocated or read.
     targets, outline = family(config.architecture).targets(config), Decoder(config, weights_dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
@@ -160,7 +160,7 @@ def load_model(
     runs, shard = block_runs(targets, forms), Shard(config, group.rank, group.size)
     check_memory(Decoder(shard.config, weights_dtype, "meta", runs, group), device)
     model = Decoder(shard.config, weights_dtype, device, runs, group)
-    # A bar, where it goes to a terminal.
+    # A progress bar, if the output is a terminal.
     fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
     if files.in_fp8 is not None:
         notes = files.in_fp8.notes(quantised(model, targets))
@@ -169,13 +169,13 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files of a model say, before any weight is read.
+    """What a model's files say, before any weight is read.
 
     Attributes:
-        shapes: of all weights, by their names there.
-        tensors: the weights, read one after the other.
+        shapes: of all weights, by their names in the files.
+        tensors: the weights, read one after another.
         forms: blocks of quantised numbers that weights are stored in, by their names.
-        in_fp8: the weights, where they are stored in 8-bit floats.
+        in_fp8: the weights, if they are stored in 8-bit floats.
     """
 
     config: ModelConfig
@@ -203,12 +203,12 @@ def _directory(path: Path, max_model_len: int | None, rope_theta: float | None, 
 
 
 def _keeps_blocks(device: torch.device) -> bool:
-    """Whether weights stay in a GGUF file's blocks: on CPUs that have products with them in C++."""
+    """Whether weights stay in a GGUF file's blocks: on CPUs that have matrix products for them in C++."""
     return device.type == "cpu" and Ops(device).backends["quantised_matmul"] != "reference"
 
 
 def _quantised(config: ModelConfig, quantization: str | None) -> ModelConfig:
-    """With the user's override applied: what a checkpoint has in fp8 stays so."""
+    """The config with the user's override applied: what a checkpoint has in fp8 stays so."""
     return config if quantization is None else replace(config, quantization=quantization)
 
 

@@ -10,9 +10,9 @@ from shadowkv.models.weights import Targets, decoder_targets
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``phi3`` config; raises ValueError where it cannot be run.
+    """ModelConfig of a ``phi3`` config; raises ValueError if it cannot be run.
 
-    ``max_model_len`` fixes LongRoPE's factors: the short set up to the original context, the long set beyond.
+    ``max_model_len`` decides LongRoPE's factors: the short set up to the original context, the long set beyond.
     """
     return build_config(hf, max_model_len=max_model_len, sliding_window=hf.get("sliding_window"))
 

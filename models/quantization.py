@@ -1,4 +1,4 @@
-"""Quantised checkpoints of a Hugging Face directory: what its JSON files say of them, fp8 that loads or a refusal."""
+"""Quantised checkpoints in a Hugging Face directory: what its JSON files say; fp8 loads, others are refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shadowkv.models.fp8_format import FP8Format, fp8_format
 from shadowkv.models.registry import FAMILIES
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where GPTQ, AWQ and ModelOpt wrote it before it had a place in config.json."""
+"""Where GPTQ, AWQ and ModelOpt put it before it had a place in config.json."""
 
 _PLACE = "quantization_config"
 _KEYS = {"quantization": "mlx", _PLACE: None, "compression_config": "compressed-tensors"}
-"""Its names in config.json -> the method that writes it under that name and does not say which it is."""
+"""Its names in config.json -> the method that uses the name without stating the method."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -34,12 +34,12 @@ REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where ther
 
 
 def read_quantization(file: Path, hf: Mapping[str, Any]) -> FP8Format | None:
-    """How a checkpoint is quantised, None where it is not.
+    """How a checkpoint is quantised, None if it is not.
 
-    Raises ModelFileError, naming the method and the file that states it, for what does not load.
+    Raises ModelFileError, naming the method and the file that states it, for a method that cannot be loaded.
 
     Args:
-        file: its config.json, beside which older repositories have a file for it.
+        file: its config.json; older repositories have a separate file beside it.
         hf: content of ``file``.
     """
     found = fp8_format(hf.get(_PLACE))

@@ -11,7 +11,7 @@ from shadowkv.models.weights import Targets, decoder_targets
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen2`` config; raises ValueError where it cannot be run."""
-    # The window is stated in every config but switched off in all released ones.
+    # Every config states the window, but all released ones switch it off.
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     return build_config(hf, max_model_len=max_model_len, sliding_window=window, qkv_bias=True)
 

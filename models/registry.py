@@ -1,4 +1,4 @@
-"""Model families by the ``model_type`` of their Hugging Face config; a family's module is imported when asked for."""
+"""Model families by the ``model_type`` of their Hugging Face config; a family's module is imported on request."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def family(model_type: str) -> Family:
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
-    """ModelConfig from the content of a config.json; raises ValueError. The user's limits are still to be applied."""
+    """ModelConfig from the content of a config.json; raises ValueError. The user's limits still have to be applied."""
     return family(str(hf.get("model_type"))).config_from_hf(hf, max_model_len)

@@ -1,4 +1,4 @@
-"""What a model needs of its device, memory and arithmetic: refused in a line before any weight is read or made."""
+"""A model's hardware and memory requirements: unmet ones are refused in one line before any weight is read or made."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shadowkv.wording import GIB, OutOfMemory, SettingsError
 
 
 def check_hardware(quantization: str | None, device: torch.device, dtype: torch.dtype, who: str, remedy: str) -> None:
-    """Raises SettingsError where weights cannot run as they are quantised: for whom, why, and what to do."""
+    """Raises SettingsError if weights cannot run as they are quantised: for whom, why, and what to do."""
     reason = unfit(device, dtype) if quantization == "fp8" else None
     if reason is not None:
         raise SettingsError(f"{who} {reason}; {remedy}", ["dtype", "quantization"])
 
 
 def check_memory(outline: Decoder, device: torch.device) -> None:
-    """Raises MemoryError where the weights, whatever they come from, need more than is free.
+    """Raises MemoryError if the weights, wherever they come from, need more than is free.
 
-    Host memory that is not there would be given, and the process killed while it is filled.
+    Missing host memory would be granted, and the process killed while it is filled.
     """
     need, free = outline.num_bytes, free_bytes(device)
     if need > free:

@@ -13,10 +13,10 @@ from torch import Tensor
 from shadowkv.models.files import ModelFileError, check_regular, in_words, is_there, read_json
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""Others, of quantised weights, mean nothing without their scales."""
+"""Others, which belong to quantised weights, mean nothing without their scales."""
 
 FLOAT8 = "F8_E4M3"
-"""Of fp8 checkpoints, which have the scales."""
+"""Type in fp8 checkpoints, which have the scales."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -57,10 +57,10 @@ class SafetensorsWeights:
     """The weights of a directory.
 
     Attributes:
-        shapes, dtypes: of every tensor, as the files' headers say.
+        shapes, dtypes: of every tensor, from the files' headers.
 
-    Raises FileNotFoundError where the directory has no safetensors or lacks files that its index names, ModelFileError
-    for what cannot be used.
+    Raises FileNotFoundError if the directory has no safetensors or lacks files that its index names, ModelFileError
+    for files that cannot be used.
     """
 
     def __init__(self, directory: Path, dtypes: Sequence[str] = DTYPES) -> None:
@@ -101,12 +101,12 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, which must lie beside it; they may be links, as in the hub's cache."""
+    """The files that an index names, which must be in its directory; they may be links, as in the hub's cache."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(index, "weight_map is missing, empty, or no object")
     for name in weight_map.values():
-        # Windows' rules know both separators and drives, whatever this machine's are.
+        # Windows' rules know both separators and drives, whatever this machine's rules are.
         if not isinstance(name, str) or not name.endswith(".safetensors") or PureWindowsPath(name).name != name:
             raise ModelFileError(index, f"weight_map names {name!r}, which is no .safetensors file of the folder")
         if not name.isprintable():

@@ -1,7 +1,7 @@
 """Which part of a model a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary.
 
-Megatron-LM (arXiv:1909.08053), section 3: rows of what makes heads and the MLP's inner values, columns of what takes
-them; the ranks' outputs are then added up.
+Megatron-LM (arXiv:1909.08053), section 3: rows of what produces heads and the MLP's inner values, columns of what
+consumes them; the ranks' outputs are then summed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Run = tuple[int, int]
 """First number, and the one after the last."""
 
 INNER_MULTIPLE = 16
-"""The MLP's inner width is cut at its multiples: what tensor cores take."""
+"""The MLP's inner width is split at its multiples, as tensor cores need."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cut:
     """What a rank holds of a parameter.
 
     Attributes:
-        rows: runs of its rows, one after the other in the rank's own.
+        rows: runs of its rows, in the order in which the rank holds them.
         columns: a run of its columns; None for all.
     """
 
@@ -42,14 +42,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a model; raises ValueError where there is nothing to cut.
+    """A rank's part of a model; raises ValueError if it cannot be split.
 
-    Heads go in whole groups to as many ranks as there are kv heads, as evenly as they go. Where there are more ranks,
-    several hold the same kv head, each for some of its query heads.
+    Heads go in whole groups to at most as many ranks as there are kv heads, as evenly as possible. If there are more
+    ranks, several hold the same kv head, each for some of its query heads.
 
     Attributes:
-        whole: the model.
-        rank, size: this rank's number, and how many there are.
+        whole: the whole model.
+        rank, size: this rank's number, and the number of ranks.
     """
 
     whole: ModelConfig
@@ -65,7 +65,7 @@ class Shard:
                 f"{counted(self.whole.num_query_heads, 'query head')}",
                 ["tensor_parallel_size"],
             )
-        _ = self.config  # raises for sizes that cannot be
+        _ = self.config  # raises for invalid sizes
 
     @property
     def kv_heads(self) -> Run:
@@ -100,7 +100,7 @@ class Shard:
 
     @property
     def vocabulary(self) -> Run:
-        """Tokens whose embedding and logits are here: as many as on every other rank, but for the last ones."""
+        """Tokens whose embedding and logits are here: the same number as on every other rank, except the last ones."""
         each, count = vocabulary_rows(self.whole, self.size), self.whole.vocab_size
         return min(count, self.rank * each), min(count, (self.rank + 1) * each)
 
@@ -114,7 +114,7 @@ class Shard:
         return replace(self.whole, num_query_heads=q1 - q0, num_kv_heads=k1 - k0, intermediate_size=i1 - i0)
 
     def policy(self, spec: KVSpec) -> KVSpec:
-        """The policy of the rank's heads, resolved; raises ValueError for one that cannot be."""
+        """The policy for the rank's heads, resolved; raises ValueError for an invalid one."""
         whole, groups = self.whole.shape, min(self.size, self.whole.num_kv_heads)
         if self.size == 1:
             return resolve(spec, whole)
@@ -136,7 +136,7 @@ class Shard:
         return spec.of_heads(whole, last - first)
 
     def cut(self, parameter: str) -> Cut | None:
-        """What it holds of a parameter; None where that is all of it."""
+        """What it holds of a parameter; None if that is all of it."""
         name = parameter.rpartition("layers.")[2].partition(".")[2] or parameter
         module, _, kind = name.rpartition(".")
         whole, dim = self.whole, self.whole.head_dim
@@ -157,7 +157,7 @@ class Shard:
         return None
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
-        """What of a tensor, which is the rows ``start`` to ``stop`` of a whole parameter, goes to which of its rows
+        """Which parts of a tensor, which is rows ``start`` to ``stop`` of a whole parameter, go to which of its rows
         here."""
         cut = self.cut(parameter)
         if cut is None:

@@ -18,10 +18,10 @@ def resolve(source: str | Path, *, weights: bool) -> Path:
 
     Args:
         source: what the user named.
-        weights: whether they are needed; without them nothing large is downloaded.
+        weights: whether weights are needed; without them nothing large is downloaded.
 
-    Raises FileNotFoundError where it is none of those, ValueError where a catalogue model has no weights or a .gguf
-    is a folder, OSError where a download fails.
+    Raises FileNotFoundError if it is none of those, ValueError if a catalogue model has no weights or a .gguf is a
+    folder, OSError if a download fails.
     """
     name = str(source)
     if name in CATALOGUE:
@@ -42,7 +42,7 @@ def resolve(source: str | Path, *, weights: bool) -> Path:
 
 
 def is_hub_id(source: str | Path) -> bool:
-    """Whether it is fetched from the hub: of that form, and neither a known name nor a path of this machine."""
+    """Whether it is fetched from the hub: it has that form, and is neither a known name nor a path on this machine."""
     name, path = str(source), Path(source).expanduser()
     return bool(_HUB_ID.match(name)) and name not in CATALOGUE and path.suffix != ".gguf" and not path.exists()
 
@@ -60,7 +60,7 @@ def _from_hub(name: str, weights: bool) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """What the hub said, in one line; of most errors the further lines advise to read on elsewhere."""
+    """The hub's message, in one line; in most errors, further lines only refer to other places."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

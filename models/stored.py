@@ -1,4 +1,4 @@
-"""What files have of a weight: plain numbers, 8-bit floats with scales, or blocks of quantised numbers."""
+"""A weight as files store it: plain numbers, 8-bit floats with scales, or blocks of quantised numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowkv.ops.registry import Ops
 
 @dataclass(frozen=True)
 class FP8Weight:
-    """A weight as a file has it in 8-bit floats.
+    """A weight stored in 8-bit floats.
 
     Attributes:
         codes: float8_e4m3fn [N, K].
@@ -25,11 +25,11 @@ class FP8Weight:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A weight as a GGUF file has it in blocks.
+    """A weight stored in the blocks of a GGUF file.
 
     Attributes:
         data: uint8 [N, bytes of a row].
-        form: of the blocks, one of ``FORMATS``.
+        form: format of the blocks, one of ``FORMATS``.
     """
 
     data: Tensor
@@ -40,7 +40,7 @@ Stored = Tensor | FP8Weight | Blocks
 
 
 def dense(stored: Stored) -> Tensor:
-    """The weight as plain numbers, float32 where it was quantised."""
+    """The weight as plain numbers, in float32 if it was quantised."""
     if isinstance(stored, Blocks):
         numbers: Tensor = _ops().dequantise_blocks(stored.data, stored.form)
         return numbers

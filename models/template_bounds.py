@@ -1,9 +1,9 @@
 """A sandboxed Jinja whose templates end soon and stay small.
 
-Jinja's sandbox keeps a template from the program's objects, and ``range`` short. Here its loops and calls are counted
-and timed as well, and what would make a large value (operators, filters, methods of texts, output) is held against a
-bound before it is computed. It bounds what templates do by mistake and the known ways to do it on purpose; it is no
-substitute for a process with limits of its own.
+Jinja's sandbox keeps a template away from the program's objects, and ``range`` short. Here its loops and calls are
+also counted and timed, and what would make a large value (operators, filters, methods of texts, output) is checked
+against a limit before it is computed. It limits what templates do by mistake and the known ways to do it on purpose;
+it is no substitute for a process with resource limits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 24
-"""Of a prompt and of any text on the way to it: several times the longest context in tokens."""
+"""Limit for a prompt and for any intermediate text: several times the longest context in tokens."""
 
 MAX_ITEMS = 1 << 20
-"""Of lists that are made."""
+"""Limit for lists that are created."""
 
 MAX_STEPS, MAX_SECONDS = 1 << 20, 2.0
-"""Turns of loops and calls in one rendering; seconds of its thread's processor, so that a busy machine is no reason."""
+"""Loop iterations and calls in one rendering; CPU seconds of its thread, so that a busy machine does not count."""
 
 MAX_WORK = 1 << 28
-"""Of a filter or method that may write one argument for every character of another."""
+"""Limit for a filter or method that may write one argument for every character of another."""
 
 MAX_BITS = 1 << 12
-"""Of whole numbers."""
+"""Limit for integers."""
 
 _SHORT = (int, float, complex, range, Undefined)
-"""Of a few characters as text; whole numbers are bounded themselves."""
+"""Types with a short text form; integers are limited separately."""
 
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\d{5}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
@@ -73,11 +73,11 @@ _READING = frozenset(
         "unique",
     ]
 )
-"""Filters that look at a list's items or keep them: the others may write all that is in it as text."""
+"""Filters that look at a list's items or keep them: the others may write all of its content as text."""
 
 
 class _Budget:
-    """What one rendering may still do."""
+    """What one rendering may still use."""
 
     def __init__(self) -> None:
         self._steps, self._end = 0, time.thread_time() + MAX_SECONDS
@@ -93,7 +93,7 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Templates of ``BoundedEnvironment`` are rendered inside of it."""
+    """Templates of ``BoundedEnvironment`` are rendered within it."""
     token = _budget.set(_Budget())
     try:
         yield
@@ -106,9 +106,10 @@ def _too_large() -> TemplateRuntimeError:
 
 
 def _weight(value: Any) -> int:
-    """Characters that it has, written as text.
+    """Length of its text form, in characters.
 
-    Raises TemplateRuntimeError for too many, and for what writes other values into its text unseen: namespaces, views.
+    Raises TemplateRuntimeError for too many, and for types that write other values into their text unseen: namespaces,
+    views.
     """
     weight = items = 0
     left = [value]
@@ -136,7 +137,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The items of what cannot be weighed before it is gone through."""
+    """The items of an object that cannot be weighed before it is iterated."""
     return [*_counted(value)] if isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)) else value
 
 
@@ -174,13 +175,13 @@ def _bounded_text(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """What a template's ``{{ value }}`` writes; raises TemplateRuntimeError beyond a bound."""
+    """What a template's ``{{ value }}`` writes; raises TemplateRuntimeError beyond a limit."""
     _weight(value)
     return str(value)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with its arguments checked; Jinja's marks of what else it takes stay on it."""
+    """The filter, with its arguments checked; Jinja's markers for extra arguments are kept."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -188,7 +189,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name not in _READING:
             arguments = tuple(map(_listed, arguments))
         value, *others = [one for one in arguments if not isinstance(one, (Context, EvalContext, Environment))]
-        if name not in ("default", "d"):  # the others may quote what they are given
+        if name not in ("default", "d"):  # the others may quote their arguments
             _weight([others, options])
         size = 1 if isinstance(value, int) else _size(value) if name in _READING else max(_size(value), _weight(value))
         if name == "format" and isinstance(value, str):
@@ -201,7 +202,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _Code(CodeGenerator):
-    """Compiles loops so that their turns are counted, and ``~`` so that it is bounded."""
+    """Compiles loops so that their iterations are counted, and ``~`` so that it is limited."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.iter = _call("turns", [node.iter])
@@ -216,25 +217,25 @@ def _call(name: str, arguments: Sequence[nodes.Node]) -> nodes.Call:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles and renders templates inside of ``bounded()``; they raise TemplateRuntimeError beyond a bound."""
+    """Compiles and renders templates within ``bounded()``; they raise TemplateRuntimeError beyond a limit."""
 
     code_generator_class = _Code
     concat = staticmethod(_joined)
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
-        # Not optimised: constant expressions would be computed while compiling, without bounds.
+        # Not optimised: constant expressions would be computed during compilation, without limits.
         super().__init__(optimized=False, finalize=as_text, **options)
         del self.globals["lipsum"]
         for name, function in list(self.filters.items()):
             self.add_filter(name, function)
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Give templates a filter, with bounds."""
+        """Gives templates a filter, with limits."""
         self.filters[name] = _bounded_filter(name, function)
 
     def turns(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, each of which counts."""
+        """The items, each of which is counted."""
         return _counted(iterable)
 
     def written(self, *values: Any) -> str:
@@ -242,7 +243,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _joined(map(as_text, values))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Jinja's: bounds methods of texts and numbers, counts all."""
+        """As in Jinja: limits methods of texts and numbers, counts all."""
         _budget.get().step()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
@@ -252,17 +253,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             args = tuple(map(_listed, args))
             sizes = [max(_size(one), _weight(one)) for one in (*args, *kwargs.values())]
             _check_work([1 if isinstance(owner, int) else len(owner), *sizes])
-        elif isinstance(owner, (list, tuple, dict)):  # their errors quote what was looked for
+        elif isinstance(owner, (list, tuple, dict)):  # their errors quote what was searched for
             _weight([args, kwargs])
         return _bounded_text(super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As Jinja's; the error of what is not there quotes the argument."""
+        """As in Jinja; the error for a missing item quotes the argument."""
         _weight([argument.start, argument.stop, argument.step] if isinstance(argument, slice) else argument)
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """As Jinja's, where the result is within bounds."""
+        """As in Jinja, if the result is within limits."""
         if operator == "%" and isinstance(left, str):
             _check_format(left, right, _WIDE_PERCENT)
         elif operator in "+*" and not (isinstance(left, (int, float)) and isinstance(right, (int, float))):

@@ -21,10 +21,10 @@ from shadowkv.models.files import ModelFileError, is_there, naming, read_json, r
 logger = logging.getLogger(__name__)
 
 MAX_NAMED, MAX_QUOTED = 5, 40
-"""Tokens that a warning names, and characters of each."""
+"""Most tokens that a warning names, and most characters of each."""
 
 LONG_TOKENS = 1_000
-"""Fewer are decoded in less than it takes another thread to come to its turn."""
+"""Decoding fewer takes less time than waiting for another thread's turn."""
 
 
 class Tokenizer:
@@ -35,7 +35,7 @@ class Tokenizer:
         special_tokens: ``bos_token``, ``eos_token`` and the like -> their text; the chat template sees them.
         eos_token_ids: tokens that end a generation, besides ``eos_token``.
         chat_template: Jinja source, or None where the model has none.
-        add_bos, add_eos: put that token around encoded text; None leaves it to the backend's own post-processor.
+        add_bos, add_eos: add that token to encoded text; None leaves it to the backend's own post-processor.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows; a model's embedding may be padded to more."""
+        """Number of tokens that it knows; a model's embedding may be padded to more."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether tokens are bytes in GPT-2's alphabet, not SentencePiece's text with byte fallback."""
+        """Whether tokens are bytes in GPT-2's alphabet rather than SentencePiece's text with byte fallback."""
         return '"type":"ByteLevel"' in json.dumps(json.loads(self.backend.to_str())["decoder"], separators=(",", ":"))
 
     @property
@@ -81,8 +81,8 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text are recognised; chat prompts, which have their own, are
-        ``encode_chat``'s."""
+        """Token ids. Special tokens written out in the text are recognised; chat prompts, which have their own, go
+        through ``encode_chat``."""
         return self._framed(self._ids, text, add_special_tokens)
 
     def _framed(self, encode: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool) -> list[int]:
@@ -91,8 +91,8 @@ class Tokenizer:
         return encode(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batches let it go. The fast
-        # one takes half the time and memory: it does not say which characters a token has.
+        # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batches release it. The fast
+        # one takes half the time and memory: it does not track which characters a token has.
         return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -109,9 +109,9 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """Prompt text of a conversation; ``kwargs`` (``tools``, …) reach the template.
+        """Prompt text of a conversation; ``kwargs`` (``tools``, …) are passed to the template.
 
-        Raises ValueError where the model has no template or the template refuses the messages.
+        Raises ValueError if the model has no template or the template refuses the messages.
         """
         if self._template is None:
             raise ValueError("this model has no chat template; send it a plain prompt")
@@ -131,9 +131,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation's prompt, whose text ``check`` may refuse before it is encoded.
 
-        Special tokens written out in the texts of messages and tools are plain text unless ``parse_special`` says
-        otherwise; of ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are
-        recognised.
+        Special tokens written out in the texts of messages and tools are plain text unless ``parse_special`` is set; in
+        ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
         """
         marked = None if parse_special else self.chat_encoder.marked(messages, tools)
         messages, tools = (messages, tools) if marked is None else marked
@@ -153,12 +152,12 @@ def tokenizer_from_directory(
     """The tokeniser of a Hugging Face directory.
 
     Args:
-        directory: holds ``tokenizer.json``, and maybe the other files that transformers writes for a tokeniser.
+        directory: holds ``tokenizer.json``, and optionally the other files that transformers writes for a tokeniser.
         eos_token_ids: tokens that end a generation, besides the tokeniser's own.
-        vocab_size: rows of the model's embedding, where that is known: no token may have an id beyond, but those added
-            to the vocabulary, which some fine-tunes never give a row.
+        vocab_size: rows of the model's embedding, if known: no token may have a larger id, except those added to the
+            vocabulary, for which some fine-tunes have no row.
 
-    Raises FileNotFoundError where it has no tokenizer.json, ModelFileError for files that cannot be used.
+    Raises FileNotFoundError without a tokenizer.json, ModelFileError for files that cannot be used.
     """
     file = directory / "tokenizer.json"
     if not is_there(file):
@@ -198,9 +197,9 @@ def tokenizer_from_directory(
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """What the tokenizers library raises, which has no type of its own, becomes ValueError.
+    """Turns the errors of the tokenizers library, which have no type of their own, into ValueError.
 
-    Where it did not expect a file it panics: it then writes to the process's stderr, which is held back until the end.
+    For an unexpected file it panics: it then writes to the process's stderr, which is held back until the end.
     """
     with TemporaryFile() as written:
         stderr = os.dup(2)
@@ -210,7 +209,7 @@ def library_errors(what: str) -> Iterator[None]:
             yield
         except (ValueError, OSError, MemoryError):
             raise
-        except BaseException as error:  # refusals are plain Exceptions; a panic is none, of a type not to import
+        except BaseException as error:  # refusals are plain Exceptions; a panic is not, and its type cannot be imported
             panicked = type(error).__name__ == "PanicException"
             if not isinstance(error, Exception) and not panicked:
                 raise
@@ -225,7 +224,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
     special = {}
-    for file in (directory / "special_tokens_map.json", config_file):  # the latter's word counts
+    for file in (directory / "special_tokens_map.json", config_file):  # the latter takes precedence
         stated = _read_stated(file)
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
             value = stated.get(role)

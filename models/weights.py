@@ -73,7 +73,7 @@ def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> T
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Hold what files say of their tensors against the model, which may be on the ``meta`` device.
+    """Checks what files say about their tensors against the model, which may be on the ``meta`` device.
 
     Raises ValueError naming tensors that are missing, unexpected or of the wrong shape.
     """
@@ -95,11 +95,11 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
 
 @torch.no_grad()
 def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
-    """Copy its shard of a stream of named tensors, whose shapes were checked, one at a time, casting to the parameters'
-    dtype.
+    """Copies its shard of a stream of named tensors, whose shapes were checked, one at a time, casting to the
+    parameters' dtype.
 
-    Those of quantised projections are quantised on the way: the model is never there in both forms. What is kept in
-    blocks is copied as it is.
+    Tensors of quantised projections are quantised on the way: the model never exists in both forms. What stays in
+    blocks is copied unchanged.
     """
     parameters = dict(model.named_parameters())
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, BlockMatrix)}
@@ -121,7 +121,7 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
 
 
 def block_runs(targets: Targets, forms: Mapping[str, str]) -> dict[str, tuple[Run, ...]]:
-    """How the rows of parameters are stored of which files have any in blocks, ``forms`` by tensor."""
+    """How the rows of parameters are stored that have any in blocks in the files; ``forms`` by tensor."""
     runs: dict[str, dict[int, Run]] = {}
     for name, target in targets.items():
         runs.setdefault(target.parameter, {})[target.start] = Run(target.stop - target.start, forms.get(name))
@@ -139,5 +139,5 @@ def quantised(model: nn.Module, targets: Targets) -> list[str]:
 
 
 def _is_derived(name: str) -> bool:
-    """Whether old files carry the tensor though the config implies it: rotation tables, a copy of a tied head."""
+    """Whether old files contain the tensor though the config implies it: rotation tables, a copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"

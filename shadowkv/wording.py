@@ -21,7 +21,7 @@ class NamesSettings(Exception):
 
     Args:
         message: has settings as ``name=value``; those of several words may stand without a value, too.
-        settings: their names. Whatever else the message names, a file's fields for example, is none.
+        settings: their names. Whatever else the message names, a file's fields for example, is not one.
     """
 
     def __init__(self, message: str, settings: Iterable[str]) -> None:
@@ -32,7 +32,7 @@ class NamesSettings(Exception):
         return type(self), (str(self), self.settings)
 
     def as_flags(self, renamed: Mapping[str, str]) -> str:
-        """The message as whoever typed flags reads it: ``--max-num-seqs -3 must be at least 1``.
+        """The message for a user who typed flags: ``--max-num-seqs -3 must be at least 1``.
 
         Args:
             renamed: flags of settings that are not called as these are, with dashes.
@@ -54,7 +54,7 @@ class NamesSettings(Exception):
 
 
 class SettingsError(NamesSettings, ValueError):
-    """Settings that cannot be."""
+    """Settings that are not valid."""
 
 
 class OutOfMemory(NamesSettings, MemoryError):

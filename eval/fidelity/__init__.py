@@ -1,1 +1,1 @@
-"""How close policies come to full attention along its own text: distributions, attention of each layer, selection."""
+"""How close policies come to full attention along its own text: distributions, attention per layer, selection."""

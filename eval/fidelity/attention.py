@@ -1,7 +1,7 @@
-"""What attention of one layer loses under a policy: the mass of exact attention it misses, the error of its output.
+"""What attention of one layer loses under a policy: the exact attention mass it misses, and the error of its output.
 
-Both are of the policy's own queries, held against all the keys and values that full attention has cached. Those of
-generated tokens differ from the policy's by what it got wrong before.
+Both use the policy's own queries, compared with all the keys and values that full attention has cached. Those of
+generated tokens also differ because of the policy's earlier errors.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
 
 
 class AttentionLoss:
-    """Means over steps, of each layer and row.
+    """Means over steps, for each layer and row.
 
     Args:
         exact: the cache of full attention, which decodes each step first.
         cache: the policy's, with the same sequences.
-        rows: how many sequences.
+        rows: number of sequences.
     """
 
     def __init__(self, exact: ObservedCache, cache: ObservedCache, rows: int) -> None:

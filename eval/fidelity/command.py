@@ -34,10 +34,10 @@ def measure(
     model: str,
     leading: LoadedModel | None = None,
 ) -> list[Measured]:
-    """Measures what fidelity.json in ``--out`` has not yet, a few prompts at a time, and writes all files anew.
+    """Measures what is missing from fidelity.json in ``--out``, a few prompts at a time, and rewrites all files.
 
     Args:
-        leading: whose full attention is followed, where it is not the policies' own model.
+        leading: model whose full attention is followed, if it is not the policies' own model.
     """
     path = args.out / "fidelity.json"
     measured = read_measured(path)

@@ -1,7 +1,8 @@
 """Twins of policies that keep all generated tokens exact, beside the same compressed prompt.
 
-What sealing costs: projecting generated tokens on the basis of their prompt (ShadowKV+), coding them, and leaving it to
-the index to find them. No longer window says that: ``local=1024`` keeps the last 1,024 tokens of the prompt exact too.
+What sealing costs: projecting generated tokens onto the basis of their prompt (ShadowKV+), coding them, and leaving it
+to the index to find them. A longer window does not show that: ``local=1024`` keeps the last 1,024 tokens of the prompt
+exact too.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from shadowkv.eval.policies import Policy
 
 @dataclass(frozen=True)
 class ExactTails(Policy):
-    """Takes over prompts as its twin, without exact tails, has stored them.
+    """Takes over prompts as its twin without exact tails has stored them.
 
     Attributes:
-        tokens: generated ones that stay exact; ``spec.local`` counts them.
+        tokens: number of generated tokens that stay exact; ``spec.local`` includes them.
     """
 
     tokens: int = 0
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """All ``policies``, and after each that ever seals its twin for ``tokens`` generated tokens.
+    """All ``policies``, and after each that ever seals, its twin for ``tokens`` generated tokens.
 
     Raises ValueError where none does.
     """

@@ -1,4 +1,4 @@
-"""Policies are led along the tokens that full attention generates, all from one prefill and in step with it."""
+"""Leads policies along the tokens that full attention generates, all from one prefill and in step with it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def follow(
 
     Args:
         loaded: the model of the policies.
-        leading: the model whose full attention they follow, of the same tokens and heads; None for theirs.
+        leading: the model whose full attention they follow, with the same tokens and heads; None for their own.
         steps: tokens that full attention generates.
-        every: attention is compared at one of so many steps.
-        progress: called once a step.
+        every: attention is compared at one of ``every`` steps.
+        progress: called once per step.
     """
-    gc.collect()  # caches of a call before and their followers name each other
+    gc.collect()  # caches of an earlier call and their followers refer to each other
     capacity = len(prompts[0].tokens) + steps
     full = Follower(leading or loaded, Policy("full", "full", KVSpec()), prompts, capacity, None)
     followers = [Follower(loaded, policy, prompts, capacity, full.cache) for policy in policies]
@@ -55,8 +55,8 @@ def follow(
 
 
 def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
-    """A prompt in a new sequence of every follower, once for those of one model; the first one's logits [V] of its
-    last token."""
+    """A prompt in a new sequence of every follower, computed once for those of one model; the first one's logits [V] of
+    its last token."""
     found = []
     for model in dict.fromkeys(one.runner.model for one in followers):
         storing = [one for one in followers if one.runner.model is model and not isinstance(one.policy, ExactTails)]
@@ -65,12 +65,12 @@ def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity
         for one, sequence in zip(storing, sequences, strict=True):
             one.sequences.append(sequence)
     for twin, one in pairwise(followers):
-        if isinstance(one.policy, ExactTails):  # what stands before it is the policy itself
+        if isinstance(one.policy, ExactTails):  # the one before it is the policy itself
             one.sequences.append(one.cache.load(twin.cache.export(twin.sequences[-1]), capacity))
     return found[0][0]
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:
-    """Prompts whose sequences of ``capacity`` tokens the memory holds under full attention and all ``policies``."""
+    """Number of prompts whose sequences of ``capacity`` tokens fit in memory under full attention and all policies."""
     specs = [policy.spec for policy in policies if policy.spec is not None]
     return sequences_that_fit(loaded, [KVSpec(), *specs], capacity)

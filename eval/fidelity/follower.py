@@ -1,4 +1,4 @@
-"""A policy on its way along tokens that full attention has chosen, and what is lost on it."""
+"""A policy that follows tokens chosen by full attention, and what it loses."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shadowkv.models.loader import LoadedModel
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """KL(reference || logits) in nats, [n], of the distributions of logits [n, V]."""
-    wanted, found = (x.double().log_softmax(-1) for x in (reference, logits))  # in float32 small ones come out negative
+    wanted, found = (x.double().log_softmax(-1) for x in (reference, logits))  # in float32 small ones become negative
     return (wanted.exp() * (wanted - found)).sum(-1)
 
 
 class Follower:
-    """A policy on its way along tokens that it does not choose.
+    """A policy that follows tokens that it does not choose.
 
     Args:
-        prompts: as many sequences, all of the same length.
-        capacity: tokens of a sequence in the end.
+        prompts: number of sequences, all of the same length.
+        capacity: tokens of a sequence at the end.
         exact: full attention's cache, which decodes every token first; None for full attention itself.
     """
 
@@ -42,7 +42,7 @@ class Follower:
         assert policy.spec is not None, "the policy is local"
         self.policy, rows = policy, len(prompts)
         if isinstance(policy, ExactTails):
-            capacity += policy.tokens  # for as many sealed pages as its twin has
+            capacity += policy.tokens  # for the same number of sealed pages as its twin has
         self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
         self.runner = Runner(loaded.model, self.cache)
         self.sequences: list[CachedSequence] = []
@@ -84,7 +84,7 @@ class Follower:
         """Its figures on every prompt.
 
         Args:
-            surprise: full attention's own of the same tokens, [steps, B].
+            surprise: full attention's own surprise at the same tokens, [steps, B].
         """
         kl, agrees, own = torch.stack(self.kl), torch.stack(self.agrees).float(), torch.stack(self.surprise)
         recall, error, hits = self.loss.mass_recall(), self.loss.output_error(), self.reuse.hit_rates()

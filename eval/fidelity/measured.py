@@ -16,18 +16,18 @@ class Measured:
 
     Attributes:
         prompt: file and place that it was cut from.
-        policy: label of the policy: ``kv``, and the budget asked for.
-        kv: the preset, with its fields that were changed.
+        policy: label of the policy: ``kv``, and the requested budget.
+        kv: the preset, with its changed fields.
         budget: share of the prompt that a step may select.
         steps: tokens, for each of which the next one's distributions are compared.
         mean_kl, max_kl: KL(full || policy) in nats per token.
         top1_agreement: share of steps at which both rank the same token first.
-        perplexity, full_perplexity: the policy's and full attention's own, of those tokens.
-        attended_tokens: per kv head, of the last step.
+        perplexity, full_perplexity: the policy's and full attention's own, for those tokens.
+        attended_tokens: per kv head, in the last step.
         least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
         mass_recall: per layer, share of the exact softmax on what was read.
         output_error: per layer, relative error of attention's output.
-        hit_rates: per size of the buffer, then per layer; None where nothing is selected, or all.
+        hit_rates: per size of the buffer, then per layer; None where nothing, or everything, is selected.
     """
 
     prompt: str
@@ -53,7 +53,7 @@ class Measured:
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """What a run before has measured; raises ValueError for a file that is something else."""
+    """What an earlier run has measured; raises ValueError for any other file."""
     if not path.exists():
         return []
     try:

@@ -1,4 +1,4 @@
-"""A cache that shows what its attention is asked, what it selects and what it answers, and computes as usual."""
+"""A cache that exposes the queries, selections and outputs of its attention, and computes as usual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Attended:
         layer: its number.
         q: [B, H_q, d], before RoPE.
         batch: whose queries they are.
-        selected: chunks int64 [B, H, k], -1 for none, as in dense rows; None where all rows are dense.
+        selected: chunks int64 [B, H, k], -1 for none, as in dense rows; None if all rows are dense.
         out: [B, H_q, d].
     """
 
@@ -35,12 +35,12 @@ class Attended:
 
 
 def spread(batch: DecodeBatch, x: Tensor, found: Tensor) -> Tensor:
-    """[B, ...] with those of compressed sequences replaced by ``found`` [R, ...]; each has one segment."""
+    """[B, ...] with the rows of compressed sequences replaced by ``found`` [R, ...]; each has one segment."""
     return found if batch.sequence is None else x.index_copy(0, batch.sequence, found)
 
 
 class ObservedCache(KVCache):
-    """Its decode steps must not be captured in a graph: replays would show nothing.
+    """Its decode steps must not be captured in a graph: replays would not call the observer.
 
     Attributes:
         batch: that of the last decode step.
@@ -56,7 +56,7 @@ class ObservedCache(KVCache):
         return replace(super().plan_decode(sequences), micro_batches=1)
 
     def _keep(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
-        """Of some of the rows at a time."""
+        """For some of the rows at a time."""
         self._selected.append(selected.chunks)
         return selected
 

@@ -1,4 +1,4 @@
-"""Plots of fidelity: KL by policy, attention's losses by layer, hit rates by the size of the buffer."""
+"""Plots of fidelity: KL by policy, attention's losses by layer, hit rates by buffer size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 
 
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """A point per policy with its standard error, on a logarithmic scale; what has no KL at all has no point."""
+    """A point per policy with its standard error, on a logarithmic scale; zero KL has no point."""
     policies = labels(measured)
     width = 4.5 + 0.08 * max(map(len, policies), default=0)  # of the labels
     figure, (axis,) = new_figure(1, 1, (width, 1.2 + 0.35 * len(policies)))
@@ -61,7 +61,7 @@ def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str,
 
 
 def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """Mean over layers by the size of the buffer, a line per policy that selects."""
+    """Mean over layers by buffer size, a line per policy that selects."""
     figure, (axis,) = new_figure(1, 1, (6, 4.2))
     for number, label in enumerate(labels(measured)):
         ones = of_policy(measured, label)

@@ -28,7 +28,7 @@ LAYER_FIGURES: dict[str, LayerFigure] = {
     "output_error": lambda one: one.output_error,
     **{f"hit_rate_{size}x": _hit_rates(number) for number, size in enumerate(SIZES)},
 }
-"""What is measured of every layer."""
+"""What is measured for every layer."""
 
 
 def _over_layers(figure: LayerFigure) -> Figure:
@@ -48,7 +48,7 @@ FIGURES: dict[str, Figure] = {
     "least_kept_energy": lambda one: one.least_kept_energy,
     **{name: _over_layers(figure) for name, figure in LAYER_FIGURES.items()},
 }
-"""Columns of fidelity.csv; those of layers are means over them."""
+"""Columns of fidelity.csv; those of layers are means over layers."""
 
 
 def over_prompts(measured: Sequence[Measured], figure: Figure) -> tuple[float, float] | None:
@@ -58,7 +58,7 @@ def over_prompts(measured: Sequence[Measured], figure: Figure) -> tuple[float, f
 
 
 def layer_means(measured: Sequence[Measured], figure: LayerFigure) -> list[tuple[float, float]]:
-    """The same of every layer; empty where the policy has no such figure."""
+    """The same for every layer; empty where the policy has no such figure."""
     values = [value for one in measured if (value := figure(one)) is not None]
     return [mean_and_error(layer) for layer in zip(*values)]
 
@@ -93,7 +93,7 @@ def _layer_rows(measured: Sequence[Measured], model: str) -> Iterator[list[Cell]
 
 
 def markdown(measured: Sequence[Measured], model: str, tokens: int) -> str:
-    """The table for people."""
+    """The table to read."""
     shown = {
         "KL, nats/token": ("mean_kl", "{:.2g}"),
         "top-1, %": ("top1_agreement", "{:.2%}"),

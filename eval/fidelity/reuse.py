@@ -1,6 +1,6 @@
-"""How often a step selects what earlier steps selected: hits in buffers that drop the least recently used.
+"""How often a step selects what earlier steps selected: hits in buffers that evict the least recently used.
 
-Counted from the selections alone, so that it can be told of policies whose values are on the device as well.
+Counted from the selections alone, so that it is available for policies whose values are on the device as well.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 4)
-"""Chunks that a buffer keeps, in those that a step may select."""
+"""Sizes of the buffers, in multiples of the chunks that a step may select."""
 
 
 class Reuse:
     """A buffer per size, layer, row and kv head.
 
     Args:
-        chunks: of the longest sequence.
+        chunks: chunks of the longest sequence.
     """
 
     def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
-        # Step of last use, from 1; 0 is never. The place after the last chunk takes what is not selected.
+        # Step of last use, from 1; 0 is never. The entry after the last chunk takes what is not selected.
         self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
         self._steps = [0] * layers
         self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)

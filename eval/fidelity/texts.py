@@ -13,7 +13,7 @@ from shadowkv.wording import counted
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens, and where they are from: the text's name and the number of the first token there."""
+    """Tokens, and where they come from: the text's name and the index of their first token there."""
 
     name: str
     tokens: list[int]
@@ -33,7 +33,7 @@ def read_texts(files: Sequence[Path] | None) -> dict[str, str]:
 
 
 def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
-    """``count`` prompts of ``tokens`` tokens each, those that a text begins with included.
+    """``count`` prompts of ``tokens`` tokens each, including those at the beginning of a text.
 
     Raises ValueError where the texts hold fewer.
     """

@@ -1,8 +1,8 @@
 """RULER (Hsieh et al., arXiv:2404.06654): 13 synthetic tasks of any length, in its default configuration.
 
 Templates, answer beginnings and token limits are the published ones (github.com/NVIDIA/RULER, Apache-2.0). Where
-they differ from there, samples are stricter: keys, names and words are never repeated by accident, and prompt and
-answer fit the length together in every task.
+samples differ, they are stricter: keys, names and words are never repeated by accident, and prompt and answer fit the
+length together in every task.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from shadowkv.eval.ruler.variable_tracking import VariableTracking
 from shadowkv.eval.sample import Sample
 from shadowkv.models.tokenizer import Tokenizer
 
-# Questions in a row whose own documents are too long, before the length counts as too short for the task.
+# Consecutive questions with own documents that are too long, after which the length counts as too short for the task.
 PATIENCE = 20
 
 
 class Generator(Protocol):
-    """A task: questions about as many units of text (words, sentences, documents) as the length takes.
+    """A task: questions about as many units of text (words, sentences, documents) as fit the length.
 
     Attributes:
         least: units that a question needs.
-        most: units that there are, or None.
+        most: number of units available, or None.
     """
 
     least: int
     most: int | None
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """The question of that index; ``rng`` is fresh and the same each time it is asked for."""
+        """The question with that index; ``rng`` is fresh and the same on each call."""
         ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a name in ``TASKS`` stands for.
+    """The meaning of a name in ``TASKS``.
 
     Attributes:
         generator: built from tokeniser, length in tokens, seed and data folder.
-        max_new_tokens: of an answer.
+        max_new_tokens: limit for an answer.
         metric: name in ``metrics.METRICS``.
     """
 
@@ -85,7 +85,7 @@ def samples(
         length: tokens of prompt and answer together, at most; prompts reach at least 0.9 of it less the answer's,
             except where the words run out (``cwe``) or documents are long beside it (``qa_1``, ``qa_2``).
         seed: the same samples in every process; a larger ``count`` only adds samples.
-        data: folder with the task's files; what it lacks is looked for in installed packages (``haystack.py``).
+        data: folder with the task's files; missing ones are looked up in installed packages (``haystack.py``).
         chat: in the tokeniser's chat template, with the answer's beginning after the assistant's header.
 
     Raises ValueError for an unknown task and a length that is too short for it, FileNotFoundError for missing data.
@@ -117,5 +117,5 @@ def samples(
 
 
 def _build(generator: Generator, task: str, seed: int, index: int) -> Callable[[int], Question]:
-    # A string seeds by its hash in SHA-512, the same in every process.
+    # A string seeds by its SHA-512 hash, the same in every process.
     return lambda units: generator.question(index, units, random.Random(f"{task}/{seed}/{index}"))

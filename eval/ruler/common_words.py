@@ -16,13 +16,13 @@ TEMPLATE = (
 )
 PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-# Repeats of common and other words, from 4096 tokens on and below; the same for the solved example with its words.
+# Repetitions of common and other words, from 4096 tokens on and below; the same for the solved example with its words.
 REPEATS, SHORT_REPEATS = (30, 3), (6, 1)
 EXAMPLE, SHORT_EXAMPLE = (40, (10, 3)), (20, (3, 1))
 
 
 class CommonWords:
-    """Questions after a solved example. A unit is a different word in the list, ten of them common."""
+    """Questions after a solved example. A unit is a distinct word in the list, ten of which are common."""
 
     least: int = COMMON + 1
 
@@ -32,7 +32,7 @@ class CommonWords:
         self.most: int | None = len(self._words)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Two lists: the example's is answered."""
+        """Two lists: the example's question is answered."""
         words, repeats = self._example
         example, top = self._list(words, repeats, rng)
         context, common = self._list(units, self._repeats, rng)

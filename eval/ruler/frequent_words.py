@@ -24,7 +24,7 @@ LEAST_WORDS = 100  # from here on the fourth word is rarer than the third and mo
 
 
 class FrequentWords:
-    """Questions about words of which rank k appears in proportion to k^-2; rank 1 is noise. A unit is a word."""
+    """Questions about words whose frequency at rank k is proportional to k^-2; rank 1 is noise. A unit is a word."""
 
     least: int = LEAST_WORDS
     most: int | None = None

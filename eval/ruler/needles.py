@@ -31,13 +31,13 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays,
 
 @dataclass(frozen=True)
 class Config:
-    """One task of the family.
+    """One task of this kind.
 
     Attributes:
         hay: what is around the needles; ``needle`` is more needles, one unit each.
-        keys, values: what they look like.
-        num_keys, num_values: needles are the keys times the values of each.
-        num_queries: keys asked for.
+        keys, values: their form.
+        num_keys, num_values: the needles are all keys, with ``num_values`` values each.
+        num_queries: number of keys asked for.
     """
 
     hay: Literal["repeat", "essay", "needle"]
@@ -61,7 +61,7 @@ CONFIGS: dict[str, Config] = {
 
 
 class Needles:
-    """Questions of one configuration. A unit is a line of noise, a word of the essays or a needle more."""
+    """Questions of one configuration. A unit is a line of noise, a word of the essays or another needle."""
 
     most: int | None = None
 
@@ -107,7 +107,7 @@ class Needles:
         return _uuid(rng) if self.config.values == "uuids" else str(rng.randint(10**6, 10**7 - 1))
 
     def _in_essays(self, needles: list[str], words: int, rng: random.Random) -> str:
-        rounds = -(-words // len(self._essays))  # essays go round where the length asks for more than there are
+        rounds = -(-words // len(self._essays))  # essays repeat where the length needs more than there are
         sentences = sentences_of(" ".join((self._essays * rounds)[:words]))
         text, done = [], 0
         for needle, depth in zip(needles, sorted(rng.sample(DEPTHS, len(needles)))):

@@ -27,7 +27,7 @@ class Item:
     Attributes:
         answers: any of them is right.
         own: documents that it needs.
-        near: documents of the same article, the first to be added.
+        near: documents of the same article, which are added first.
     """
 
     question: str
@@ -63,7 +63,7 @@ def hotpotqa(data: Path | None) -> list[Item]:
 
 
 class QuestionAnswering:
-    """Questions in an order of the seed's. A unit is a document; a question's own documents are always there."""
+    """Questions in an order set by the seed. A unit is a document; a question's own documents are always included."""
 
     def __init__(
         self, read: Callable[[Path | None], list[Item]], tokenizer: Tokenizer, length: int, seed: int, data: Path | None
@@ -75,7 +75,7 @@ class QuestionAnswering:
         self.most: int | None = len(self._documents)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Its documents, others of the same article, then of any, shuffled.
+        """Its documents, then others of the same article, then any, shuffled.
 
         Raises ValueError where there are fewer questions.
         """
@@ -86,7 +86,7 @@ class QuestionAnswering:
         item = self._items[index]
         documents = list(item.own)
         documents += rng.sample(item.near, min(len(item.near), max(units - len(documents), 0)))
-        # Drawn with spares for those that are there already.
+        # Drawn with spares for those that are already included.
         taken = set(documents)
         spare = rng.sample(self._documents, min(len(self._documents), units + len(taken)))
         documents += [document for document in spare if document not in taken][: max(units - len(documents), 0)]

@@ -1,7 +1,7 @@
 """``shadowkv cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
 Names that prompts were saved under are listed, verified, exported and imported with them, and forgotten. Servers may
-be using it meanwhile: they take up what is imported, and miss what is removed.
+be using the directory meanwhile: they pick up what is imported and treat what is removed as a miss.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     inventory = Inventory.of(args.dir)
     if args.remove and not args.names:
-        # Before anything is read for long: meanwhile one might be saved anew.
+        # Before the long reads: a name might be saved anew during them.
         for name in inventory.bad_saves:
             Names(args.dir, FileSystem()).remove(name)
     names = [inventory.named(name) for name in args.names] or [*inventory.index.names(), *inventory.bad]
@@ -145,7 +145,7 @@ def _verify(args: argparse.Namespace) -> int:
         if args.remove:
             inventory.remove(name)
             error.action = "removed"
-    # A name of which something is missing stays: servers that compute that again make it good.
+    # A name with a missing snapshot stays: a server that recomputes the snapshot repairs it.
     actions = {name: "removed" if args.remove and name in inventory.bad_saves else "left there" for name in bad_names}
     if args.json:
         problems = [{"name": name, "problem": error.problem, "action": error.action} for name, error in bad.items()]
@@ -220,7 +220,7 @@ def _short_age(seconds: float) -> str:
 
 
 def _printable(value: object) -> str:
-    """Text of a file's on one line of a terminal."""
+    """Text from a file, on one line of a terminal."""
     return "".join(one if one.isprintable() else "?" for one in str(value))[:200]
 
 

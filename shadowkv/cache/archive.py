@@ -1,6 +1,6 @@
-"""Snapshots in a tar file, each behind all that it continues, and names behind all that they keep.
+"""Snapshots in a tar file, each after all that it continues, and names after all that they keep.
 
-What comes out of one is believed no further than it is checked.
+What an archive contains is trusted only as far as it is checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME_FILE = re.compile(f"{FOLDER}/({SAVE_NAME}){re.escape(SUFFIX)}")
 
 
 def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
-    """Snapshots and what they continue, that first, each once; raises ValueError for one that is of no use."""
+    """Snapshots and what they continue, each once and after what it continues; ValueError for an unusable one."""
     found: dict[str, Entry] = {}
     for name in names:
         if name in inventory.bad:
@@ -49,10 +49,10 @@ def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
 
 
 def chosen(inventory: Inventory, texts: Sequence[str]) -> tuple[list[Entry], dict[str, Save]]:
-    """What to export for each text, a name that was saved under or else how a snapshot's begins.
+    """What to export for each text, which is a saved name or else the beginning of a snapshot's name.
 
-    The former is its chain and itself, the latter a chain and all names that keep nothing else. Raises ValueError and
-    UnusableName for what is not there or of no use.
+    A saved name gives its chain and the name itself; a snapshot gives its chain and all names that keep nothing else.
+    Raises ValueError and UnusableName for what is missing or unusable.
     """
     saves: dict[str, Save] = {}
     snapshots = []
@@ -79,9 +79,9 @@ def export_snapshots(
     target: Path,
     progress: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Writes files to a new tar file, each after every byte of it was found good, and behind them names that keep them.
+    """Writes files to a new tar file, each once all of its bytes are verified, followed by the names that keep them.
 
-    Raises OSError, FileExistsError too, and BadSnapshot; nothing is left of the file then.
+    Raises OSError, including FileExistsError, and BadSnapshot; in that case nothing is left of the file.
     """
     if target.exists():
         raise FileExistsError(f"{target} is there already; name another file or move it away")
@@ -110,7 +110,7 @@ def export_snapshots(
 
 
 class _Bounded(io.BufferedReader):
-    """A tar file's own headers are read by lengths that they say themselves."""
+    """Limits how much of a tar file's headers is read: the headers themselves state their lengths."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MOST_AT_ONCE:
@@ -124,7 +124,7 @@ def import_snapshots(
     """Takes the snapshots and names of a tar file into a directory, which is made if need be; returns what became of
     each member by its name: "imported", "there already", or why it was refused.
 
-    Raises OSError, and ValueError for what is no tar file.
+    Raises OSError, and ValueError for what is not a tar file.
     """
     outcomes = []
     FileSystem().make_directory(directory)
@@ -154,7 +154,7 @@ def _take(
     if member.offset_data + member.size > size:
         raise tarfile.ReadError(f"the {member.size} bytes of {name} are more than there are")
     stream = archive.extractfile(member)
-    assert stream is not None  # of a regular file
+    assert stream is not None  # a regular file has one
     if not saved_as:
         return _take_snapshot(directory, name, stream, progress)
     if member.size > MOST_BYTES:
@@ -200,8 +200,8 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
 
 
 def _used(directory: Path, snapshots: Sequence[str]) -> list[Entry]:
-    """The chain of these snapshots, now used so that no server evicts them before it sees what keeps them; empty where
-    one is not there."""
+    """The chain of these snapshots, marked as used now so that no server evicts them before it sees what keeps them;
+    empty where one is missing."""
     index = Index()
     for name in snapshots:
         try:

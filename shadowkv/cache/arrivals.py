@@ -1,6 +1,6 @@
-"""Snapshots that another server was told to write: waited for until the prefix tree has them, for as long as that pays.
+"""Snapshots that another server was asked to write: waited for until the prefix tree has them, as long as that pays.
 
-Nothing here waits: the engine's thread looks in between its steps, and files are looked for on a thread of the disk's.
+Nothing here blocks: the engine's thread polls between its steps, and files are looked for on a disk thread.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shadowkv.cache.saves import settle
 from shadowkv.cache.speeds import Speeds
 
 LOOK_SECONDS = 0.02
-"""Between two looks for a file that was not there yet."""
+"""Seconds between two looks for a file that was not there yet."""
 
 
 @dataclass(eq=False)
 class _Awaited:
-    """A chain of snapshots that a request waits for.
+    """A chain of snapshots that a request is waiting for.
 
     Attributes:
-        until: when to wait no longer, by ``time.monotonic``.
-        looking: for those that are not known, and again at ``next_look`` where they were not there.
+        until: when to stop waiting, by ``time.monotonic``.
+        looking: the search for those that are not known, repeated at ``next_look`` if they were not there.
     """
 
     names: tuple[str, ...]
@@ -37,12 +37,12 @@ class _Awaited:
 
 
 class Arrivals:
-    """What is waited for; to be used on the engine's thread.
+    """The chains being waited for; to be used on the engine's thread.
 
     Args:
-        copies, findings: say what the tree has.
-        disk: where the snapshots come.
-        speeds: what computing a prompt takes: nothing is waited for longer.
+        copies, findings: what the tree has.
+        disk: where the snapshots arrive.
+        speeds: how long computing a prompt takes, which limits every wait.
     """
 
     def __init__(self, copies: KeptCopies, findings: Findings, disk: DiskTier, speeds: Speeds) -> None:
@@ -51,17 +51,17 @@ class Arrivals:
 
     @property
     def busy(self) -> bool:
-        """Whether something is waited for."""
+        """Whether anything is being waited for."""
         return bool(self._awaited)
 
     def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
-        """Waits for a chain of snapshots of ``tokens`` in all; the answer says whether they are there. Whoever cancels
-        it has given up."""
+        """Waits for a chain of snapshots of ``tokens`` in all; the answer says whether they are there. A caller that
+        cancels it has given up."""
         seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MOST_FETCH_SECONDS)
         self._awaited.append(_Awaited(names, time.monotonic() + seconds, answer))
 
     def advance(self) -> None:
-        """Looks how far everything is."""
+        """Checks the progress of every wait."""
         self._awaited = [one for one in self._awaited if not self._ended(one)]
 
     def _ended(self, one: _Awaited) -> bool:
@@ -71,9 +71,9 @@ class Arrivals:
         if one.looking is not None and one.looking.done():
             complete = not one.looking.cancelled() and one.looking.exception() is None and one.looking.result()
             one.looking, one.next_look = (one.looking if complete else None), now + LOOK_SECONDS
-        self._findings.take()  # what has just been found, too
+        self._findings.take()  # including what has just been found
         missing = [name for name in one.names if not self._is_there(name)]
-        # All files are there and read, and still some are of no use: of another model, say.
+        # All files are there and read, but some are unusable: from another model, for example.
         useless = complete and not self._findings.busy
         if not missing or useless or now > one.until:
             settle(one.answer, not missing)
@@ -87,7 +87,7 @@ class Arrivals:
         return entry is not None and entry.head.uid in self._copies.by_uid
 
     def abandon(self) -> None:
-        """Answers all that nothing comes for any more."""
+        """Answers all that are still waiting: nothing will arrive any more."""
         for one in self._awaited:
             settle(one.answer, False)
         self._awaited = []

@@ -1,4 +1,4 @@
-"""Chains of copies that come back: from the disk to host memory, and from there to a new sequence on the device."""
+"""Chains of copies on the way back: from the disk to host memory, and from there to a new sequence on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
 for."""
 
 RETRY_SECONDS = 30.0
-"""After how long a file is asked for again that could not be read."""
+"""After how long a file that could not be read is tried again."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Chains:
     """Brings chains back.
 
     Attributes:
-        arriving: those on their way to the device, with what their kernels read, and how many bytes they are.
+        arriving: those on their way to the device, with what their kernels read, and their sizes in bytes.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Chains:
 
     @property
     def busy(self) -> bool:
-        """Whether something is on its way."""
+        """Whether anything is on its way."""
         return bool(self.arriving or self._fetching)
 
     @property
     def futures(self) -> list[Future[float]]:
-        """What is being read."""
+        """The reads in progress."""
         return [node.copy.fetching for node in self._fetching if node.copy and node.copy.fetching]
 
     def find(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
@@ -91,7 +91,7 @@ class Chains:
         return [Link(step.node.copy.header, step.stop * PAGE) for step in steps if step.node.copy is not None]
 
     def seconds(self, steps: list[Step]) -> float:
-        """What restoring a chain takes, by what it has taken."""
+        """The time to restore a chain, estimated from earlier restores."""
         copies = [step.node.copy for step in steps if step.node.copy is not None]
         on_disk = sum(copy.header.nbytes for copy in copies if not copy.on_host)
         return self._speeds.host_seconds(sum(copy.header.nbytes for copy in copies)) + self._speeds.disk_seconds(
@@ -99,7 +99,7 @@ class Chains:
         )
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
-        """Begins to bring a chain to host memory, as far as it is not there.
+        """Begins to bring a chain to host memory, where it is not there already.
 
         Returns until when it is worth waiting for, by ``time.monotonic``: 0 where it is there, None where there is no
         room for it or the disk takes more seconds than ``patience``, within those bounds.
@@ -130,7 +130,7 @@ class Chains:
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence of a chain in host memory; raises as ``KVCache.restore``."""
+        """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
         restoring = self._cache.restore(self.links(steps), start, capacity, parent)
         copies = [step.node.copy for step in steps if step.node.copy is not None]
         parts = [(one.header, one.slabs or []) for one in copies]
@@ -158,7 +158,7 @@ class Chains:
         return restoring.sequence
 
     def advance(self) -> None:
-        """Sees to what has arrived."""
+        """Handles what has arrived."""
         for one in [one for one in self.arriving if one[0].done]:
             self.arriving.remove(one)
             arrival, _, nodes, nbytes = one
@@ -176,7 +176,7 @@ class Chains:
         copy.fetching = None
         del self._fetching[node]
         if not done.cancelled() and isinstance(done.exception(), OSError):
-            copy.again = time.monotonic() + RETRY_SECONDS  # the disk tier has said why
+            copy.again = time.monotonic() + RETRY_SECONDS  # the disk tier has logged why
         elif done.cancelled() or done.exception() is not None:
             copy.entry = None
         else:

@@ -20,15 +20,15 @@ class Copy:
     Attributes:
         header: what it holds.
         token_ids: uint32 [length - start].
-        slabs: of the host tier; None where it is not there.
-        entry: of the disk tier; None where it is not there.
-        ready: whether ``slabs`` hold its bytes: they may be on their way from the device or the disk.
+        slabs: in the host tier; None where it is not there.
+        entry: in the disk tier; None where it is not there.
+        ready: whether ``slabs`` hold its bytes, which may still be on their way from the device or the disk.
         users: how many read or write its slabs, or wait to.
-        fetched: whether it has come from the disk since it was used last.
-        evicted: whether the disk has had it and no room for it any more: it is not written there again.
-        fetching: from the disk, while it is on its way.
-        again: from when on the disk is asked, by ``time.monotonic``: later where it could not be read.
-        writing: to the disk, while it is.
+        fetched: whether it has come from the disk since its last use.
+        evicted: whether the disk had it and has evicted it: it is not written there again.
+        fetching: the read from the disk while it is in progress.
+        again: when the disk may be tried next, by ``time.monotonic``: later where it could not be read.
+        writing: the write to the disk while it is in progress.
     """
 
     header: SnapshotHeader
@@ -50,5 +50,5 @@ class Copy:
 
     @property
     def usable(self) -> bool:
-        """Whether it is there, or will be if asked for."""
+        """Whether it is there, or will be once requested."""
         return self.on_host or (self.entry is not None and time.monotonic() >= self.again)

@@ -1,4 +1,4 @@
-"""Copies of nodes that go down: from the device to host memory, beside what it computes, and from there to the disk."""
+"""Copies nodes downwards: from the device to host memory, alongside its computing, and from there to the disk."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from shadowkv.kvcache.spec import PAGE
 logger = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 0.001
-"""Between two looks at the last copies."""
+"""Seconds between two polls for the last copies."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A copy that is on its way to the host."""
+    """A copy on its way to the host."""
 
     node: Node
     copy: Copy
@@ -43,10 +43,10 @@ class Job:
 
 
 class Copying:
-    """Copies to be made, in the order in which they were asked for.
+    """Copies to be made, in the order of the requests.
 
     Attributes:
-        job: the one that is on its way to the host.
+        job: the one on its way to the host.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Copying:
         self.job: Job | None = None
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
-        """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
+        """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
         if node.copy is not None or not self._copies.host.num_slabs or (node.parent and node.parent.copy is None):
             return
         start, stop = node.first * PAGE, node.end * PAGE
@@ -74,8 +74,8 @@ class Copying:
         self._waiting.append((node, copy, reading))
 
     def write(self, node: Node, evicted: bool = False) -> None:
-        """Queues a copy for the disk that is in host memory alone: it was refused, could not be written or has been
-        lost, though what it continues is there. One that the disk has ``evicted`` is written again only if so."""
+        """Queues a copy that is only in host memory for the disk: it was refused, could not be written or was lost, but
+        what it continues is there. One that the disk has ``evicted`` is written again only if so."""
         copy, parent = node.copy, node.parent and node.parent.copy
         if self._disk is None or copy is None or not copy.on_host or copy.entry or copy.writing:
             return
@@ -86,16 +86,16 @@ class Copying:
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has something to do, or to wait for."""
+        """Whether ``advance`` has work to do or wait for."""
         return bool(self.job or self._waiting or self._writing)
 
     @property
     def futures(self) -> list[Future[bool]]:
-        """What is being written."""
+        """The writes in progress."""
         return [node.copy.writing for node in self._writing if node.copy and node.copy.writing]
 
     def advance(self, most: int) -> None:
-        """Launches copies of up to ``most`` bytes, and sees to what has been written."""
+        """Launches copies of up to ``most`` bytes, and handles what has been written."""
         for node in list(self._writing):
             copy = node.copy
             assert copy is not None, "what uses a copy keeps it"
@@ -164,7 +164,7 @@ class Copying:
         copy.entry = disk.lookup(node.names[-1])
         if copy.entry is not None:
             if copy.entry.head.uid != node.uid:
-                copy.entry = None  # of the same tokens, computed elsewhere
+                copy.entry = None  # same tokens, computed elsewhere
             return
         head = Head.new(
             disk.key,
@@ -185,7 +185,7 @@ class Copying:
         self._writing.add(node)
 
     def finish(self, deadline: float) -> None:
-        """Makes all copies, as far as there is time; nothing is read on the device afterwards."""
+        """Makes all copies that there is time for; nothing is read on the device afterwards."""
         try:
             while (self.job or self._waiting) and time.monotonic() < deadline:
                 self.advance(2**62)
@@ -200,7 +200,7 @@ class Copying:
                 self._copies.leave(node)
 
     def abandon(self) -> None:
-        """Gives up all that is read on the device, whatever state it is in."""
+        """Drops all reads on the device, whatever state it is in."""
         readings = [reading for _, _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
         with suppress(RuntimeError):
             self._mover.finish()

@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache: a directory of snapshots, which several servers may share.
 
-The directory is the truth: what it holds is found out in the background, what is not there any more is a miss, and what
-is not what was written is removed. Nothing here makes its caller wait for a disk: reads and writes give futures.
+The directory is authoritative: its contents are found out in the background, what is gone is a miss, and what is not
+as it was written is removed. Nothing here makes its caller wait for a disk: reads and writes return futures.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class DiskTier:
     """Snapshots of one key in a directory; every method may be called from any thread.
 
     Args:
-        directory: made for its owner alone if it is not there; OSError is raised if it cannot be. It may be read-only.
-        limit_bytes: of all files; those not used for longest go first.
-        key: of the snapshots that are served; others in the directory count, and go when it is their turn.
-        on_event: told what happened to which file: "found", "stored", "evicted", "lost" or "bad". It is called on the
-            tier's threads, and must neither wait nor raise.
-        files: how the disk is reached.
-        readers: threads that read one file at a time together.
-        queue_bytes: of snapshots that wait to be written; what does not fit is refused.
-        pause_seconds: without writes after one failed.
-        watch_seconds: between two looks for files of other servers.
+        directory: created with access for its owner only if it is missing; OSError if that fails. It may be read-only.
+        limit_bytes: of all files; the least recently used ones go first.
+        key: of the snapshots that are served; others in the directory count towards the limit and are evicted likewise.
+        on_event: called with what happened to which file: "found", "stored", "evicted", "lost" or "bad". It runs on the
+            tier's threads, and must neither block nor raise.
+        files: how the disk is accessed.
+        readers: number of threads that read one file together.
+        queue_bytes: of snapshots waiting to be written; what does not fit is refused.
+        pause_seconds: without writes after a failed one.
+        watch_seconds: between two looks for other servers' files.
     """
 
     def __init__(
@@ -98,8 +98,7 @@ class DiskTier:
         self._name_reader = Workers(1, "cache-names")
 
     def lookup(self, name: str) -> Entry | None:
-        """A snapshot that is known to be there, by itself: what it continues may not be. Never waits, counts
-        nothing."""
+        """A snapshot that is known to be there; what it continues may not be. Never waits and counts nothing."""
         entry = self._index.get(name)
         return entry if entry is not None and entry.head.key == self.key.digest else None
 
@@ -108,7 +107,7 @@ class DiskTier:
         return self._index.chain(name) if self.lookup(name) is not None else []
 
     def look(self, names: Iterable[str]) -> Future[bool]:
-        """Looks for snapshots that were not known to be there, as other servers write them; whether all are there."""
+        """Looks for snapshots that were not known to be there, as other servers write some; whether all are there."""
 
         def look() -> bool:
             return all([self._scanner.look(name) is not None for name in names])
@@ -116,11 +115,11 @@ class DiskTier:
         return self._name_reader.submit(look)
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
-        """Waits until the directory is known, for so many seconds at the most; returns whether it is."""
+        """Waits up to ``timeout`` seconds until the directory has been scanned; returns whether it has."""
         return self._scanner.done.wait(timeout)
 
     def token_ids(self, entry: Entry) -> Future[npt.NDArray[np.uint32]]:
-        """Ids of the tokens from ``start`` to ``length`` of an entry; the future raises as that of ``read``."""
+        """Ids of the tokens from ``start`` to ``length`` of an entry; the future raises as that of ``read`` does."""
 
         def ids(file: SnapshotFile) -> npt.NDArray[np.uint32]:
             return file.token_ids()
@@ -130,10 +129,9 @@ class DiskTier:
     def read(self, entry: Entry, buffers: Sequence[Buffer], token_ids: TokenIds) -> Future[float]:
         """Fills ``buffers`` with the bytes of all layers of an entry; returns the seconds since it was asked for.
 
-        ``token_ids`` are those that it must be of, from ``start`` to ``length``. What the buffers hold is true only if
+        ``token_ids`` are those that it must hold, from ``start`` to ``length``. The buffers' contents are valid only if
         the future raises nothing; they are the caller's again when it is done. It raises SnapshotGone if the file is
-        not there any more, BadSnapshot if it is not what was written, OSError if it cannot be read, each counted as a
-        miss.
+        gone, BadSnapshot if it is not what was written, OSError if it cannot be read, each counted as a miss.
         """
         asked = time.monotonic()
 
@@ -184,33 +182,30 @@ class DiskTier:
     def _touch(self, entry: Entry) -> None:
         now = time.time()
         self._index.used(entry.name, now)
-        with suppress(OSError):  # read-only or gone: then its age on the disk does not matter
+        with suppress(OSError):  # read-only or gone: its age on the disk does not matter then
             self._files.touch(self.directory / file_name(entry.name), now)
 
     def put(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
         """Has a snapshot written; the future says whether it is on the disk, False if it was refused, has failed, or
-        another of its name is there.
+        another with its name is there.
 
         Args:
-            head: what it is, ``Head.new`` of this tier's key; what it continues must be on the disk, or queued before
-                it.
+            head: from ``Head.new`` with this tier's key; what it continues must be on the disk, or queued before it.
             token_ids: from ``start`` to ``length``.
-            slabs: bytes of all layers in order, cut anywhere; gone through on the writing thread, each used up before
-                the next is asked for. If they can be gone through again, as a list can, a disk that runs full on the
-                way gets a second try.
+            slabs: bytes of all layers in order, split anywhere; iterated on the writing thread, each used up before the
+                next is requested. If they can be iterated again, as a list can, a write that finds the disk full gets
+                a second try.
 
-        Ids and slabs may be reused when the future is done, and not before. Raises ValueError for the head of another
-        key.
+        Ids and slabs may be reused only when the future is done. Raises ValueError for the head of another key.
         """
         if head.key != self.key.digest:
             raise ValueError(f"the snapshot is of key {head.key}, this tier's is {self.key.digest}")
         return self._writer.put(head, token_ids, slabs)
 
     def keep(self, name: str, tokens: int, chain: Sequence[Entry]) -> Future[None]:
-        """Keeps a chain's files under a name, for so many tokens of a prompt, in place of what was there.
+        """Keeps a chain's files under a name, for ``tokens`` tokens of a prompt, in place of what was there.
 
-        The future raises SnapshotGone where one of them is not there any more, OSError where the name cannot be
-        written.
+        The future raises SnapshotGone where one of them is gone, OSError where the name cannot be written.
         """
         save = Save.new(self.key.digest, tokens, tuple(entry.name for entry in chain))
         return self._writer.keep(name, save)
@@ -218,7 +213,7 @@ class DiskTier:
     def kept(self, name: str) -> Future[tuple[Save, list[Entry]]]:
         """What is kept under a name, and its chain.
 
-        The future raises UnknownName, also where files of it are gone, UnusableName, OSError.
+        The future raises UnknownName, also where files of the chain are gone, UnusableName, and OSError.
         """
         return self._name_reader.submit(self._kept, name)
 
@@ -229,7 +224,7 @@ class DiskTier:
                 f"what is saved as {name!r} is of another model or policy (key {save.key[:10]}, this server's is "
                 f"{self.key.digest[:10]})"
             )
-        for snapshot in save.snapshots:  # known ones, too: another server may have written it anew, or a read failed
+        for snapshot in save.snapshots:  # known ones, too: another server may have rewritten it, or a read failed
             self._scanner.look(snapshot)
         chain = self._index.chain(save.snapshots[-1])
         if not chain:
@@ -239,18 +234,18 @@ class DiskTier:
         return save, chain
 
     def stats(self) -> DiskStats:
-        """Counts so far, and what is there."""
+        """Counts so far, and what is there now."""
         return self._counts.now(self._index.bytes, self._index.files, self._index.size(self._names.pins))
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Ends: what waits to be written is, for ``timeout`` seconds at the most, and reads that wait are cancelled.
+        """Closes the tier: queued writes are completed, within ``timeout`` seconds, and queued reads are cancelled.
 
-        Returns whether all was written and no thread is left. One that a disk keeps longer than that uses its buffers
+        Returns whether all was written and no thread is left. One that a disk holds up for longer uses its buffers
         until its future is done.
         """
         deadline = time.monotonic() + timeout
         ends = [self._writer.close(timeout), self._scanner.close(max(0.1, deadline - time.monotonic()))]
-        # Readers last: a restore that is cut off waits for its reads.
+        # Readers last: a restore that is cut short waits for its reads.
         for workers in (self._name_reader, self._token_reader, self._restorer, self._readers):
             ends.append(workers.close(max(0.1, deadline - time.monotonic())))
         return all(ends)

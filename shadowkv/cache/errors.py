@@ -1,4 +1,4 @@
-"""What can be wrong with a snapshot's file, and with what is asked for by name."""
+"""What can be wrong with a snapshot's file, and with a request by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class BadSnapshot(Exception):
-    """A file that is not, byte for byte, what was written; it is never served.
+    """A file that is not byte for byte what was written; it is never served.
 
     Attributes:
         path: of the file.
@@ -23,7 +23,7 @@ class BadSnapshot(Exception):
 
 
 class SnapshotGone(Exception):
-    """A file that is not there any more, or another under its name: an ordinary miss."""
+    """A file that is gone, or replaced by another under its name: an ordinary miss."""
 
 
 class SaveError(Exception):
@@ -35,15 +35,15 @@ class UnknownName(SaveError):
 
 
 class UnusableName(SaveError):
-    """What is saved under a name is of another model or policy, or its file is not what was written."""
+    """What is saved under a name belongs to another model or policy, or its file is not what was written."""
 
 
 class NotDone(SaveError):
-    """The tiers have no room for it, or fail."""
+    """The tiers have no room for it, or have failed."""
 
 
 class ComputedTwice(NotDone):
-    """A prompt continues what the disk has as others have computed it; computed anew it can be saved."""
+    """A prompt continues what the disk has as others computed it; recomputed here, it can be saved."""
 
 
 class DiskTooSlow(SaveError):

@@ -1,6 +1,6 @@
-"""Which copies in host memory go first where others need room: the policies of ``--eviction``.
+"""Which copies in host memory are evicted first to make room: the policies of ``--eviction``.
 
-A policy is a score of nodes of the prefix tree, and the least goes first.
+A policy scores nodes of the prefix tree; the lowest score goes first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def last_use(node: Node, now: float) -> float:
 
 
 def keep_score(node: Node, now: float) -> float:
-    """What the tree says for keeping a node: 5 for each edge, 2 for each unit of an edge's weight, 3 for each hit, less
+    """The score for keeping a node: 5 for each edge, 2 for each unit of an edge's weight, 3 for each hit, less
     0.01 for each second since its last use.
 
-    The block graph of aither-kvcache without what has no meaning here: importance (no attention is watched below the
-    device) and labels that are never evicted (tokens have no roles here). An edge is between a node and what continues
-    it. Its weight is how often both were used together: 1, and 0.1 more for each hit of the latter, up to 10.
+    The block graph of aither-kvcache without the parts that do not apply here: importance (attention is not tracked
+    below the device) and labels that are never evicted (tokens have no roles here). An edge joins a node and what
+    continues it. Its weight is how often both were used together: 1, plus 0.1 for each hit of the latter, up to 10.
     """
     continuing = node.children if node.parent is None else [node, *node.children]
     score = HIT * node.hits - SECOND * (now - node.used)
@@ -45,31 +45,30 @@ POLICIES: dict[str, Score] = {"lru": last_use, "graph": keep_score}
 
 
 class Eviction:
-    """Notes uses of nodes, and ranks them.
+    """Records uses of nodes, and ranks them.
 
     Args:
         policy: one of ``POLICIES``.
-        clock: in seconds.
+        clock: time in seconds.
     """
 
     def __init__(self, policy: str = "lru", clock: Callable[[], float] = time.monotonic) -> None:
         self._score, self._clock, self._last = POLICIES[policy], clock, 0.0
 
     def _now(self) -> float:
-        """Later whenever it is asked for, however coarse the clock is."""
+        """A time that increases with every call, however coarse the clock is."""
         self._last = max(self._clock(), math.nextafter(self._last, math.inf))
         return self._last
 
     def touch(self, node: Node, hits: int = 0) -> None:
-        """Notes a use of a node and of all that it continues; ``hits`` are requests that need not compute them."""
+        """Records a use of a node and of all that it continues; ``hits`` are requests that need not compute them."""
         now = self._now()
         for one in (node, *node.ancestors):
             one.used = now
             one.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Nodes in the order in which they are to go: none before one of them that continues it, which would be of no
-        use without it."""
+        """Nodes in eviction order: none before a node that continues it, which would be useless without it."""
         now = self._now()
         deepest_first = sorted(nodes, key=lambda one: -one.first)
         scores = {node: self._score(node, now) for node in deepest_first}

@@ -1,4 +1,4 @@
-"""Snapshots as files: written under a temporary name and renamed when whole, and read only as far as their
+"""Snapshots as files: written under a temporary name and renamed when complete, and read only as far as their
 checksums hold.
 
 A file is ``<name>.safetensors``: its header (``head.py``), the bytes of all layers, and the ids of the tokens that it
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"
 
 READ_BLOCK = 4 * 2**20
-"""Bytes of one read: enough for a disk to be busy, and the checksum follows it while it is in the processor's cache."""
+"""Bytes per read: enough to keep a disk busy, with the checksum taken while the block is in the processor's cache."""
 
 Buffer: TypeAlias = memoryview | bytearray | bytes | npt.NDArray[Any]
 
@@ -49,10 +49,10 @@ def write_snapshot(
 ) -> Head | None:
     """Writes a file; returns its head with the checksums, or None if a file of its name is there and stays.
 
-    ``slabs`` are the bytes of all layers in order, cut anywhere; each is used up before the next is asked for.
-    ``replace_existing`` is asked when the file is whole, ``go_on`` before each slab. Raises OSError where the file
-    cannot be written, InterruptedError if it is not to go on, ValueError where data or ids are not what ``head`` says;
-    nothing of the file is left then.
+    ``slabs`` are the bytes of all layers in order, split anywhere; each is used up before the next is requested.
+    ``replace_existing`` is called when the file is complete, ``go_on`` before each slab. Raises OSError where the file
+    cannot be written, InterruptedError if it is not to go on, ValueError where data or ids do not match ``head``;
+    in those cases nothing is left of the file.
     """
     files = files or FileSystem()
     ids = id_bytes(token_ids)
@@ -88,7 +88,7 @@ def write_snapshot(
 
 
 def temporary_path(directory: Path) -> Path:
-    """A name of this process for a file that is not whole yet."""
+    """A name specific to this process for an unfinished file."""
     return directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -100,14 +100,14 @@ def _write(files: FileSystem, descriptor: int, data: memoryview, offset: int) ->
 
 def as_bytes(buffer: Buffer) -> memoryview:
     """The bytes of a buffer, without copying; raises ValueError or TypeError if they are not in one piece."""
-    view: memoryview[Any] = memoryview(cast(Any, buffer))  # that arrays are buffers their types do not say
+    view: memoryview[Any] = memoryview(cast(Any, buffer))  # NumPy's types do not declare arrays as buffers
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 class SnapshotFile:
-    """A file, open for reading; whatever is done to its name, these bytes stay. It may still have a ``temporary`` one.
+    """A file open for reading: these bytes stay whatever happens to its name. It may still have a ``temporary`` one.
 
-    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is not true; methods raise the last two.
+    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong; methods raise the last two.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SnapshotFile:
         return np.frombuffer(raw, "<u4")
 
     def expect(self, token_ids: TokenIds) -> None:
-        """Raises BadSnapshot if it is of other tokens, ValueError if these are not as many."""
+        """Raises BadSnapshot if it holds other tokens, ValueError if their number differs."""
         ids = id_bytes(token_ids)
         if len(ids) != 4 * self.head.tokens:
             raise ValueError(f"{len(ids) // 4} token ids for tokens {self.head.start} to {self.head.length}")
@@ -143,10 +143,10 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "it is of other tokens")
 
     def read_into(self, buffers: Sequence[Buffer], readers: Workers | None = None) -> None:
-        """Fills ``buffers`` with the data of all layers, in blocks that several ``readers`` read at once.
+        """Fills ``buffers`` with the data of all layers, in blocks that several ``readers`` read in parallel.
 
-        Raises ValueError if the buffers are not as large. What they hold is true only if nothing was raised; they are
-        not written to after it has come back, whatever comes of it.
+        Raises ValueError if the buffers differ in size. Their contents are valid only if nothing was raised; they are
+        not written to after the call returns, whatever its outcome.
         """
         blocks, offset = [], self._begin
         for view in map(as_bytes, buffers):
@@ -174,7 +174,7 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
-        """Reads everything; ``progress`` is told of bytes."""
+        """Reads everything; ``progress`` is called with byte counts."""
         self.token_ids()
         checksum, block = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BLOCK, self.head.nbytes)))
         for begin in range(0, self.head.nbytes, READ_BLOCK):
@@ -186,7 +186,7 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def stream(self) -> BinaryIO:
-        """All of its bytes from the first on, as a file object of its own."""
+        """All of its bytes from the first on, as a separate file object."""
         return os.fdopen(os.dup(self._descriptor), "rb")
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -202,7 +202,7 @@ class SnapshotFile:
             buffer, offset = buffer[count:], offset + count
 
     def is_current(self) -> bool:
-        """Whether its name still leads to these bytes."""
+        """Whether its name still refers to these bytes."""
         try:
             status = self._files.stat(self.path)
         except OSError:
@@ -210,7 +210,7 @@ class SnapshotFile:
         return (status.st_dev, status.st_ino) == (self.status.st_dev, self.status.st_ino)
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the descriptor."""
         os.close(self._descriptor)
 
     def __enter__(self) -> SnapshotFile:
@@ -223,6 +223,6 @@ class SnapshotFile:
 
 
 def read_head(directory: Path, name: str, files: FileSystem | None = None) -> tuple[Head, os.stat_result]:
-    """Head and status of a file; raises as ``SnapshotFile``."""
+    """Head and status of a file; raises as ``SnapshotFile`` does."""
     with SnapshotFile(directory, name, files) as file:
         return file.head, file.status

@@ -1,4 +1,4 @@
-"""The calls of the file system that the disk tier makes, in one place: a subclass can be slow, full or read-only."""
+"""The file system calls that the disk tier makes, in one place: a subclass can be slow, full or read-only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HAS_NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.ENOSYS}
 
 
 class FileSystem:
-    """The machine's own. All methods raise OSError."""
+    """The machine's file system. All methods raise OSError."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory of the owner's alone, and those above it, if it is not there."""
+        """Makes a directory with access for its owner only, and those above it, if it is missing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -31,7 +31,7 @@ class FileSystem:
         return os.stat(path)
 
     def open(self, path: Path) -> int:
-        """A descriptor to read from front to end; links are not followed, and pipes not waited for."""
+        """A descriptor to read from front to end; links are not followed, and pipes do not block."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if hasattr(os, "posix_fadvise"):  # macOS has none
             with suppress(OSError):
@@ -39,11 +39,11 @@ class FileSystem:
         return descriptor
 
     def create(self, path: Path) -> int:
-        """A descriptor to write a new file of the owner's alone."""
+        """A descriptor to write a new file with access for its owner only."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def reserve(self, descriptor: int, size: int) -> None:
-        """Takes the blocks of a file at once, so that a full disk is found before anything is written."""
+        """Reserves a file's blocks at once, so that a full disk is detected before anything is written."""
         if not hasattr(os, "posix_fallocate"):
             return
         try:
@@ -53,11 +53,11 @@ class FileSystem:
                 raise
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Reads into ``buffer`` from an offset; returns how many bytes, 0 at the file's end."""
+        """Reads into ``buffer`` from an offset; returns the number of bytes, 0 at the file's end."""
         return os.preadv(descriptor, [buffer], offset)
 
     def write(self, descriptor: int, data: memoryview | bytes, offset: int) -> int:
-        """Writes at an offset; returns how many bytes."""
+        """Writes at an offset; returns the number of bytes."""
         return os.pwrite(descriptor, data, offset)
 
     def sync(self, descriptor: int) -> None:
@@ -65,13 +65,13 @@ class FileSystem:
         os.fsync(descriptor)
 
     def publish(self, temporary: Path, path: Path, replace: bool) -> bool:
-        """Gives a finished file its name, for good; returns whether it has: what has the name keeps it unless
-        ``replace``. The temporary name is gone only if it has."""
+        """Gives a finished file its permanent name; returns whether it did: an existing file keeps the name unless
+        ``replace``. The temporary name is removed only on success."""
         if replace:
             os.replace(temporary, path)
         else:
             try:
-                # Unlike a rename it fails where the name is taken, also by a server that takes it just now.
+                # Unlike a rename, it fails where the name is taken, even by a server that is taking it just now.
                 os.link(temporary, path)
             except FileExistsError:
                 return False
@@ -91,7 +91,7 @@ class FileSystem:
         return True
 
     def remove(self, path: Path) -> None:
-        """Removes a file; that it is not there is no error."""
+        """Removes a file; a missing file is not an error."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 

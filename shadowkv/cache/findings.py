@@ -22,17 +22,17 @@ from shadowkv.kvcache.spec import PAGE
 logger = logging.getLogger(__name__)
 
 OPENING_SECONDS = 5.0
-"""How long requests wait, after the start, to know what the disk has of them."""
+"""How long requests wait after the start to learn what the disk has of them."""
 
 
 class Findings:
-    """Reports that are taken on the engine's thread.
+    """Reports of the disk tier, processed on the engine's thread.
 
     Args:
-        form: what snapshots must have in common with the cache.
+        form: what snapshots and the cache must have in common.
 
     Attributes:
-        disk: to be set before reports are taken; None without one.
+        disk: to be set before reports are processed; None without one.
     """
 
     def __init__(self, tree: PrefixTree, copies: KeptCopies, form: str) -> None:
@@ -44,17 +44,17 @@ class Findings:
         self._opened, self._opening_until = False, time.monotonic() + OPENING_SECONDS
 
     def report(self, kind: str, entry: Entry) -> None:
-        """Told by the disk tier, on its threads."""
+        """Called by the disk tier, on its threads."""
         self._events.append((kind, entry))
 
     @property
     def busy(self) -> bool:
-        """Whether there are reports to take."""
+        """Whether there are reports to process."""
         return bool(self._events or self._named)
 
     @property
     def opening(self) -> bool:
-        """Whether what the disk had at the start is still being found out; that is waited for, but not for long."""
+        """Whether the initial scan of the disk is still running, which is waited for, but not for long."""
         if not self._opened and self.disk is not None:
             scanned = self.disk.wait_scanned(0)
             self.take()
@@ -62,7 +62,7 @@ class Findings:
         return self.disk is not None and not self._opened
 
     def take(self) -> None:
-        """Takes what has been reported."""
+        """Processes what has been reported."""
         while self._events:
             kind, entry = self._events.popleft()
             assert self.disk is not None
@@ -77,7 +77,7 @@ class Findings:
                 self._tree.changes += 1
                 if not there and node.copy.slabs is None and not node.copy.users:
                     self._copies.drop(node)
-        while self._named and self._named[0][1].done():  # in the order in which they were asked for
+        while self._named and self._named[0][1].done():  # in the order in which they were requested
             entry, ids = self._named.popleft()
             if not ids.cancelled() and ids.exception() is None:
                 self._plant_all(entry, ids)
@@ -91,8 +91,8 @@ class Findings:
                 found += self._orphans.pop(entry.head.uid, ())
 
     def _plant(self, entry: Entry, ids: Future[np.ndarray]) -> bool:
-        """Adds the node of a file that some other process has written, or this one before it was started anew; returns
-        whether it could be."""
+        """Adds the node of a file that another process wrote, or this server before a restart; returns whether that was
+        possible."""
         head = entry.head
         if head.uid in self._copies.by_uid or head.start % PAGE or head.length % PAGE:
             return False

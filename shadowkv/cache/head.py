@@ -1,9 +1,9 @@
-"""The header of a snapshot's file: a safetensors header that has exactly one way of being written.
+"""The header of a snapshot's file: a safetensors header that can be written in exactly one way.
 
 ``__metadata__`` says everything, and the rest follows from it: tensors ``layer.000`` … of ``layer_bytes`` uint8 each,
-in order and without gaps, then ``token_ids`` as uint32. Spaces make it end at a multiple of 4,096 bytes. A header is
-read by writing again what its metadata says: any byte that differs is a fault, and so is any that ``header_checksum``
-does not answer for.
+in order and without gaps, then ``token_ids`` as uint32. Spaces pad it to a multiple of 4,096 bytes. A header is read
+by rewriting what its metadata says: any byte that differs is an error, and so is any that ``header_checksum`` does
+not cover.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = "1"
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_LAYERS = 4096
 MAX_NUMBER = 10**15
-"""Of bytes, tokens and seconds."""
+"""Limit for numbers of bytes, tokens and seconds."""
 
 ALIGNMENT = 4096
 CHECKSUM_CHARS = 32
@@ -39,29 +39,29 @@ _UID = re.compile(r"[0-9a-f]{32}")
 
 
 def new_uid() -> str:
-    """Names the bytes of one snapshot: two of the same tokens may differ in rounding."""
+    """A name for the bytes of one snapshot: two with the same tokens may differ in rounding."""
     return secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a file says of its snapshot. Raises ValueError where that cannot be.
+    """What a file says about its snapshot. Raises ValueError for impossible values.
 
     Attributes:
         name: of the file, without its suffix.
         origin: where the chain of its name begins: a hash of key and salt.
         parent: name of the snapshot that it continues, "" if it begins with a prompt's first token.
-        uid: of these bytes.
-        parent_uid: of the very bytes of the parent that it was computed on, "" without one.
-        start: its first token's position.
-        length: tokens from the prompt's first to its last.
-        layers: of the model; the data are as many runs of bytes. 1 where layers differ in bytes: all are in one run.
+        uid: name of these bytes.
+        parent_uid: uid of the parent's bytes that it was computed on, "" without one.
+        start: position of its first token.
+        length: number of tokens from the prompt's first to its last.
+        layers: of the model; the data are as many runs of bytes. 1 where layers differ in size: all are in one run.
         layer_bytes: length of each.
-        header: what the cache needs to load the data, a JSON object that means nothing here.
-        key: digest of what the bytes depend on.
-        facts: the same in readable form.
+        header: what the cache needs to load the data, a JSON object that is not interpreted here.
+        key: digest of everything the bytes depend on.
+        facts: the same, in readable form.
         created: in seconds since 1970.
-        checksum: xxh3-128 of the data of all layers; known only when they have been written.
+        checksum: xxh3-128 of the data of all layers; known only once they have been written.
         token_checksum: of the token ids.
     """
 
@@ -117,7 +117,7 @@ class Head:
         parent_uid: str = "",
         uid: str | None = None,
     ) -> Head:
-        """The head of a snapshot that is about to be written; ``uid`` is a fresh one by default."""
+        """The head of a snapshot that is about to be written; ``uid`` is a new one by default."""
         return cls(
             name,
             origin,
@@ -141,7 +141,7 @@ class Head:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it covers by itself."""
+        """Number of tokens that it covers itself."""
         return self.length - self.start
 
     @property
@@ -151,17 +151,17 @@ class Head:
 
     @property
     def file_name(self) -> str:
-        """Without a folder."""
+        """Its file name, without the directory."""
         return file_name(self.name)
 
 
 def file_name(name: str) -> str:
-    """Of the snapshot ``name``."""
+    """The file name of the snapshot ``name``."""
     return f"{name}.safetensors"
 
 
 def encode(head: Head) -> bytes:
-    """The bytes of a file before its data, always as many whatever the checksums are."""
+    """The bytes of a file before its data; their number does not depend on the checksums."""
     blank = _encode(head, "0" * CHECKSUM_CHARS)
     return _encode(head, xxhash.xxh3_128_hexdigest(blank))
 
@@ -214,7 +214,7 @@ def header_bytes(path: Path, prefix: bytes, size: int) -> int:
 
 
 def decode(path: Path, name: str, raw: bytes, size: int) -> Head:
-    """The head that ``raw`` says, the first bytes of a file of ``size``; raises BadSnapshot unless it is of
+    """The head in ``raw``, the first bytes of a file of ``size`` bytes; raises BadSnapshot unless it is that of
     ``name``."""
     try:
         content = json.loads(raw[8:])

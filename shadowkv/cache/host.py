@@ -1,4 +1,4 @@
-"""The host tier: bytes of snapshots in slabs of host memory, pinned where a GPU copies from and to them."""
+"""The host tier: bytes of snapshots in slabs of host memory, pinned where a GPU copies to and from them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from shadowkv.kvcache.memory import pin
 
 SLAB_BYTES = 2**22
-"""Of a slab: a copy of 4 MiB takes a bus of 50 GB/s 80 us, ten times what launching it does."""
+"""Size of a slab: copying 4 MiB takes 80 us on a bus of 50 GB/s, ten times as long as launching the copy."""
 
 
 class HostTier:
-    """Slabs, handed out and taken back.
+    """Slabs to take and give back.
 
     Args:
-        nbytes: of all of them, rounded down.
-        device: that copies from and to them.
+        nbytes: total of all slabs, rounded down.
+        device: the one that copies to and from them.
 
-    Raises MemoryError where the memory is not there.
+    Raises MemoryError where there is not enough memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device, slab_bytes: int = SLAB_BYTES) -> None:
@@ -38,7 +38,7 @@ class HostTier:
 
     @property
     def total_bytes(self) -> int:
-        """Of all slabs."""
+        """Bytes of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
@@ -48,20 +48,20 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Of those that are taken."""
+        """Bytes of those that are taken."""
         return self.total_bytes - self.free_slabs * self.slab_bytes
 
     def slabs_of(self, nbytes: int) -> int:
-        """Slabs that hold so many bytes."""
+        """Number of slabs that hold ``nbytes`` bytes."""
         return -(-nbytes // self.slab_bytes)
 
     def take(self, nbytes: int) -> list[int] | None:
-        """Slabs for so many bytes; None, with nothing taken, where there are too few."""
+        """Slabs for ``nbytes`` bytes; None, with nothing taken, where there are too few."""
         count = self.slabs_of(nbytes)
         return None if count > len(self._free) else [self._free.pop() for _ in range(count)]
 
     def give(self, slabs: list[int]) -> None:
-        """Takes slabs back."""
+        """Returns slabs to the tier."""
         self._free += slabs
 
     def buffers(self, slabs: list[int], nbytes: int) -> list[Tensor]:
@@ -69,7 +69,7 @@ class HostTier:
         return [part for part, _ in self.pieces(slabs, 0, nbytes)]
 
     def pieces(self, slabs: list[int], start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
-        """Bytes ``start`` to ``stop`` of what stands in slabs: uint8 tensors, and which of those bytes each is."""
+        """Bytes ``start`` to ``stop`` of what the slabs hold: uint8 tensors, and which of those bytes each is."""
         at = start
         while at < stop:
             number, offset = divmod(at, self.slab_bytes)

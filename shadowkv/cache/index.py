@@ -1,4 +1,4 @@
-"""What is in a directory of snapshots: chains of them, and which is the next to go."""
+"""What is in a directory of snapshots: their chains, and which is evicted next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Entry:
     """A file that was found.
 
     Attributes:
-        head: what it says.
-        file_bytes: its whole size.
+        head: its header.
+        file_bytes: its total size.
         used: when it was last read or written, in seconds since 1970, by any process.
     """
 
@@ -25,7 +25,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Of the snapshot."""
+        """Name of the snapshot."""
         return self.head.name
 
 
@@ -39,23 +39,23 @@ class Index:
 
     @property
     def files(self) -> int:
-        """How many there are."""
+        """Number of files."""
         return len(self._entries)
 
     @property
     def bytes(self) -> int:
-        """What they take on the disk."""
+        """Bytes of all files on the disk."""
         return self._bytes
 
     def add(self, entry: Entry) -> None:
-        """Takes an entry up, in place of another of its name."""
+        """Adds an entry, replacing any with its name."""
         with self._lock:
             self._drop(entry.name)
             self._entries[entry.name] = entry
             self._bytes += entry.file_bytes
 
     def remove(self, name: str) -> Entry | None:
-        """Forgets an entry; returns it if it was there."""
+        """Removes an entry; returns it if it was there."""
         with self._lock:
             return self._drop(name)
 
@@ -66,7 +66,7 @@ class Index:
         return entry
 
     def used(self, name: str, seconds: float) -> None:
-        """Says that an entry was used then."""
+        """Records when an entry was used."""
         with self._lock:
             if (entry := self._entries.get(name)) is not None:
                 self._entries[name] = replace(entry, used=max(seconds, entry.used))
@@ -81,7 +81,7 @@ class Index:
             return set(self._entries)
 
     def size(self, names: Collection[str]) -> int:
-        """Bytes on the disk of those of these names that are there."""
+        """Total bytes on the disk of the named files, where present."""
         with self._lock:
             return sum(self._entries[name].file_bytes for name in names if name in self._entries)
 
@@ -91,8 +91,8 @@ class Index:
             return list(self._entries.values())
 
     def chain(self, name: str) -> list[Entry]:
-        """The snapshots that lead to one, from a prompt's first token on, itself last; empty if one of them is not
-        there or is not what the next was computed on."""
+        """The snapshots that lead to one, from a prompt's first token on, with itself last; empty if one of them is
+        missing or is not what the next was computed on."""
         found: list[Entry] = []
         with self._lock:
             while name:
@@ -108,7 +108,7 @@ class Index:
         if not head.parent:
             return True
         parent = self._entries.get(head.parent)
-        # That a parent begins before it also means that no chain is a ring, whatever files say. It may be longer: what
+        # A parent begins before it, so no chain is a cycle, whatever files say. The parent may be longer: what
         # continues a page in its middle need not reach its end.
         return (
             parent is not None
@@ -118,9 +118,9 @@ class Index:
         )
 
     def by_age(self, keep: Collection[str] = ()) -> list[Entry]:
-        """All but those to ``keep``, what is to be evicted first in front: what nothing leads to, then what has not
-        been used for longest. A snapshot is as new as the newest that continues it, as its ``used`` then says, and goes
-        after it."""
+        """All but those to ``keep``, in eviction order: first what no other continues, then the least recently used. A
+        snapshot counts as used when the newest that continues it was, and its ``used`` says so; it is evicted after
+        that one."""
         entries = self.entries()
         used = {entry.name: entry.used for entry in entries}
         for entry in sorted(entries, key=lambda one: -one.head.start):

@@ -24,7 +24,7 @@ class Inventory:
     """What is in a directory.
 
     Attributes:
-        directory: which.
+        directory: the directory.
         index: files with a good header.
         bad: what is wrong with the others, by name.
         saves: what was saved under which name.
@@ -54,8 +54,8 @@ class Inventory:
         return found
 
     def named(self, text: str) -> str:
-        """The name that begins with ``text``, which may also be a file's name; raises ValueError unless there is
-        one."""
+        """The one name that begins with ``text``, which may also be a file name; raises ValueError if there is not
+        exactly one."""
         text = Path(text).name.removesuffix(file_name(""))
         found = [name for name in [*self.index.names(), *self.bad] if name.startswith(text)]
         if len(found) == 1 and text:
@@ -64,7 +64,7 @@ class Inventory:
         raise ValueError(f"{many} with {text!r} in {self.directory}{'' if is_name(text) else ' (see ls)'}")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every snapshot's facts, those used last first."""
+        """Every snapshot's facts, the most recently used first."""
         return [
             {
                 "name": entry.name,
@@ -84,11 +84,11 @@ class Inventory:
         ]
 
     def is_there(self, save: Save) -> bool:
-        """Whether all that a name keeps is there."""
+        """Whether everything that a name keeps is there."""
         return save.is_of(self.index.chain(save.snapshots[-1]))
 
     def bad_names(self, bad: Collection[str]) -> dict[str, str]:
-        """What is wrong with which names: their files, or that what they keep is not there or is ``bad``."""
+        """What is wrong with which names: their files are bad, or what they keep is missing or ``bad``."""
         problems = {name: str(error) for name, error in self.bad_saves.items()}
         for name, save in self.saves.items():
             if not self.is_there(save) or not set(bad).isdisjoint(save.snapshots):
@@ -101,7 +101,7 @@ class Inventory:
         return {snapshot for save in self.saves.values() for snapshot in save.snapshots}
 
     def verify(self, names: Iterable[str], progress: Callable[[int], object]) -> dict[str, BadSnapshot]:
-        """Reads every byte of these snapshots; returns what is wrong with which. ``progress`` is told of bytes."""
+        """Reads every byte of these snapshots; returns the faults by name. ``progress`` is called with byte counts."""
         bad = {name: error for name, error in self.bad.items() if name in set(names)}
         for name in sorted(set(names) - set(bad)):
             try:
@@ -116,7 +116,7 @@ class Inventory:
         return bad
 
     def surplus(self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()) -> list[Entry]:
-        """What is to go so that ``limit`` bytes stay, or nothing that was not used for ``age`` seconds; in order, and
+        """What to remove so that at most ``limit`` bytes stay and nothing unused for ``age`` seconds; in order, and
         nothing that is to ``keep``."""
         entries, total = self.index.by_age(keep), self.index.bytes
         found = []

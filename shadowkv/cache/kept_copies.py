@@ -17,7 +17,7 @@ class KeptCopies:
 
     Attributes:
         nodes: all of them.
-        by_uid: the same by what their bytes are named.
+        by_uid: the same, by the uid of their bytes.
     """
 
     def __init__(self, tree: PrefixTree, host: HostTier, counts: TierCounts, eviction: Eviction) -> None:
@@ -26,15 +26,14 @@ class KeptCopies:
         self.by_uid: dict[str, Node] = {}
 
     def add(self, node: Node, copy: Copy) -> None:
-        """Notes that a node has a copy."""
+        """Records that a node has a copy."""
         node.copy = copy
         self._tree.changes += 1
         self.nodes.add(node)
         self.by_uid[node.uid] = node
 
     def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
-        """Slabs for a copy; others that nobody uses, and that are not ``spare``, make room where they can make
-        enough."""
+        """Slabs for a copy; unused copies that are not to ``spare`` are evicted, if that makes enough room."""
         slabs = self.host.take(nbytes)
         if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
             return slabs
@@ -54,7 +53,7 @@ class KeptCopies:
         return self.host.take(nbytes)
 
     def leave_host(self, node: Node) -> None:
-        """Drops a copy from host memory, where nobody uses it."""
+        """Drops an unused copy from host memory."""
         copy = node.copy
         assert copy is not None and copy.slabs is not None and not copy.users
         self._tree.changes += 1
@@ -65,7 +64,7 @@ class KeptCopies:
             self.drop(node)
 
     def leave(self, node: Node) -> None:
-        """Notes that a use of a node's copy is over."""
+        """Records that a use of a node's copy is over."""
         copy = node.copy
         assert copy is not None
         self._tree.changes += 1
@@ -78,7 +77,7 @@ class KeptCopies:
                 self.drop(node)
 
     def drop(self, node: Node) -> None:
-        """Forgets a node's copy, which nobody uses."""
+        """Forgets a node's copy, which must be unused."""
         copy = node.copy
         assert copy is not None and not copy.users
         self._tree.changes += 1
@@ -86,6 +85,6 @@ class KeptCopies:
             self.host.give(copy.slabs)
         node.copy = None
         self.nodes.discard(node)
-        if self.by_uid.get(node.uid) is node:  # else a file of it has become a node of its own
+        if self.by_uid.get(node.uid) is node:  # else a file of it has become a separate node
             del self.by_uid[node.uid]
         self._tree.prune(node)

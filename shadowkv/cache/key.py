@@ -2,13 +2,13 @@
 
 ::
 
-    origin  = H("shadowkv origin", key digest, H("shadowkv salt", salt))      zeros for the last where there is no salt
+    origin  = H("shadowkv origin", key digest, H("shadowkv salt", salt))      the last is zeros without a salt
     link 0  = origin
     link i  = H("shadowkv page", link i - 1, ids of tokens of page i)         64 tokens, little-endian uint32
-    name    = the last link in hex; the last page may be a shorter one
+    name    = the last link in hex; the last page may be incomplete
 
-``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. So one pass over a prompt names every prefix
-that ends at a page boundary, and nothing of another key or salt shares a link with it.
+``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. One pass over a prompt names every prefix
+that ends at a page boundary, and nothing with another key or salt shares a link with it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _NAME = re.compile(SNAPSHOT_NAME)
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Everything that the bytes of a snapshot depend on besides its tokens; values are what JSON can hold.
+    """Everything that the bytes of a snapshot depend on besides its tokens; values can be represented in JSON.
 
     Attributes:
-        model: what tells its weights from others', a path being no such thing.
-        adapter: the same of the adapter, None without one.
+        model: what distinguishes its weights from others; a path does not.
+        adapter: the same for the adapter, None without one.
         quantization: of the weights, None where they are as they were stored.
-        dtype: of activations.
+        dtype: type of activations.
         spec: the cache policy.
         codecs: versions of the codecs that it uses, by name.
-        prefill: how prompts attend.
-        tensor_parallel_size: GPUs that share a layer's heads; files are of one, but it is part of every digest.
-        tensor_parallel_rank: which of them this is; likewise 0.
+        prefill: how prompts are attended to.
+        tensor_parallel_size: GPUs that share a layer's heads; files are for one, but it is part of every digest.
+        tensor_parallel_rank: rank of this one; likewise always 0.
     """
 
     model: str
@@ -60,7 +60,7 @@ class CacheKey:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The attributes as a JSON object; raises ValueError or TypeError where one cannot be in JSON."""
+        """The attributes as a JSON object; raises ValueError or TypeError where one cannot be represented in JSON."""
         facts: dict[str, Any] = json.loads(canonical(asdict(self)))
         return facts
 
@@ -80,19 +80,19 @@ def canonical(value: Any) -> str:
 
 
 def origin(key_digest: str, salt: str | None = None) -> str:
-    """The link before the first page; of the salt only a hash goes in, and nothing leads back from there."""
+    """The link before the first page; it includes only a hash of the salt, which cannot be recovered from it."""
     hashed = bytes(LINK_BYTES) if salt is None else _hash(b"shadowkv salt", salt.encode("utf-8", "surrogatepass"))
     return _hash(b"shadowkv origin", bytes.fromhex(key_digest), hashed).hex()
 
 
 def next_link(link: str, page: bytes | memoryview) -> str:
-    """The link behind ``link`` for one page's ids, as little-endian uint32."""
+    """The link after ``link`` for one page's ids, as little-endian uint32."""
     return _hash(b"shadowkv page", bytes.fromhex(link), page).hex()
 
 
 def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
     """Length and name of each prefix that ends at a page boundary, and of all tokens if those do not; shortest
-    first. With a page's name in place of the origin, of what follows that page."""
+    first. With a page's name in place of the origin, the prefixes of what follows that page."""
     ids = memoryview(id_bytes(token_ids))
     link, width = origin, 4 * PAGE
     for begin in range(0, len(ids), width):
@@ -102,7 +102,7 @@ def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
 
 
 def snapshot_name(key_digest: str, salt: str | None, token_ids: TokenIds) -> str:
-    """The name of the snapshot that ends with the last of these tokens, the first being the prompt's first.
+    """The name of the snapshot that ends with the last of these tokens; the first is the prompt's first.
 
     Raises ValueError where there is none.
     """

@@ -1,4 +1,4 @@
-"""Matches of waiting prompts: looked up anew when something has changed, and held in host memory."""
+"""Matches of waiting prompts: looked up again when something has changed, and held in host memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shadowkv.cache.tree import Node
 
 
 class Lookups:
-    """Matches by prompt, from the first one on until it is forgotten.
+    """Matches by prompt, kept until the prompt is forgotten.
 
-    What a prompt is to be restored of is a use of its copies: it stays in host memory, as far as all that is held so is
-    no more than half of that. The rest is for what others fetch, and for what is computed.
+    What a prompt is to be restored from counts as in use and stays in host memory, as long as all that is held this way
+    fits in half of it. The rest is for what others fetch, and for what is computed.
 
     Attributes:
-        uses: how many prompts hold a node's copy.
+        uses: number of prompts that hold a node's copy.
     """
 
     def __init__(self) -> None:
@@ -26,21 +26,21 @@ class Lookups:
         self.uses: Counter[Node] = Counter()
 
     def current(self, prompt: Prompt, changes: int) -> bool:
-        """Whether what was found of a prompt would be found again: nothing has changed since, and what is on its way
-        from the disk is not late."""
+        """Whether a prompt's recorded match still holds: nothing has changed since, and what is on its way from the
+        disk is not late."""
         match, then = self._found.get(prompt, (None, -1))
         return then == changes and (match is None or match.ready or time.monotonic() <= match.until)
 
     def match(self, prompt: Prompt) -> Match | None:
-        """What was found of a prompt, which has been noted."""
+        """The match recorded for a prompt."""
         return self._found[prompt][0]
 
     def note(self, prompt: Prompt, match: Match | None, changes: int) -> None:
-        """Notes what was found."""
+        """Records a match."""
         self._found[prompt] = match, changes
 
     def hold(self, prompt: Prompt, match: Match | None, copies: KeptCopies) -> None:
-        """Holds what a match restores, in place of what was held for the prompt."""
+        """Holds what a match restores, replacing what was held for the prompt."""
         held, nodes = self._held.get(prompt, ()), tuple(step.node for step in match.steps) if match else ()
         if nodes == held:
             return
@@ -54,7 +54,7 @@ class Lookups:
         self._held[prompt] = nodes
 
     def _fit(self, nodes: tuple[Node, ...], copies: KeptCopies) -> bool:
-        """Whether these may be held, too."""
+        """Whether these may be held as well."""
         slabs = (copies.host.slabs_of(node.copy.header.nbytes) for node in {*self.uses, *nodes} if node.copy)
         return 2 * sum(slabs) <= copies.host.num_slabs
 
@@ -67,6 +67,6 @@ class Lookups:
                 copies.leave(node)
 
     def forget(self, prompt: Prompt, copies: KeptCopies | None) -> None:
-        """Lets go of a prompt, which does not wait any more."""
+        """Drops a prompt that is no longer waiting."""
         self._found.pop(prompt, None)
         self._let_go(self._held.pop(prompt, ()), copies)

@@ -1,9 +1,9 @@
 """The tiers below the device: nodes of the prefix tree as snapshots in host memory and on disk.
 
-A node is copied to the host as soon as its pages are computed, beside what the device does, and from there to the disk:
-what is evicted from the device has a copy already. It comes back the same way: from disk as soon as a request that
+A node is copied to the host as soon as its pages are computed, alongside the device's work, and from there to the disk:
+what is evicted from the device already has a copy. It comes back the same way: from disk as soon as a request that
 needs it arrives, from host memory when the request is admitted, layer by layer ahead of its prefill. Everything here is
-called on the engine's thread, but for what the disk tier reports.
+called on the engine's thread, except the disk tier's reports.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from shadowkv.kvcache.outline import Link
 from shadowkv.kvcache.sequence import CachedSequence
 
 STEP_BYTES = 2**28
-"""Launched at a time while others decode, at the most: 5 ms of a bus of 50 GB/s."""
+"""Most bytes launched at a time while others decode: 5 ms on a bus of 50 GB/s."""
 
 
 class LowerTiers:
     """Copies of a tree's nodes.
 
     Args:
-        tree: whose nodes are copied; nodes of snapshots on disk are added to it.
-        host: may be so small that it only holds what is on its way from and to the disk.
+        tree: whose nodes are copied; nodes for snapshots on disk are added to it.
+        host: may be so small that it only holds what is in transit from and to the disk.
         disk: makes the disk tier; None without one.
-        counts, speeds: to add to.
+        counts, speeds: updated here.
         eviction: says which copies in host memory go first.
-        step_bytes: of copies that are launched in a step, at the most.
+        step_bytes: most bytes of copies launched in a step.
 
     Attributes:
-        copies: which there are.
+        copies: all copies there are.
         copying: those on their way down.
         chains: those on their way up.
         disk: the tier; None without one.
-        saves: what is saved and restored by name; None without that tier.
-        arrivals: what of other servers is waited for; None without that tier.
+        saves: what is saved and restored by name; None without a disk tier.
+        arrivals: what is expected from other servers; None without a disk tier.
     """
 
     def __init__(
@@ -80,31 +80,31 @@ class LowerTiers:
             self.saves = Saves(tree, self.copies, self._findings, self.copying, self.chains, self.disk)
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
-        """Has a node copied that ``sequence`` has all pages of; ``token_ids`` begin with the prompt's first."""
+        """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
         self.copying.store(node, sequence, token_ids)
 
     def write(self, node: Node) -> None:
-        """Has a copy written to the disk that is in host memory alone."""
+        """Has a copy that is only in host memory written to the disk."""
         self.copying.write(node)
 
     def hit(self, way: list[Node]) -> None:
-        """Notes that a request need not compute nodes, wherever they were found: their copies stay longer."""
+        """Records that a request need not compute these nodes, wherever they were found: their copies stay longer."""
         if way:
             self.copies.eviction.touch(way[-1], hits=1)
 
     @property
     def opening(self) -> bool:
-        """Whether what the disk had at the start is still being found out; that is waited for, but not for long."""
+        """Whether the initial scan of the disk is still running, which is waited for, but not for long."""
         return self._findings.opening
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has something to do, or to wait for."""
+        """Whether ``advance`` has work to do or wait for."""
         asked = (self.saves is not None and self.saves.busy) or (self.arrivals is not None and self.arrivals.busy)
         return asked or self.copying.busy or self.chains.busy or self._findings.busy
 
     def advance(self) -> None:
-        """Launches copies, and sees to what has arrived."""
+        """Launches copies, and handles what has arrived."""
         self._findings.take()
         self.chains.advance()
         self.copying.advance(self._step_bytes)
@@ -114,7 +114,7 @@ class LowerTiers:
             self.arrivals.advance()
 
     def wait(self, seconds: float) -> None:
-        """Waits for what is on its way, so long at the most."""
+        """Waits up to ``seconds`` for what is on its way."""
         futures: list[Future[Any]] = [*self.chains.futures, *self.copying.futures]
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
@@ -132,7 +132,7 @@ class LowerTiers:
         return self.chains.links(steps)
 
     def seconds(self, steps: list[Step]) -> float:
-        """What restoring a chain takes, by what it has taken."""
+        """The time to restore a chain, estimated from earlier restores."""
         return self.chains.seconds(steps)
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
@@ -140,11 +140,11 @@ class LowerTiers:
         return self.chains.fetch(steps, patience)
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence of a chain in host memory; raises as ``KVCache.restore``."""
+        """A sequence restored from a chain in host memory; raises as ``KVCache.restore`` does."""
         return self.chains.restore(steps, start, capacity, parent)
 
     def stats(self) -> dict[str, TierStats]:
-        """What each tier has and has done; may be asked for on any thread."""
+        """What each tier holds and has done; may be called from any thread."""
         host, counts = self.copies.host, self._counts
         tiers = {
             "host": TierStats(
@@ -179,7 +179,7 @@ class LowerTiers:
         return tiers
 
     def abandon(self) -> None:
-        """Lets go of all that it reads on the device, whatever state it is in; nothing of it is used any more."""
+        """Drops all reads on the device, whatever state it is in; nothing of it is used any more."""
         self.copying.abandon()
         if self.saves is not None:
             self.saves.abandon()
@@ -189,7 +189,7 @@ class LowerTiers:
             self.disk.close(0.0)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Ends: copies on their way to the disk are written, as far as that takes no longer."""
+        """Closes the tiers: copies on their way to the disk are written, within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             self.copying.finish(deadline)

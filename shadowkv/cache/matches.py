@@ -1,4 +1,4 @@
-"""What a request asks the prefix cache for, and what it is told."""
+"""What a request asks the prefix cache for, and the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prompt:
 
     @property
     def shareable(self) -> list[str]:
-        """Those that another sequence may compute for it: one token at least is left."""
+        """Names of the pages that another sequence may compute for it: at least one token is left over."""
         return self.pages[: (len(self.token_ids) - 1) // PAGE]
 
 
@@ -33,12 +33,12 @@ class Match:
     """A prefix of a prompt that is cached.
 
     Attributes:
-        sequence: on the device, that has it, or what stands before ``steps``; None where these have all of it.
-        tokens: its length: one prompt token at least is left to compute.
-        whole: whether the sequence itself, which nobody uses, can be taken over; otherwise it is forked.
+        sequence: the one on the device that has it, or what precedes ``steps``; None where these have all of it.
+        tokens: its length; at least one prompt token is left to compute.
+        whole: whether the sequence itself, which is not in use, can be taken over; otherwise it is forked.
         steps: what is to be restored from the tiers below.
-        until: when to wait no longer for what of that is on its way from the disk, by ``time.monotonic``; 0 where all
-            is in host memory.
+        until: when to stop waiting for the part that is on its way from the disk, by ``time.monotonic``; 0 where all is
+            in host memory.
     """
 
     sequence: CachedSequence | None
@@ -49,5 +49,5 @@ class Match:
 
     @property
     def ready(self) -> bool:
-        """Whether it is there, and not still on its way from the disk."""
+        """Whether all of it is there, with nothing still on its way from the disk."""
         return not self.until

@@ -1,4 +1,4 @@
-"""Snapshots between the device and slabs of host memory, layer by layer, beside what the device computes."""
+"""Moves snapshots between the device and slabs of host memory, layer by layer, alongside the device's computing."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shadowkv.kvcache.restoring import Restoring
 from shadowkv.kvcache.snapshot import SnapshotHeader
 
 ALIGNMENT = 256
-"""Of staging memory, in bytes."""
+"""Alignment of staging memory, in bytes."""
 
 
 class Mover:
-    """Copies on a stream of its own; on a CPU they are done at once."""
+    """Copies on a separate stream; on a CPU, at once."""
 
     def __init__(self, host: HostTier, device: torch.device) -> None:
         self.host, self.device = host, device
         self._stream, self._bus = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     def down(self, reading: Reading, slabs: list[int]) -> Iterator[int]:
-        """Copies what is read into slabs; yields after each layer that has been launched how many bytes that were, and
-        then 0 until all have arrived. Must not be given up half way other than by ``finish``."""
+        """Copies what is read into slabs; after launching each layer, yields its number of bytes, and then 0 until all
+        have arrived. It must run to its end or be ended by ``finish``."""
         header = reading.header
         self._follow()
         with self._on_stream():
@@ -47,10 +47,10 @@ class Mover:
 
     def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, list[int]]]) -> StreamArrival | None:
         """Copies the links of a chain from slabs to a restored sequence, of which prefill may read a layer as soon as
-        it has arrived: one crosses the bus while the one before it is put in its places.
+        it has arrived: one crosses the bus while the previous one is put in place.
 
         Args:
-            chain: of each link the header, and slabs.
+            chain: header and slabs of each link.
         """
         steps = [(layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain))]
         size = max(_widest(header) for header, _ in chain)
@@ -109,7 +109,7 @@ class Mover:
 
 
 def _widest(header: SnapshotHeader) -> int:
-    """Bytes of its largest layer."""
+    """Bytes of the largest layer."""
     return max(header.bytes_of(layer) for layer in range(header.num_layers))
 
 
@@ -117,9 +117,9 @@ class StreamArrival:
     """Layers that another stream writes; see ``kvcache.arrival.Arrival``.
 
     Args:
-        device: that they are on.
-        began: before the first.
-        arrived: one for each layer.
+        device: the one they are on.
+        began: recorded before the first.
+        arrived: one event for each layer.
     """
 
     def __init__(self, device: torch.device, began: torch.cuda.Event, arrived: list[torch.cuda.Event]) -> None:
@@ -127,7 +127,7 @@ class StreamArrival:
 
     @property
     def done(self) -> bool:
-        """Whether all is there."""
+        """Whether all has arrived."""
         return self._arrived[-1].query()
 
     @property

@@ -1,8 +1,8 @@
-"""Names that prompts are saved under: small files beside the snapshots, each of which says what it keeps.
+"""Names that prompts are saved under: small files beside the snapshots, each of which lists what it keeps.
 
-``names/NAME.json`` lists the snapshots of a prompt from its first token on, and neither tokens nor salt. What is in one
-of these lists is kept: no server evicts it and no ``prune`` removes it, until the name is saved anew or forgotten. The
-whole chain is listed, so that a server that has not seen its files yet keeps what they continue.
+``names/NAME.json`` lists the snapshots of a prompt from its first token on, without its tokens or its salt. What one
+of these lists names is kept: no server evicts it and no ``prune`` removes it, until the name is saved anew or
+forgotten. The whole chain is listed, so that a server that has not yet seen its files keeps what they continue.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ FOLDER, SUFFIX = "names", ".json"
 FORMAT = "shadowkv-name-1"
 
 CLOCK_NANOSECONDS = 2 * 10**9
-"""A change so shortly before a listing may not be in it."""
+"""A change this shortly before a listing may be missing from it."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """What a name keeps. Raises ValueError where that cannot be.
+    """What a name keeps. Raises ValueError for impossible values.
 
     Attributes:
         format: of the file.
         key: digest of what the snapshots' bytes depend on.
-        tokens: of the prompt that were saved, from its first on.
-        snapshots: names of theirs, each continued by the next.
+        tokens: number of the prompt's tokens that were saved, from its first on.
+        snapshots: their names, each continued by the next.
         saved: in seconds since 1970.
     """
 
@@ -66,11 +66,11 @@ class Save:
 
     @classmethod
     def new(cls, key: str, tokens: int, snapshots: tuple[str, ...]) -> Save:
-        """One that is made now."""
+        """A save made now."""
         return cls(FORMAT, key, tokens, snapshots, int(time.time()))
 
     def is_of(self, chain: Sequence[Entry]) -> bool:
-        """Whether these are the snapshots that it lists, of its key, and hold as many tokens as it says."""
+        """Whether these are the snapshots that it lists, of its key, and hold the number of tokens it says."""
         return (
             tuple(entry.name for entry in chain) == self.snapshots
             and all(entry.head.key == self.key for entry in chain)
@@ -79,7 +79,7 @@ class Save:
 
 
 def name_file(name: str) -> str:
-    """Of a name, within the directory of snapshots; raises ValueError for what cannot be one."""
+    """File of a name, within the directory of snapshots; raises ValueError for an invalid name."""
     return f"{FOLDER}/{check_save_name(name)}{SUFFIX}"
 
 
@@ -88,20 +88,20 @@ class Names:
 
     def __init__(self, directory: Path, files: FileSystem) -> None:
         self._directory, self._files, self._folder = directory, files, directory / FOLDER
-        # One attribute, because several threads set it: when the folder changed that was read, and what it said.
+        # One attribute because several threads set it: when the folder that was read changed, and what it said.
         self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
 
     @property
     def pins(self) -> frozenset[str]:
-        """Snapshots that names keep, as ``refresh`` has last found; waits for nothing."""
+        """Snapshots that names keep, as the last ``refresh`` found them; does not wait."""
         return self._known[1]
 
     def path(self, name: str) -> Path:
-        """The file of a name; raises ValueError for what cannot be one."""
+        """The file of a name; raises ValueError for an invalid name."""
         return self._directory / name_file(name)
 
     def read(self, name: str) -> Save:
-        """What a name keeps; raises UnknownName, UnusableName where its file is not what was written, OSError."""
+        """What a name keeps; raises UnknownName, UnusableName where its file is not what was written, and OSError."""
         path = self.path(name)
         try:
             descriptor = self._files.open(path)
@@ -125,7 +125,7 @@ class Names:
             raise _bad(path, str(error)) from None
 
     def write(self, name: str, save: Save, *, replace: bool = True) -> bool:
-        """Saves under a name; returns whether it has: what is there stays unless ``replace``. Raises OSError, and then
+        """Saves under a name; returns whether it did: an existing save stays unless ``replace``. If it raises OSError,
         nothing has changed."""
         path, temporary = self.path(name), temporary_path(self._directory)
         descriptor = self._files.create(temporary)
@@ -144,7 +144,7 @@ class Names:
             self._files.remove(temporary)
 
     def remove(self, name: str) -> None:
-        """Forgets a name, bad files too; raises UnknownName, OSError."""
+        """Forgets a name, even with a bad file; raises UnknownName and OSError."""
         path = self.path(name)
         try:
             there = path.name in self._files.names(path.parent)
@@ -155,7 +155,7 @@ class Names:
         self._files.remove(path)
 
     def all(self) -> tuple[dict[str, Save], dict[str, UnusableName]]:
-        """What every name keeps, and what is wrong with the files of others; raises OSError."""
+        """What every name keeps, and what is wrong with the files of other names; raises OSError."""
         found: dict[str, Save] = {}
         bad: dict[str, UnusableName] = {}
         try:
@@ -173,11 +173,11 @@ class Names:
             except UnusableName as error:
                 bad[name] = error
             except ValueError:
-                pass  # nobody can have saved under this name
+                pass  # this name cannot have been saved under
         return found, bad
 
     def refresh(self) -> frozenset[str]:
-        """``pins`` as they are now, read again where the folder has changed; raises OSError."""
+        """The current ``pins``, read again where the folder has changed; raises OSError."""
         try:
             changed = self._files.stat(self._folder).st_mtime_ns
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Names of a prompt's pages: a page's name says which tokens it has and all that came before it (``key.py``).
 
-Two prompts share as many pages as they have names in common from the first on.
+The pages that two prompts share are those whose names agree, from the first on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class PageNames(list[str]):
     """Names of a growing sequence's full pages.
 
     Args:
-        origin: what the first page's name builds on: another one for what must never be shared.
+        origin: what the first page's name builds on; a unique one for what must never be shared.
     """
 
     def __init__(self, origin: str) -> None:
@@ -23,16 +23,16 @@ class PageNames(list[str]):
         self.origin = origin
 
     def extend_to(self, token_ids: Sequence[int]) -> PageNames:
-        """Adds the pages that ``token_ids``, all of the sequence's, have beyond those there are."""
+        """Adds the pages that ``token_ids``, the whole sequence's, have beyond those already named."""
         new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
         self += [name for _, name in page_names(self[-1] if self else self.origin, new)]
         return self
 
 
 def common_pages(one: Sequence[str], other: Sequence[str], first: int = 0) -> int:
-    """Pages that a prompt from its page ``first`` on, ``one``, and a whole one have in common, by their names."""
+    """Number of pages, by name, that a prompt from its page ``first`` on (``one``) and a whole prompt share."""
     low, high = 0, min(len(one), len(other) - first)
-    while low < high:  # a name stands for all before it
+    while low < high:  # a name covers all pages before it
         middle = (low + high + 1) // 2
         if one[middle - 1] == other[first + middle - 1]:
             low = middle

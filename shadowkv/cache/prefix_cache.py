@@ -1,6 +1,6 @@
-"""Prefixes that are cached on the device: of sequences that run, and of finished ones that are kept to be reused.
+"""Prefixes cached on the device: those of running sequences, and of finished ones that are kept for reuse.
 
-A request takes a kept sequence over where it continues nearly all of it: with its exact tail, and in its place.
+A request takes over a kept sequence where it continues nearly all of it, including its exact tail, and in its place.
 Otherwise it forks: any number of requests share pages of sequences that run or are kept.
 """
 
@@ -33,20 +33,20 @@ from shadowkv.kvcache.spec import PAGE
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
-"""Between two looks for what is on its way, where nothing else is to be done."""
+"""Seconds between two polls for what is on its way, where there is nothing else to do."""
 
 
 class PrefixCache:
-    """Prefixes of prompts by their tokens; and kept sequences, the least recently used evicted first.
+    """Prefixes of prompts by their tokens; and kept sequences, evicted least recently used first.
 
     Args:
         host: holds copies of what is computed; None for none below the device.
-        disk: makes the disk tier, which is told whom it has to tell what happens; None without one.
+        disk: makes the disk tier from the callback to report events to; None without one.
         eviction: says which copies go first in host memory.
-        step_bytes: of copies to host memory that are launched in a step, at the most.
+        step_bytes: most bytes of copies to host memory launched in a step.
 
     Attributes:
-        version: counts what was added: a prompt without a match need not be looked up again before.
+        version: counts additions: until it changes, a prompt without a match need not be looked up again.
         lower: the tiers below the device.
     """
 
@@ -72,12 +72,12 @@ class PrefixCache:
 
     @property
     def changes(self) -> int:
-        """Grows with whatever may make a prompt have another match, or need other room."""
+        """A counter that grows with every change that may give a prompt another match, or other needs of room."""
         return self._tree.changes + self._cache.changes
 
     def look_up(self, prompt: Prompt) -> Match | None:
-        """``match`` of a prompt that waits, told again as long as nothing changes; what it is to be restored of stays
-        in host memory. To be forgotten when it does not wait any more."""
+        """``match`` of a waiting prompt, repeated as long as nothing changes; what it is to be restored from stays in
+        host memory. Call ``forget`` when it no longer waits."""
         if not self._lookups.current(prompt, self.changes):
             match = self.match(prompt)
             if self.lower is not None:
@@ -86,11 +86,11 @@ class PrefixCache:
         return self._lookups.match(prompt)
 
     def forget(self, prompt: Prompt) -> None:
-        """Lets go of a prompt that has been looked up, if it has been."""
+        """Drops a prompt, if it has been looked up."""
         self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
 
     def match(self, prompt: Prompt) -> Match | None:
-        """The longest prefix of ``prompt`` that is cached; of equal ones a sequence that can be taken over."""
+        """The longest prefix of ``prompt`` that is cached; among equals, a sequence that can be taken over."""
         best, along = self._whole(prompt), list(self._tree.along(prompt.shareable))
         for node, end in along:
             for sequence, held in node.holders.items():
@@ -105,8 +105,8 @@ class PrefixCache:
         return best
 
     def _restorable(self, lower: LowerTiers, along: list[tuple[Node, int]], best: Match | None) -> Match | None:
-        """What the tiers below have, where restoring it takes less time than computing what is ``best`` without it;
-        otherwise that. Starts reading what is on disk."""
+        """What the tiers below have, where restoring it takes less time than computing what ``best`` lacks; otherwise
+        ``best``. Starts reading what is on disk."""
         reached = best.tokens if best else 0
         found = [(end, node) for node, end in along if end * PAGE > reached]
         for end, node in sorted(found, key=lambda one: -one[0]):
@@ -149,8 +149,8 @@ class PrefixCache:
         return best
 
     def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
-        """Notes that the pages of a prompt are in ``sequence``, which runs: others can fork it."""
-        # The last token may be taken back, and whoever asks for all of them has one to compute.
+        """Records that the pages of a prompt are in ``sequence``, which is running: others can fork it."""
+        # The last token may be taken back, and a request for all of them has one to compute.
         pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
         self.version += 1
         way = self._tree.hold(sequence, prompt.pages, pages)
@@ -163,7 +163,7 @@ class PrefixCache:
                         self.lower.store(node, *source)
 
     def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
-        """Who has all pages of a node, this sequence or one that is kept, and its tokens."""
+        """A sequence that has all pages of a node, this one or a kept one, and its tokens."""
         for one, held in node.holders.items():
             own = prompt if one is sequence else self._kept.get(one)
             if own is not None and held == node.end:
@@ -179,7 +179,7 @@ class PrefixCache:
     def take(self, match: Match, start: int, capacity: int) -> CachedSequence:
         """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens.
 
-        Raises OutOfBlocks, and whatever keeps ``match.steps`` from being restored, with nothing taken.
+        Raises OutOfBlocks, and whatever prevents restoring ``match.steps``, with nothing taken.
         """
         taken = self._take(match, start, capacity)
         if self.lower is not None:
@@ -222,7 +222,7 @@ class PrefixCache:
         return cache.fork_demand(sequence, match.tokens, start, capacity)
 
     def release(self, sequence: CachedSequence) -> None:
-        """Gives back a sequence that is not kept."""
+        """Frees a sequence that is not kept."""
         self._tree.forget(sequence)
         self._cache.release(sequence)
 
@@ -242,12 +242,12 @@ class PrefixCache:
 
     @property
     def saves(self) -> Saves | None:
-        """What is saved and restored by name; None without a disk tier, or not any more."""
+        """What is saved and restored by name; None without a disk tier, or once it has been given up."""
         return None if self.lower is None else self.lower.saves
 
     @contextmanager
     def on_the_device_alone(self) -> Iterator[None]:
-        """Nothing that is computed meanwhile is copied to the tiers below, or comes from there."""
+        """While it is open, nothing that is computed is copied to the tiers below, and nothing comes from there."""
         lower, self.lower = self.lower, None
         self._tree.changes += 1
         try:
@@ -257,19 +257,19 @@ class PrefixCache:
             self._tree.changes += 1
 
     def stats(self) -> dict[str, TierStats]:
-        """What each tier has and has done; may be asked for on any thread."""
+        """What each tier holds and has done; may be called from any thread."""
         use, counts = self._cache.use()["device"], self.counts
         device = TierStats(use.used_bytes, use.total_bytes, counts.hit_tokens["device"], counts.device_evictions)
         lower = self.lower  # the engine's thread may give it up meanwhile
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are, at most so many runs of pages, and how many there are; on the engine's thread."""
+        """Where cached prompts are, at most ``most`` runs of pages, and how many there are; on the engine's thread."""
         return segments_of(self._tree, self._kept, most)
 
     @property
     def opening(self) -> bool:
-        """Whether it is soon known what is on disk, and not yet."""
+        """Whether the contents of the disk are about to be known, but are not yet."""
         return self.lower is not None and self.lower.opening
 
     @property
@@ -278,7 +278,7 @@ class PrefixCache:
         return self.lower is not None and self.lower.busy
 
     def advance(self, idle: bool) -> None:
-        """Goes on with them; waits a moment for the disk where there is nothing else to do."""
+        """Continues them; waits briefly for the disk where there is nothing else to do."""
         if self.lower is not None:
             with self._failing_alone():
                 self.lower.advance()
@@ -287,7 +287,7 @@ class PrefixCache:
 
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """Where memory, the device or the disk fails the tiers below in a way that they do not see to, requests go on
+        """If the tiers below fail for memory, the device or the disk in a way that they do not handle, requests go on
         without them."""
         try:
             yield
@@ -301,6 +301,6 @@ class PrefixCache:
                 lower.abandon()
 
     def close(self) -> None:
-        """Ends their work."""
+        """Ends the tiers' work."""
         if self.lower is not None:
             self.lower.close()

@@ -1,4 +1,4 @@
-"""What a prompt may be saved as: a name that is a file's, too, and leads out of no directory."""
+"""What a prompt may be saved as: a name that is also valid as a file name, and cannot lead out of a directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SAVE_NAME = re.compile(SAVE_NAME)
 
 
 def check_save_name(name: str) -> str:
-    """Returns a name that can be; raises ValueError, which names it, for another."""
+    """Returns a valid name; raises ValueError, with the name in its message, for another."""
     if _SAVE_NAME.fullmatch(name) is None:
         shown = name if len(name) <= 80 else f"{name[:80]}…"
         raise ValueError(f"{shown!r} is no name to save as: that is 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'")

@@ -1,6 +1,6 @@
-"""Prompts saved and restored by name: what is asked for, until it is on the disk or back in host memory.
+"""Prompts saved and restored by name: requests that wait until the prompt is on the disk or back in host memory.
 
-Nothing here waits: the engine's thread looks in between its steps, and what a disk has to do is done on its threads.
+Nothing here blocks: the engine's thread polls between its steps, and disk work is done on the disk's threads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Saved:
     """What was saved or restored.
 
     Attributes:
-        tokens: of the prompt, from its first on.
+        tokens: number of the prompt's tokens, from its first on.
         nbytes: of the files that hold them.
-        snapshots: names of these files' snapshots, each behind the one that it continues.
+        snapshots: names of their snapshots, each after the one that it continues.
     """
 
     tokens: int
@@ -48,11 +48,11 @@ class _Saving:
     """A prompt on its way to the disk.
 
     Attributes:
-        name: to be kept under; None where nothing is to keep it.
-        pages: of it that were cached when it was asked for.
-        nodes: those that have the last of them.
+        name: to be kept under; None where no name is to keep it.
+        pages: number of its pages that were cached when it was requested.
+        nodes: those that have the last of these.
         again: nodes that were queued for the disk once more.
-        keeping: what is written down, and its answer, once all files are there.
+        keeping: what is recorded under the name, and the answer to that, once all files are there.
     """
 
     name: str | None
@@ -68,7 +68,7 @@ class _Restoring:
     """A prompt on its way to host memory.
 
     Attributes:
-        asked: whether its files have been asked for.
+        asked: whether its files have been requested.
     """
 
     name: str
@@ -78,12 +78,12 @@ class _Restoring:
 
 
 class Saves:
-    """What is asked for by name and not yet done; to be used on the engine's thread.
+    """Requests by name that are not done yet; to be used on the engine's thread.
 
     Args:
         tree, copies, findings: where a prompt's nodes are.
-        copying, chains: take them down and up.
-        disk: keeps them.
+        copying, chains: bring them down and up.
+        disk: stores them.
     """
 
     def __init__(
@@ -102,25 +102,25 @@ class Saves:
 
     @property
     def busy(self) -> bool:
-        """Whether something is asked for."""
+        """Whether there are requests."""
         return bool(self._saving or self._restoring)
 
     def save(self, name: str | None, pages: list[str], answer: Answer) -> None:
-        """Has what is cached of a prompt kept on the disk, or without a name only written there; ``pages`` are names of
-        those that can be shared."""
+        """Has the cached part of a prompt kept on the disk, or, without a name, only written there; ``pages`` are names
+        of those that can be shared."""
         along = list(self._tree.along(pages))
         reached = max((end for _, end in along), default=0)
         nodes = [node for node, end in along if end == reached]
         self._saving.append(_Saving(name, reached, nodes, answer))
 
     def restore(self, name: str, answer: Answer) -> None:
-        """Has what is kept under a name brought to host memory."""
+        """Has what a name keeps brought to host memory."""
         self._restoring.append(_Restoring(name, self._disk.kept(name), answer))
 
     def advance(self) -> None:
-        """Looks how far everything is; the tiers have just been advanced themselves."""
+        """Checks the progress of every request; call it right after the tiers' own ``advance``."""
         if self.busy:
-            self._findings.take()  # what was written is known to be there before it is known not to be on its way
+            self._findings.take()  # so that a finished write is seen as there before it is seen as no longer on its way
             self._saving = [one for one in self._saving if not self._ended(one.answer, self._save(one))]
             self._restoring = [one for one in self._restoring if not self._ended(one.answer, self._restore(one))]
 
@@ -132,14 +132,14 @@ class Saves:
         return True
 
     def _save(self, one: _Saving) -> Saved | SaveError | None:
-        """What has become of it, None while it is on its way."""
+        """The result, None while it is on its way."""
         if one.keeping is not None:
             saved, keeping = one.keeping
             if not keeping.done():
                 return None
             if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
                 return _failure(keeping, f"{one.name!r} cannot be written") or saved
-            one.keeping = None  # somebody has removed a file: it may be written once more
+            one.keeping = None  # a file was removed: it may be written once more
         for node in one.nodes:
             if chain := self._disk.chain(node.names[-1]):
                 names = tuple(entry.name for entry in chain)
@@ -180,11 +180,11 @@ class Saves:
         return entry is not None and entry.head.uid == node.uid
 
     def _is_anothers(self, node: Node) -> bool:
-        """Whether a node continues, or is, what the disk has of the same tokens with other bytes."""
+        """Whether the disk holds the same tokens with other bytes, for a node or for one that it continues."""
         return any(self._disk.lookup(one.names[-1]) and not self._is_there(one) for one in (node, *node.ancestors))
 
     def _restore(self, one: _Restoring) -> Saved | SaveError | None:
-        """What has become of it, None while it is on its way."""
+        """The result, None while it is on its way."""
         if not one.kept.done():
             return None
         if (failure := _failure(one.kept, f"{one.name!r} cannot be read")) is not None:
@@ -199,27 +199,27 @@ class Saves:
             one.asked = True
             for node in nodes:
                 if node.copy is not None:
-                    node.copy.again = 0.0  # whoever asks by name need not wait
+                    node.copy.again = 0.0  # a request by name need not wait
         stops = [*(node.first for node in nodes[1:]), save.tokens // PAGE]
         steps = [Step(node, stop) for node, stop in zip(nodes, stops, strict=True)]
         if self._chains.fetch(steps, MOST_FETCH_SECONDS) == 0.0:
             return Saved(save.tokens, sum(entry.file_bytes for entry in chain))
         if any(node.copy is not None and node.copy.fetching is not None for node in nodes):
-            return None  # for as long as whoever has asked is patient
+            return None  # as long as the caller is patient
         return NotDone(
             f"what is saved as {one.name!r} could not be brought back: there is no room for it in host memory "
             "(--kv-offload-gib), or its files cannot be read; the server's log says more"
         )
 
     def abandon(self) -> None:
-        """Answers all that nothing is done for any more."""
+        """Answers all requests: nothing more is done for them."""
         for answer in [one.answer for one in self._saving] + [one.answer for one in self._restoring]:
             settle(answer, NotDone("the tiers below the device have failed; the server's log says why"))
         self._saving, self._restoring = [], []
 
 
 def settle(answer: Future[Any], found: object) -> None:
-    """Answers, or raises what is an exception, unless that is done or whoever has asked has given up."""
+    """Sets a result, or an exception, unless the future is done or the caller has given up."""
     if not answer.done() and answer.set_running_or_notify_cancel():
         if isinstance(found, Exception):
             answer.set_exception(found)
@@ -228,7 +228,7 @@ def settle(answer: Future[Any], found: object) -> None:
 
 
 def _failure(done: Future[Any], what: str) -> SaveError | None:
-    """Why a future that is done has come to nothing, if it has."""
+    """Why a finished future has failed, if it has."""
     if done.cancelled():
         return NotDone(f"{what}: the server is stopping")
     error = done.exception()

@@ -1,4 +1,4 @@
-"""Finds out what is in a directory, at start and as other servers change it, on a thread of its own."""
+"""Finds out what is in a directory, at the start and as other servers change it, on a separate thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shadowkv.cache.names import Names
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SECONDS = 3600.0
-"""Age from which a temporary file is nobody's any more: one that is being written is as old as its last write."""
+"""Age from which a temporary file is abandoned: one that is being written is as old as its last write."""
 
 SUFFIX = file_name("")
 
@@ -31,7 +31,7 @@ def snapshot_names(directory: Path, files: FileSystem) -> set[str]:
 
 
 def remove_leftovers(directory: Path, files: FileSystem, older_than: float = TEMPORARY_SECONDS) -> int:
-    """Removes what writers that were killed have left; returns how many files. Raises OSError."""
+    """Removes what killed writers have left behind; returns the number of files. Raises OSError."""
     count = 0
     for name in files.names(directory):
         if name.startswith(TEMPORARY):
@@ -40,12 +40,12 @@ def remove_leftovers(directory: Path, files: FileSystem, older_than: float = TEM
                     files.remove(directory / name)
                     count += 1
             except FileNotFoundError:
-                pass  # its writer was quicker
+                pass  # its writer removed it first
     return count
 
 
 class Scanner:
-    """Reads the header of every file, then looks for other files every ``interval`` seconds.
+    """Reads the header of every file, then looks for new files every ``interval`` seconds.
 
     ``found``, ``lost`` and ``bad`` are called on its thread or on that of ``look``.
     """
@@ -72,7 +72,7 @@ class Scanner:
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Ends it after the file that it is reading; returns whether that was within ``timeout`` seconds."""
+        """Stops it after the file that it is reading; returns whether that took at most ``timeout`` seconds."""
         self._stop.set()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -96,7 +96,7 @@ class Scanner:
         return entry
 
     def bar(self, name: str) -> None:
-        """Has a file that is bad and cannot be removed left alone from now on."""
+        """Excludes a file that is bad and cannot be removed from now on."""
         self._failed.add(name)
 
     def _run(self) -> None:
@@ -121,7 +121,7 @@ class Scanner:
             self._stop.wait(self._interval)
 
     def _update(self) -> None:
-        known = self._known()  # before the listing: what is written in between would seem to be lost
+        known = self._known()  # before the listing: what is written in between would otherwise seem lost
         names = snapshot_names(self._directory, self._files)
         for name in known - names:
             self._lost(name)

@@ -12,15 +12,15 @@ from shadowkv.kvcache.spec import PAGE
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """A run of pages that was computed in one go.
+    """A run of pages that was computed together.
 
     Attributes:
-        uid: names it as long as it is anywhere; it says nothing of its tokens.
+        uid: identifies it as long as it is in any tier; it says nothing about its tokens.
         first: position of its first token.
-        tokens: how many it has.
-        sealed: whether they are in the policy's own form, or exact.
-        running: whether a request that runs has them.
-        tiers: where they are, of ``device``, ``host`` and ``disk``.
+        tokens: their number.
+        sealed: whether they are in the policy's compressed form rather than exact.
+        running: whether a running request uses them.
+        tiers: where they are, out of ``device``, ``host`` and ``disk``.
     """
 
     uid: str
@@ -35,8 +35,8 @@ def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], most: i
     """The segments of ``nodes`` in order of their positions, and how many there are in all.
 
     Args:
-        kept: finished sequences that the prefix cache keeps; other holders of a node run.
-        most: of more segments those are told that are nearest to the device.
+        kept: finished sequences that the prefix cache keeps; a node's other holders are running.
+        most: limit on their number; those nearest to the device are returned first.
     """
     every = list(nodes)
     nearest = sorted(every, key=lambda node: (not node.holders, node.copy is None or not node.copy.on_host, -node.used))

@@ -1,7 +1,7 @@
-"""What names of snapshots look like: for those who read them of requests, without NumPy, too."""
+"""The form of snapshot names, for code that reads them in requests, even without NumPy."""
 
 LINK_BYTES = 20
-"""Of a link in the chain that names are made of (``key.py``)."""
+"""Size of a link in the chain that names are made of (``key.py``)."""
 
 SNAPSHOT_NAME = f"[0-9a-f]{{{2 * LINK_BYTES}}}"
-"""A regular expression."""
+"""Regular expression of a name."""

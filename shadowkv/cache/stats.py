@@ -11,20 +11,20 @@ class DiskStats:
     """Counts since the start, and what is there now.
 
     Attributes:
-        bytes: of all files in the directory now, whoever wrote them.
-        files: how many.
-        pinned_bytes: of those that names keep.
+        bytes: of all files in the directory now, including other writers'.
+        files: their number.
+        pinned_bytes: bytes of those that names keep.
         hits: snapshots that were read.
-        misses: reads that came to nothing.
-        evictions: files removed for others' sake.
+        misses: reads that failed.
+        evictions: files removed to make room for others.
         corrupt: files that were not what was written, and were not served.
         writes: files written.
         written_bytes: their sizes.
-        refused: snapshots that were not written, because too many waited, after an error, or for their size.
+        refused: snapshots that were not written because too many were waiting, after an error, or for their size.
         write_errors: files that could not be written.
         read_errors: files that could not be read.
-        restored_bytes: of snapshots that were read.
-        restore_seconds: from asking for them to having them, summed over ``hits``.
+        restored_bytes: bytes of snapshots that were read.
+        restore_seconds: from request to completion, summed over ``hits``.
     """
 
     bytes: int = 0
@@ -44,7 +44,7 @@ class DiskStats:
 
 
 class Counts:
-    """Counts that several threads add to."""
+    """Counts that several threads increment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,22 +56,22 @@ class Counts:
             self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
 
     def now(self, bytes: int, files: int, pinned_bytes: int) -> DiskStats:
-        """The statistics, with what is there."""
+        """The statistics, with what is there now."""
         with self._lock:
             return replace(self._stats, bytes=bytes, files=files, pinned_bytes=pinned_bytes)
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier as it is now, and what it has done since the start; what a tier does not do stays 0.
+    """A tier as it is now, and what it has done since the start; counts that do not apply to a tier stay 0.
 
     Attributes:
-        used_bytes: on the device of all sequences, those that run included; of files whoever wrote them.
-        total_bytes: what there is, or may be used.
-        hit_tokens: prompt tokens that were found there, and not computed.
-        evictions: of kept sequences, copies or files, for others' sake.
+        used_bytes: on the device of all sequences, including running ones; on disk of all files, whoever wrote them.
+        total_bytes: its size, or the limit on its use.
+        hit_tokens: prompt tokens that were found there, and so not computed.
+        evictions: of kept sequences, copies or files, to make room for others.
         copied_bytes: of copies made there.
-        refused: copies that were not made there: for want of room, on the disk also after an error.
+        refused: copies that were not made there for lack of room, on the disk also after an error.
         restores, restored_bytes, restore_seconds: from there to the next tier above.
         corrupt: files that were not what was written, and were not served.
         write_errors, read_errors: files that could not be written or read.
@@ -98,12 +98,12 @@ class TierCounts:
     """What the engine's thread counts, from the start; others may read it.
 
     Attributes:
-        hit_tokens: prompt tokens that were not computed, by the tier that they were found in.
+        hit_tokens: prompt tokens that were not computed, by the tier where they were found.
         copied_bytes: from the device to host memory.
         restored_bytes, restore_seconds, restores: from host memory to the device.
-        device_evictions: kept sequences that made room for others.
-        host_evictions: snapshots that did in host memory.
-        refused: nodes that were not copied, for want of room.
+        device_evictions: kept sequences evicted to make room for others.
+        host_evictions: snapshots evicted from host memory to make room for others.
+        refused: nodes that were not copied, for lack of room.
     """
 
     hit_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
@@ -116,7 +116,7 @@ class TierCounts:
     refused: int = 0
 
     def forget(self) -> None:
-        """Counts from here on."""
+        """Restarts the counts."""
         vars(self).update(vars(TierCounts()))
 
     def restored(self, nbytes: int, seconds: float) -> None:

@@ -1,8 +1,8 @@
 """A radix tree over pages of token ids, and which sequences can be forked after which of them.
 
-A node is a run of pages that were computed in one go behind a page of its parent. Its first page's name stands for
-all tokens from the first on, so that a prompt finds every node on its way by looking its own names up. Nodes may have
-the same tokens, where they were computed by several requests at once: the longest match is taken.
+A node is a run of pages that were computed together after a page of its parent. Its first page's name stands for
+all tokens from the first on, so a prompt finds every node on its path by looking up its own names. Several nodes may
+have the same tokens, where several requests computed them at once: the longest match is taken.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Node:
     """Pages ``first`` to ``end`` of a prompt.
 
     Attributes:
-        parent: what it begins behind; None at the root.
+        parent: the node it continues; None at the root.
         names: of its pages.
-        sealed: whether they are stored in the policy's own form; dense pages of the same tokens are another node's.
+        sealed: whether they are in the policy's compressed form; dense pages with the same tokens are another node's.
         holders: sequences that have its pages, and the page up to which they have them.
         children: nodes that begin behind one of its pages.
         origin: what names of its prompt build on.
-        uid: names the very bytes: what continues them was computed on them.
+        uid: identifies the exact bytes: what continues them was computed on them.
         copy: of its pages, below the device.
-        used: when it was used last, in seconds by the clock of ``Eviction``.
-        hits: requests that need not compute its pages so far.
+        used: when it was last used, in seconds by the clock of ``Eviction``.
+        hits: number of requests so far that did not have to compute its pages.
     """
 
     parent: Node | None
@@ -61,10 +61,10 @@ class Node:
 
 
 class PrefixTree:
-    """All nodes, and the path of every sequence through them.
+    """All nodes, and each sequence's path through them.
 
     Attributes:
-        changes: counts what has happened to nodes, to who has them and to their copies.
+        changes: counts changes to nodes, their holders and their copies.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class PrefixTree:
         return self._ways.get(sequence, [])
 
     def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
-        """Nodes on the way of a prompt, in order of their first pages, each with the page up to which it goes along."""
+        """Nodes on a prompt's path, in order of their first pages, each with the page up to which it matches."""
         reached = 0
         for first, name in enumerate(names):
-            if first > reached:  # a node begins behind a page of another
+            if first > reached:  # a node begins after a page of another
                 return
             for node in self._by_first.get(name, ()):
                 end = first + common_pages(node.names, names, first)
@@ -94,11 +94,11 @@ class PrefixTree:
                 yield node, end
 
     def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
-        """Notes that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its way."""
+        """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its path."""
         self.changes += 1
         sealed = bool(sequence.path)
         way = self._ways.setdefault(sequence, [])
-        if way and way[0].sealed != sealed:  # compressed since: its dense pages are not its any more
+        if way and way[0].sealed != sealed:  # compressed since: it no longer has the dense pages
             self.forget(sequence)
             way = self._ways.setdefault(sequence, [])
         covered = way[-1].holders[sequence] if way else 0
@@ -112,16 +112,16 @@ class PrefixTree:
         return way
 
     def plant(self, parent: Node | None, first: int, names: list[str], sealed: bool, origin: str) -> Node:
-        """Adds a node that nobody holds; its copy is the caller's to set."""
+        """Adds a node without holders; the caller has to set its copy."""
         return self._insert(Node(parent, first, names, sealed, origin=origin), names[0])
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
-        """Whether pages from ``end`` on can be the node's own: they are its only holder's."""
+        """Whether pages from ``end`` on can be added to the node: only its one holder has them."""
         return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
-        """Notes that ``child`` shares the first ``pages`` with ``parent``."""
+        """Records that ``child`` shares the first ``pages`` with ``parent``."""
         self.changes += 1
         self._ways[child] = []
         if bool(child.path) == bool(parent.path):
@@ -130,13 +130,13 @@ class PrefixTree:
                     self.join(child, node, min(node.holders[parent], pages))
 
     def join(self, sequence: CachedSequence, node: Node, end: int) -> None:
-        """Notes that ``sequence`` has the pages of the next node on its way up to ``end``."""
+        """Records that ``sequence`` has the pages of the next node on its path, up to ``end``."""
         self.changes += 1
         self._ways.setdefault(sequence, []).append(node)
         node.holders[sequence] = end
 
     def cut(self, sequence: CachedSequence, pages: int) -> None:
-        """Notes that ``sequence`` has the first ``pages`` only."""
+        """Records that ``sequence`` has only its first ``pages``."""
         self.changes += 1
         for node in list(self._ways[sequence]):
             if node.first >= pages:
@@ -146,7 +146,7 @@ class PrefixTree:
                 self.prune(node)
 
     def forget(self, sequence: CachedSequence) -> None:
-        """Notes that ``sequence`` is gone."""
+        """Records that ``sequence`` is gone."""
         self.changes += 1
         for node in list(self._ways.get(sequence, ())):
             self._leave(sequence, node)
@@ -165,7 +165,7 @@ class PrefixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Removes pages that nobody has: the last ones of a node, or all of it and then of its parent's."""
+        """Removes pages without a holder: the last ones of a node, or the whole node and then those of its parent."""
         while node is not None and node.copy is None:
             held = [*node.holders.values(), *(child.first for child in node.children)]
             if held:

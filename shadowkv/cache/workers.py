@@ -1,4 +1,4 @@
-"""Threads that do file work one after another, and that no slow disk can make an exit of the process wait for."""
+"""Threads that do file work one job after another, and do not delay the exit of the process on a slow disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """As ``ThreadPoolExecutor``, with daemon threads, which the interpreter does not wait for."""
+    """Like ``ThreadPoolExecutor``, but with daemon threads, which the interpreter does not wait for."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -37,7 +37,7 @@ class Workers:
         return future
 
     def close(self, timeout: float, *, drain: bool = False) -> bool:
-        """Takes nothing more; what waits is cancelled, or done if it is to ``drain`` and there is time (seconds).
+        """Accepts no more jobs; queued ones are cancelled, or with ``drain`` done if there is time (seconds).
 
         Returns whether all threads have ended.
         """
@@ -60,7 +60,7 @@ class Workers:
             pass
 
     def _next(self) -> bool:
-        # A call of its own: between two jobs nothing may refer to the buffers of the last one.
+        # A separate call: between two jobs, nothing may refer to the buffers of the last one.
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if not self._jobs:
@@ -78,6 +78,6 @@ class Workers:
 
 
 def _cancel(future: Future[Any]) -> None:
-    # Both: who waits for futures goes on only when the second is called.
+    # Both: waiters on the future wake up only at the second call.
     future.cancel()
     future.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""Writes snapshots on one thread, within a limit of bytes: whoever hands them over never waits."""
+"""Writes snapshots on one thread, within a limit of bytes: callers never wait."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE = 600.0
 
 EVICTION_ROUNDS = 3
-"""Through all files: those that another server turns out to have used are newer in the next round."""
+"""Passes over all files: those that another server turns out to have used are newer in the next one."""
 
 CLOCK_SECONDS = 0.001
-"""By which a time on the disk may differ from the one it was set to."""
+"""Tolerance of a time on the disk to the one it was set to."""
 
 GIVING_UP_SECONDS = 1.0
-"""For a writer that has been told to give up to remove what it has begun."""
+"""Time for a writer that has been told to give up to remove its unfinished file."""
 
 
 @dataclass(frozen=True)
 class WriterLimits:
-    """How much may be written.
+    """Limits on what is written.
 
     Attributes:
         directory_bytes: of all files.
-        queue_bytes: of snapshots that wait for their turn; one may always wait.
-        pause_seconds: without writes after one failed, twice as long after each that fails then.
+        queue_bytes: of snapshots waiting to be written; one may always wait.
+        pause_seconds: without writes after a failed one, doubled after each further failure.
     """
 
     directory_bytes: int
@@ -54,8 +54,8 @@ class WriterLimits:
 class Writer:
     """The writing half of a disk tier, which removes nothing that ``names`` keep.
 
-    ``look`` takes up a file that the index may not have yet; ``complete`` says whether the index has all files, before
-    which none is removed for others' sake.
+    ``look`` takes up a file that the index may lack; ``complete`` says whether the index has all files, before which
+    none is removed to make room for others.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Writer:
         self._thread = Workers(1, "cache-write")
 
     def put(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
-        """Queues a snapshot; the future says whether it is on the disk, and data and ids may be reused from then on."""
+        """Queues a snapshot; the future says whether it is on the disk, after which data and ids may be reused."""
         size = head.nbytes
         with self._lock:
             full = bool(self._waiting) and sum(self._waiting.values()) + size > self._limits.queue_bytes
@@ -95,19 +95,19 @@ class Writer:
         return future
 
     def keep(self, name: str, save: Save) -> Future[None]:
-        """Queues a name for what is on the disk; the future raises SnapshotGone where something of it is not
-        there, OSError where the name cannot be written."""
+        """Queues a name for what is on the disk; the future raises SnapshotGone where part of it is missing, OSError
+        where the name cannot be written."""
         return self._thread.submit(self._keep, name, save)
 
     def _keep(self, name: str, save: Save) -> None:
-        # On this thread nothing is evicted meanwhile; another server may have just before it saw the name.
+        # Nothing is evicted on this thread meanwhile; another server may have evicted before it saw the name.
         self._check_there(save)
         self._names.write(name, save)
-        for snapshot in save.snapshots:  # one that is evicting, and has not seen the name, sees that they are used
+        for snapshot in save.snapshots:  # a server that is evicting and has not seen the name sees that they are used
             with suppress(OSError):
                 self._files.touch(self._directory / file_name(snapshot), time.time())
         self._check_there(save)
-        with suppress(OSError):  # it is there; how much names keep is known a little later then
+        with suppress(OSError):  # it is saved; only the size of what names keep is known a little later
             self._names.refresh()
 
     def _check_there(self, save: Save) -> None:
@@ -131,7 +131,7 @@ class Writer:
         return refused
 
     def close(self, timeout: float) -> bool:
-        """Writes what waits, for ``timeout`` seconds at the most, and ends; returns whether all was written."""
+        """Writes what is queued, within ``timeout`` seconds, and stops; returns whether all was written."""
         if self._thread.close(timeout, drain=True):
             return True
         self._give_up.set()
@@ -167,7 +167,7 @@ class Writer:
         return True
 
     def _attempt(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer], keep: set[str]) -> Head | None:
-        """Writes a file, once more with others removed if the disk is full and the data can be had again."""
+        """Writes a file; if the disk is full and the data can be iterated again, evicts others and tries once more."""
         begun = False
 
         def go_on() -> bool:
@@ -195,7 +195,7 @@ class Writer:
         return attempt()
 
     def _stays(self, name: str) -> bool:
-        """Whether a file of this name is there and of use."""
+        """Whether a file of this name is there and usable."""
         entry = self._entry(name)
         return entry is not None and self._index.fits(entry.head)
 
@@ -205,7 +205,7 @@ class Writer:
         return self._index.get(name)
 
     def _ancestors(self, head: Head) -> set[str] | None:
-        """Names of all that a snapshot continues; None if one of them is not there, so that nobody could read it."""
+        """Names of all that a snapshot continues; None if one of them is missing, as it could not be read then."""
         names: set[str] = set()
         name = head.parent
         while name:
@@ -228,7 +228,7 @@ class Writer:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _make_room(self, size: int, keep: set[str]) -> bool:
-        """Removes what is over the limit with ``size`` bytes more; returns whether there is room then."""
+        """Evicts until ``size`` more bytes are within the limit; returns whether there is room then."""
         limit = self._limits.directory_bytes
         over = self._index.bytes + size - limit
         if over <= 0 or (size <= limit and not self._complete()):
@@ -237,7 +237,7 @@ class Writer:
         return size + kept <= limit and self._evict(over, keep) >= over
 
     def _evict(self, size: int, keep: set[str]) -> int:
-        """Removes files of ``size`` bytes or a little more, if there are as many; returns how many bytes."""
+        """Evicts files of ``size`` bytes or slightly more, if there are enough; returns the number of bytes."""
         freed = 0
         for _ in range(EVICTION_ROUNDS if self._complete() else 0):
             for entry in self._index.by_age(keep | self._names.refresh()):
@@ -247,9 +247,9 @@ class Writer:
         return freed
 
     def _remove(self, entry: Entry) -> int:
-        """Removes a file, unless another server has used it; returns how many bytes are free for it."""
+        """Removes a file, unless another server has used it; returns how many bytes that frees."""
         path = self._directory / file_name(entry.name)
-        with suppress(FileNotFoundError):  # another server was quicker
+        with suppress(FileNotFoundError):  # another server removed it first
             used = self._files.stat(path).st_mtime
             if used > entry.used + CLOCK_SECONDS:
                 self._index.used(entry.name, used)

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, for servers: requests go in, streams of outputs come out."""
+"""The engine on its own thread, for servers: requests go in, streams of outputs come out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 DISK_SECONDS = 120.0
-"""How long a prompt that is saved or restored by name may take to get to the disk, or back from there."""
+"""How long saving a prompt by name may take to reach the disk, or restoring one to come back from there."""
 
 Watch = Callable[[AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]]
 
@@ -40,16 +40,16 @@ class EngineDead(RuntimeError):
 
 
 class EngineStopped(EngineDead):
-    """It has ended because it was told to."""
+    """It has ended because it was stopped."""
 
 
 class EngineBusy(RuntimeError):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class AsyncEngine:
-    """Runs an ``Engine``, of ``loaded`` if that is there already, on a thread. Every method may be called from an event
-    loop; nothing here blocks it."""
+    """Runs an ``Engine``, from ``loaded`` if the model is loaded already, on a thread. Every method may be called from
+    an event loop; nothing here blocks it."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         self.engine = Engine(config, loaded)
@@ -60,7 +60,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Callable[[RequestOutput | Exception], None]] = {}
         self._answers: set[Future[Any]] = set()
-        # Nothing can stop a compilation; a small schema does not wait for large ones, and what has no schema for none.
+        # A compilation cannot be stopped; small schemas do not wait for large ones, and requests without one for none.
         self._checking = ThreadPoolExecutor(1, "shadowkv-schema")
         self._compiling = ThreadPoolExecutor(1, "shadowkv-grammar")
         self._compiling_small = ThreadPoolExecutor(1, "shadowkv-small-grammar")
@@ -75,18 +75,18 @@ class AsyncEngine:
         return self.engine.notes
 
     def start(self) -> None:
-        """Starts the thread, and returns once it has warmed up; raises EngineDead where it could not."""
+        """Starts the thread, and returns once it has warmed up; raises EngineDead where that failed."""
         try:
             self._thread.start()
             self._warm.wait()
-        except BaseException:  # Ctrl-C, say: the thread is not left at work on a device that is about to go
+        except BaseException:  # Ctrl-C, for example: the thread must not go on working on a device that is about to go
             self.shutdown()
             raise
         if self._error is not None:
             raise self._end() from self._error
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stops the thread after the step at work; requests in flight get EngineDead."""
+        """Stops the thread after the current step; requests in flight get EngineDead."""
         self._stopping.set()
         self._commands.put(None)
         if self._thread.is_alive():
@@ -102,7 +102,7 @@ class AsyncEngine:
         return self.engine.stats()
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are (``PrefixCache.segments``), as of between two steps; raises EngineDead."""
+        """Where cached prompts are (``PrefixCache.segments``), between two steps; raises EngineDead."""
 
         def tell(answer: Future[Any]) -> None:
             settle(answer, self.engine.scheduler.prefix_cache.segments(most))
@@ -111,10 +111,10 @@ class AsyncEngine:
         return segments
 
     async def ask(self, begin: Callable[[Future[Any]], None], seconds: float | None = None) -> Any:
-        """What the engine answers: ``begin`` is called on its thread between two steps, and sees to it that the future
-        that it is given is settled.
+        """The engine's answer: ``begin`` is called on its thread between two steps, and must make sure that the future
+        it is given is settled.
 
-        Raises EngineDead, and asyncio.TimeoutError after so many seconds.
+        Raises EngineDead, and asyncio.TimeoutError after ``seconds``.
         """
         answer = self._open_answer()
         try:
@@ -126,9 +126,9 @@ class AsyncEngine:
             answer.cancel()
 
     async def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        """Makes a JSON schema quick to use; raises RequestError if nothing can follow it.
+        """Prepares a JSON schema so that using it is fast; raises RequestError if nothing can satisfy it.
 
-        Large ones may take seconds, on a thread that only others as large wait for.
+        Large ones may take seconds, on a thread that only other large ones wait for.
         """
         loop = asyncio.get_running_loop()
         cost = await loop.run_in_executor(self._checking, check_schema, schema)
@@ -136,19 +136,19 @@ class AsyncEngine:
         await loop.run_in_executor(thread, self.engine.requests.compile_grammar, schema, one_line)
 
     def request(self, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """A request for ``generate``; raises RequestError if it can never be served.
+        """A request for ``generate``; raises RequestError if it could never be served.
 
-        May be called from any thread, and better not from an event loop's: long prompts and JSON schemas take a while.
+        May be called from any thread, but preferably not an event loop's: long prompts and JSON schemas take a while.
         """
         return self.engine.request(uuid.uuid4().hex, prompt_token_ids, params)
 
     async def generate(
         self, request: Request, at_end: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come; closing the iterator aborts it. ``at_end`` is called on the engine's
-        thread when it has its last token, before anything else is done there.
+        """Outputs of one request as they are generated; closing the iterator aborts it. ``at_end`` is called on the
+        engine's thread when the request has its last token, before anything else happens there.
 
-        Raises EngineBusy if too many wait, EngineDead if the engine has stopped.
+        Raises EngineBusy if too many are waiting, EngineDead if the engine has stopped.
         """
         if len(self._sinks) - self.engine.num_running >= self.max_queued_seqs:
             raise EngineBusy(f"no more than {counted(self.max_queued_seqs, 'request')} may wait (--max-queued-seqs)")
@@ -160,7 +160,7 @@ class AsyncEngine:
                 at_end()
             try:
                 loop.call_soon_threadsafe(outputs.put_nowait, item)
-            except RuntimeError:  # the client's event loop is closed: nobody is left to tell
+            except RuntimeError:  # the client's event loop is closed: there is no receiver left
                 logger.debug("request %s: its event loop is closed", name)
 
         self._sinks[name] = sink
@@ -188,11 +188,11 @@ class AsyncEngine:
         request: Request,
         watch: Watch = lambda outputs: outputs,
     ) -> Saved:
-        """Has what is cached of a request's prompt kept on the disk under a name, which must be one. The request is
-        served first, once more without the cache where that has what cannot be saved; ``watch`` sees its outputs.
+        """Has the cached part of a request's prompt kept on the disk under ``name``, which must be valid. The request
+        is served first, and once more without the cache if what that holds cannot be saved; ``watch`` sees its outputs.
 
-        Raises SaveError where that cannot be, RequestError where nothing of the prompt can ever be saved, and what
-        ``generate`` does.
+        Raises SaveError where that is not possible, RequestError where nothing of the prompt can ever be saved, and
+        what ``generate`` does.
         """
         self._check_directory()
         if request.prompt is None or not request.prompt.shareable:
@@ -221,9 +221,9 @@ class AsyncEngine:
             answer.cancel()
 
     async def restore(self, name: str) -> Saved:
-        """Has what is kept under a name brought to host memory, for the next prompt that begins with it.
+        """Has what a name keeps brought to host memory, for the next prompt that begins with it.
 
-        Raises SaveError where that cannot be, RequestError without a directory, EngineDead if the engine has stopped.
+        Raises SaveError where that is not possible, RequestError without a directory, EngineDead if it has stopped.
         """
         self._check_directory()
 
@@ -263,7 +263,7 @@ class AsyncEngine:
     def _add(self, request: Request) -> None:
         try:
             self.engine.add(request)
-        except RequestError as error:  # the engine goes on for everybody else
+        except RequestError as error:  # the engine goes on for all other requests
             if request.request_id in self._sinks:
                 self._sinks[request.request_id](error)
 
@@ -280,7 +280,7 @@ class AsyncEngine:
                         self._sinks.pop(output.request_id, None)
         except BaseException as error:
             self._error = error
-            # What a rank has failed of is in the log already.
+            # The reason of a rank's failure is in the log already.
             logger.error("the engine has died: %s", error, exc_info=not isinstance(error, RankFailure))
         finally:
             self._stopped = True
@@ -294,11 +294,11 @@ class AsyncEngine:
     def _close(self) -> None:
         try:
             self.engine.close()
-        except (OSError, RuntimeError) as error:  # nobody is left to tell
+        except (OSError, RuntimeError) as error:  # there is no receiver left
             logger.warning("the prefix cache was not closed: %s", error)
 
     def _obey(self) -> bool:
-        """Carries out what was asked since the last step, waiting for something to do; False to stop."""
+        """Carries out what was requested since the last step, or waits for something to do; False to stop."""
         while True:
             try:
                 if self.engine.settling:
@@ -312,7 +312,7 @@ class AsyncEngine:
             command()
 
     def _end(self) -> EngineDead:
-        """Why nothing is served any more."""
+        """Why nothing more is served."""
         if self._error:
             return EngineDead(f"the engine has died: {self._error}")
         return EngineStopped("the engine has been shut down")

@@ -1,4 +1,4 @@
-"""Everything an engine is built from, and its command-line flags, with the ecosystem's names."""
+"""Everything an engine is built from, and its command-line flags, with the names that are common elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.wording import SettingsError
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-"""Those of ``models.loader``, which cannot be imported without PyTorch, as flags are named."""
+"""Those of ``models.loader``, which cannot be imported without PyTorch; here named as flags."""
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")
@@ -28,7 +28,7 @@ class EngineConfig:
     """An engine's settings; every field is a flag of the same name with dashes.
 
     Raises:
-        SettingsError: values that cannot be; the message lists every one.
+        SettingsError: values that are not valid; the message lists every one.
     """
 
     model: str = DEFAULT_MODEL
@@ -135,18 +135,18 @@ class EngineConfig:
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
-        """What ``spec`` returned cannot be, for the reasons of ``error``, said of the settings that make it."""
+        """The error for what ``spec`` returned being refused, with the reasons in ``error``, in terms of settings."""
         chosen = {name: getattr(self, name) for name in ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers")}
         return refused_policy(error, self.kv if isinstance(self.kv, str) else None, **chosen)
 
     @classmethod
     def names(cls) -> list[str]:
-        """Of all fields."""
+        """Names of all fields."""
         return [field.name for field in fields(cls)]
 
     @property
     def disk_gib(self) -> float:
-        """Of the files of the prefix cache, at the most, in GiB."""
+        """Limit on the files of the prefix cache, in GiB."""
         return DISK_GIB if self.kv_disk_gib is None else self.kv_disk_gib
 
     @property
@@ -156,7 +156,7 @@ class EngineConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
-        """The config that parsed flags ask for."""
+        """The config given by parsed flags."""
         return cls(**{name: getattr(args, name) for name in cls.names()})
 
     @staticmethod
@@ -337,12 +337,12 @@ class EngineConfig:
 
 
 def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> SettingsError:
-    """The error of a policy that is refused, with the settings that name it.
+    """The error for a refused policy, in terms of the settings that name it.
 
     Args:
-        error: why; what parts say is of the policy's own fields.
+        error: the reason; what parts report refers to the policy's own fields.
         kv: the policy's name, if it has one.
-        chosen: fields that were changed by settings of their own (``kv_rank``); None where they were not.
+        chosen: fields that were changed by separate settings (``kv_rank``); None where they were not.
     """
     given = {name: value for name, value in {"kv": kv, **chosen}.items() if value is not None}
     named = error.settings if isinstance(error, SettingsError) else ()
@@ -351,7 +351,7 @@ def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> Settings
 
 
 def policy_name(text: str) -> str:
-    """A policy as given on a command line, as it is; raises ArgumentTypeError where ``preset`` cannot read it."""
+    """A policy as given on a command line, unchanged; raises ArgumentTypeError where ``preset`` cannot read it."""
     try:
         preset(text)
     except ValueError as error:
@@ -360,7 +360,7 @@ def policy_name(text: str) -> str:
 
 
 def policy_of_cache_dtype(name: str) -> str:
-    """The policy that vLLM's name of a cache's dtype stands for; raises ArgumentTypeError where it stands for none."""
+    """The policy for vLLM's name of a cache dtype; raises ArgumentTypeError where there is none."""
     policies = {"auto": str(EngineConfig.kv), **CACHE_DTYPES}
     if name not in policies:
         raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(policies)}; --kv takes every policy")
@@ -368,13 +368,13 @@ def policy_of_cache_dtype(name: str) -> str:
 
 
 def parse_dense_below(text: str) -> int | str:
-    """``--kv-dense-below`` as given on a command line; what is no number is for the config to refuse."""
+    """``--kv-dense-below`` as given on a command line; what is not a number is for the config to refuse."""
     return int(text) if text.isdecimal() else text
 
 
 def parse_budget(text: str) -> float | int:
     """A budget as given on a command line: with a point it is a fraction, without one a number of tokens. Raises
-    ArgumentTypeError for what can be neither, for whatever model."""
+    ArgumentTypeError for what cannot be either, for any model."""
     try:
         value = int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Where a request stands in a grammar that its answer follows: tokens that may not come next are masked."""
+"""Position of a request in the grammar that its answer must follow: tokens that may not come next are masked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Constraint:
-    """Where one request stands in its grammar."""
+    """Position of one request in its grammar."""
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, allowed: Tensor) -> None:
         import xgrammar
@@ -28,10 +28,10 @@ class Constraint:
         self._apply(logits.unsqueeze(0), self._mask.to(logits.device))
 
     def accept(self, token: int) -> bool:
-        """Takes the chosen token; False if it may not come next, as any where the grammar has no way on."""
+        """Accepts the chosen token; False if it may not come next, as for any token where the grammar is stuck."""
         return bool(self._matcher.accept_token(token))
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether nothing more may follow."""
         return bool(self._matcher.is_terminated())

@@ -1,10 +1,10 @@
-"""From how many tokens on compressing a sequence pays: picked once, from the model, the policy and the batch, never by
+"""From how many tokens on compressing a sequence pays: chosen once, from the model, the policy and the batch, never by
 load, so that no prompt's answer depends on its neighbours.
 
-A token costs its share of what a step reads, dense or compressed. A compressed sequence adds to a step what searching
-takes whatever the length, and pays once for finding its subspace and coding its tokens. A prompt of no more than one
-block of a prefill is never compressed: there is no later block of a layer beside which that could be done, and its
-first token would come a tenth later.
+A token costs its share of what a step reads, dense or compressed. A compressed sequence adds the time of the search to
+a step, whatever its length, and pays once for finding its subspace and coding its tokens. A prompt of at most one
+prefill block is never compressed: there is no later block of a layer to overlap that with, and its first token would
+come a tenth later.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shadowkv.models.config import ModelConfig
 from shadowkv.models.decoder import Decoder
 
 ANSWER = 256
-"""Tokens of an answer that compressing its prompt is to pay for."""
+"""Length of the answer, in tokens, over which compressing its prompt has to pay off."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a kind of device takes, in seconds and bytes a second.
+    """Costs of a kind of device, in seconds, and in bytes per second.
 
-    What is no bandwidth was measured with ``turbo`` and stands for every policy.
+    All but the bandwidths were measured with ``turbo`` and stand for every policy.
 
     Attributes:
         bandwidth, host_bandwidth: at which steps read tokens on the device and values on the host.
-        step: of a layer, which a step takes longer if any of its sequences is compressed.
-        row: of a layer, for each compressed sequence.
-        fit: of a prompt's subspaces and maps, in all layers.
-        seal: of a prompt's token, in all layers.
+        step: per layer, by which a step takes longer if any of its sequences is compressed.
+        row: per layer and compressed sequence.
+        fit: for a prompt's subspaces and maps, in all layers.
+        seal: per token of a prompt, in all layers.
     """
 
     bandwidth: float
@@ -47,21 +47,21 @@ class Costs:
 
 
 COSTS = {
-    # One H200, Llama-3.1-8B: of a step of one sequence of 60K 1.2 ms are neither bytes nor the dense step's; prompts of
-    # 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
+    # One H200, Llama-3.1-8B: in a step of one sequence of 60K, 1.2 ms are neither bytes nor the dense step's; prompts
+    # of 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
     "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015, seal=2e-6),
-    # Two cores, SmolLM2-135M: at 4K a step of one sequence takes `turbo` 72 to 105 ms and `full` 39 to 66.
+    # Two cores, SmolLM2-135M: at 4K a step of one sequence takes 72 to 105 ms with `turbo` and 39 to 66 with `full`.
     "cpu": Costs(14e9, 14e9, step=0.0, row=1.1e-3, fit=0.1, seal=250e-6),
 }
 
 
 def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cache_bytes: int | None = None) -> int:
-    """The fewest tokens from which on a sequence is compressed.
+    """Minimum number of tokens from which on a sequence is compressed.
 
     Args:
-        forced: of the policy that compresses all it can, for sequences up to the longest.
+        forced: layout of the policy that compresses all it can, for sequences up to the longest.
         device: its type.
-        batch: sequences that run at once at the most.
+        batch: most sequences that run at once.
         cache_bytes: device bytes for their pages; None is enough for all.
     """
     costs, longest = COSTS[device], forced.max_model_len
@@ -69,7 +69,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
     weights = Decoder(model, forced.dtype, "meta").num_bytes_read / costs.bandwidth
 
     def seconds(layout: Layout, tokens: int) -> float:
-        """Of a token of a full batch of sequences of ``tokens``, for each of them."""
+        """Time of one token for each sequence in a full batch of sequences of ``tokens``."""
         rows, need, unit = batch, layout.demand(tokens, tokens), layout.bytes_per_block()
         if cache_bytes is not None:
             rows = max(1, min(rows, cache_bytes // (need["device"] * unit["device"])))  # the others wait
@@ -91,7 +91,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
 
 
 def _lengths(first: int, last: int) -> Iterator[int]:
-    """Few lengths, each a quarter longer than the one before, in whole pages."""
+    """A few lengths, each a quarter longer than the one before, in whole pages."""
     tokens = first
     while tokens <= last:
         yield tokens

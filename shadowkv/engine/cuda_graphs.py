@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch a step instead of a thousand, one graph per shape of a batch.
+"""Decode steps as CUDA graphs: one launch per step instead of a thousand, one graph per shape of a batch.
 
 Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up (``kvcache/rounding.py``), so that few graphs serve many steps. Shapes whose graph the
-memory has no room for run without one.
+rounded up (``kvcache/rounding.py``), so that few graphs serve many steps. Shapes for whose graph there is no memory run
+without one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from shadowkv.layers.group import RankFailure
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 48
-"""Graphs kept; the one not used for longest goes first."""
+"""Graphs kept; the least recently used goes first."""
 
 Function = Callable[[Tensor], Any]
-"""What is captured, of numbers on the device."""
+"""What is captured, as a function of numbers on the device."""
 
 Step = Callable[[DecodePlan, Tensor, Tensor, bool], Tensor]
 
@@ -39,17 +39,17 @@ class CudaGraphs:
     """Runs decode steps and seals of one cache from graphs, capturing those it does not have.
 
     Args:
-        step: computes logits from a plan's shapes, its numbers on the device, the inputs int64 [2, B]: newest tokens
-            and where else they come from. Or it only rehearses that: runs whatever a capture may not load for the first
-            time, a few layers say, because a token waits for this and for the capture.
-        max_batch: sequences that decode together at the most.
-        together: whether other ranks run the same graphs: one that has no room for a graph cannot go on then
+        step: computes logits from a plan's shapes, its numbers on the device, and the inputs int64 [2, B]: newest
+            tokens and where else they come from. Or it only rehearses that: runs whatever a capture must not load for
+            the first time, for example a few layers, because a token waits for this and for the capture.
+        max_batch: most sequences that decode together.
+        together: whether other ranks run the same graphs: without room for a graph, a rank then cannot go on
             (RankFailure), as it does not know what the others have run.
 
     Attributes:
-        captures: how many there have been, those that found no room included.
-        graphs: those that are kept, by their shapes, the one used last at the end.
-        without: shapes that found no room for a graph.
+        captures: how many there have been, including those without room.
+        graphs: those that are kept, by their shapes, the most recently used last.
+        without: shapes whose graph had no room.
     """
 
     def __init__(self, cache: KVCache, step: Step, max_batch: int, together: bool = False) -> None:
@@ -75,13 +75,13 @@ class CudaGraphs:
         return logits[:count]
 
     def drop(self) -> None:
-        """Gives back all graphs, whoever still holds them; none can run again."""
+        """Frees all graphs, even those referred to elsewhere; none can run again."""
         for captured in self.graphs.values():
             captured.graph.reset()
         self.graphs.clear()
 
     def has(self, plan: DecodePlan) -> bool:
-        """Whether there is a graph for a plan's shapes, or no room for one."""
+        """Whether a plan's shapes have a graph, or no room for one."""
         key = self.cache.rounded(plan, self.max_batch).shape
         return key in self.graphs or key in self.without
 
@@ -109,7 +109,7 @@ class CudaGraphs:
         return captured.result
 
     def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, rehearsal: Function) -> _Captured:
-        """The new graph, which has run."""
+        """The new graph, already run once."""
         function, rehearsal = self._joining(function), self._joining(rehearsal)
         with _capturing:
             captured = self.graphs[key] = _Captured(numbers, function, rehearsal, self._pool, self._stream)
@@ -118,7 +118,7 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Function) -> Function:
-        """``function``; where it fails, what is captured beside it is joined, without which a capture cannot end."""
+        """``function``; if it fails, the streams captured beside it are joined, without which a capture cannot end."""
 
         def run(numbers: Tensor) -> Any:
             try:
@@ -131,18 +131,18 @@ class CudaGraphs:
 
 
 _capturing = threading.Lock()
-"""Engines on threads of their own share that stream: what one runs on it another must not capture."""
+"""Engines on separate threads share that stream: what one runs on it, another must not capture."""
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs of a device: they share a pool's memory, and the workspaces of matrix products, by stream."""
+    """One stream for all graphs of a device: they share a pool's memory, and matrix product workspaces, per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What a collection may free, another cache's pinned memory say, may not be freed while a graph is captured."""
+    """What a collection may free, for example another cache's pinned memory, must not be freed during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -153,7 +153,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class _Captured:
-    """One graph, the buffer that its numbers come through and what it leaves behind."""
+    """One graph, the buffer for its numbers, and its outputs."""
 
     def __init__(
         self, numbers: np.ndarray, function: Function, rehearsal: Function, pool: Any, stream: torch.cuda.Stream
@@ -163,7 +163,7 @@ class _Captured:
         self.graph = torch.cuda.CUDAGraph()
         self.uploaded = torch.cuda.Event()
         self._upload(numbers)
-        # Libraries and kernels that load on first use may not do so in a capture.
+        # Libraries and kernels that load on first use must not do so in a capture.
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             with torch.cuda.stream(stream):
@@ -180,7 +180,7 @@ class _Captured:
         self.graph.replay()
 
     def _upload(self, numbers: np.ndarray) -> None:
-        self.uploaded.synchronize()  # the last copy out of the buffer, if it is still on its way
+        self.uploaded.synchronize()  # the last copy out of the buffer may still be in progress
         self.staging.numpy()[:] = numbers
         self.static.copy_(self.staging, non_blocking=True)
         self.uploaded.record()

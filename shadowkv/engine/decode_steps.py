@@ -1,8 +1,8 @@
 """Decode steps of all running sequences, launched one ahead of what the host knows where that keeps the GPU busy.
 
 The next step needs the tokens that this one chooses, and they are on the device: it can be launched before the host has
-seen them. A sequence that turns out to have ended has then computed one token too many, which is forgotten. Tokens that
-the host has a part in choosing (penalties, grammars, log-probabilities) are waited for.
+seen them. A sequence that turns out to have ended has then computed one token too many, which is dropped. Tokens that
+the host helps choose (penalties, grammars, log-probabilities) are waited for.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shadowkv.engine.scheduler import Running, Scheduler
 from shadowkv.engine.selections import SelectionRecord, TokenSelections
 
 Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
-"""Tokens, their log-probabilities where asked for, and whether each row's logits were finite."""
+"""Tokens, their log-probabilities where requested, and whether each row's logits were finite."""
 
 Selected = dict[int, TokenSelections | None]
-"""By row, where asked for."""
+"""By row, where requested."""
 
 
 class DecodeSteps:
     """Steps of a scheduler's running sequences, one ahead if ``run_ahead``: on a CPU there is nothing to overlap.
 
     Attributes:
-        seconds: of the device's work, what the step took that ``next`` returned last. Steps whose graph was captured
-            do not count: the device waited for the host, and the next one will not.
+        seconds: device time of the step that ``next`` returned last. Steps whose graph was captured do not count: the
+            device waited for the host, and for the next one it will not.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, run_ahead: bool) -> None:
@@ -54,7 +54,7 @@ class DecodeSteps:
         return step.rows, chosen, step.selected()
 
     def forget(self, running: Running) -> None:
-        """Takes back the token that a sequence which ends now has computed ahead."""
+        """Takes back the token that a sequence that is ending now has computed ahead."""
         if self._ahead is not None and running in self._ahead.rows:
             sequence = running.sequence
             self.runner.cache.truncate(sequence, sequence.length - 1)
@@ -65,7 +65,7 @@ class DecodeSteps:
         for one in self.scheduler.running:
             request, source = one.request, known.get(id(one), -1)
             if source >= 0 and len(request.output_token_ids) + 1 >= request.max_tokens:
-                continue  # the token on its way is its last
+                continue  # the token in flight is its last
             rows.append(one)
             tokens.append(request.output_token_ids[-1])
             sources.append(source)
@@ -81,7 +81,7 @@ class DecodeSteps:
 
 
 class _Step:
-    """A step that is on its way."""
+    """A step in flight."""
 
     def __init__(
         self,
@@ -120,5 +120,5 @@ class _Step:
         return tokens, [None] * len(tokens), [bool(row) for row in finite]
 
     def selected(self) -> Selected:
-        """What rows attended to that ask for it."""
+        """What the rows that request it attended to."""
         return {} if self._record is None else dict(zip(self._asking, self._record.read(), strict=True))

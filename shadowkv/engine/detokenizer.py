@@ -1,4 +1,4 @@
-"""Turns the tokens of one request into text as they come, and finds its stop strings."""
+"""Turns the tokens of one request into text as they arrive, and finds its stop strings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Detokenizer:
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of ``text`` that begins ``stop``."""
+        """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
         for length in range(min(len(text), len(stop) - 1), 0, -1):
             if stop.startswith(text[-length:]):
                 return length

@@ -1,6 +1,6 @@
-"""Where an engine computes, and that device as the current one of whichever thread steps the engine.
+"""Where an engine computes, and making that device the current one of the thread that steps the engine.
 
-Tensors say where they are; events, streams, graphs and Triton's launches go to the thread's current device.
+Tensors know where they are; events, streams, graphs and Triton's launches go to the thread's current device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shadowkv.wording import SettingsError, counted
 
 
 def device_of(name: str) -> torch.device:
-    """The device that ``name`` means, a GPU with its number; raises ValueError if it is not there."""
+    """The device named ``name``, a GPU with its number; raises ValueError if it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,6 +1,6 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step advances the prefill at work as far as the time between two tokens allows, then decodes one token for every
+A step advances the current prefill as far as the time between two tokens allows, then decodes one token for every
 running sequence; requests join and leave between any two steps.
 """
 
@@ -46,28 +46,28 @@ Scores = list[TokenLogprobs | None]
 
 TOKEN_GAP = 0.08
 """Seconds from token to token of a sequence while prompts are computed: so that 99 of 100 gaps are below 0.1. All that
-a decode step leaves of them is the prefill's, because steps of few sequences cost nearly what those of many do: at 4 to
-12 ms they then have 5 to 15 % of the time, and a quarter where prefill gets three steps' time between two."""
+a decode step leaves of them goes to the prefill, because steps of few sequences cost nearly as much as those of many:
+at 4 to 12 ms they then get 5 to 15 % of the time, and a quarter where prefill gets three steps' time between two."""
 
 QUEUED_TOKEN_GAP = 0.25
-"""The same while further prompts wait that there are sequences for: each step of the few that run delays them all, and
-steps of a full batch bring more tokens. 48 prompts of 60K with answers of 512 take 70 s on an H200 (fp8 weights), and
-76 with 0.08."""
+"""The same while more prompts are waiting for which sequences are available: each step of the few running ones delays
+them all, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s on an H200 (fp8
+weights), and 76 with 0.08."""
 
 PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
-"""What prefill gets at the least, in decode steps, where these take so long that little is left of the gap: full
-batches soon pay for the wait."""
+"""What prefill gets at least, in decode steps, where these take so long that little of the gap is left: full batches
+soon pay for the wait."""
 
 IDLE_PREFILL_SECONDS = 0.1
-"""The same while nothing decodes: aborts and Ctrl-C are seen between steps."""
+"""The same while nothing decodes: aborts and Ctrl-C take effect between steps."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
     """Requests in flight, and the use of each tier of the KV cache; finished sequences that are kept count as used.
 
-    ``fetches`` counts from the start, and what the step at work fetches not yet. ``prefixes`` are the tiers of the
-    prefix cache, whose host memory is none of the KV cache's; it is empty where that is off.
+    ``fetches`` counts from the start, not including the current step. ``prefixes`` are the tiers of the prefix cache,
+    whose host memory is not part of the KV cache's; it is empty where that is off.
     """
 
     running: int
@@ -78,14 +78,14 @@ class EngineStats:
 
 
 class Engine:
-    """A model (``loaded``, if it is there already), its KV cache and the requests in flight; not thread-safe.
+    """A model (``loaded``, if it is loaded already), its KV cache and the requests in flight; not thread-safe.
 
     Attributes:
-        cache, runner, scheduler: what is computed with, and for whom.
-        prefills, decode_steps: what is at work.
+        cache, runner, scheduler: the parts that compute, and that decide what is computed.
+        prefills, decode_steps: the work in progress.
 
-    Raises ValueError for settings that cannot be, MemoryError where the memory asked for is not there, RankFailure
-    where another rank cannot start.
+    Raises ValueError for settings that are not valid, MemoryError where there is not enough memory, RankFailure where
+    another rank cannot start.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
@@ -125,14 +125,14 @@ class Engine:
         self._aborted: set[str] = set()
 
     def when_a_rank_fails(self, tell: Callable[[RankFailure], None]) -> None:
-        """Has ``tell`` called, on a thread of its own, when a tensor-parallel rank has ended."""
+        """Calls ``tell``, on a separate thread, when a tensor-parallel rank has ended."""
         if self._ranks is not None:
             self._ranks.when_failed(tell)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """A request for ``add``, on any thread; raises RequestError if it can never be served."""
+        """A request for ``add``, on any thread; raises RequestError if it could never be served."""
         return self.requests.request(request_id, prompt_token_ids, params)
 
     def add(self, request: Request) -> None:
@@ -147,12 +147,12 @@ class Engine:
         self._text[name] = Detokenizer(self.tokenizer.stream(request.params.skip_special_tokens), request.params.stop)
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Queues a request; raises RequestError if it can never be served or its id is in use."""
+        """Queues a request; raises RequestError if it could never be served or its id is in use."""
         self.add(self.request(request_id, prompt_token_ids, params))
 
     def resume(self, request: Request, sequence: CachedSequence, token: int) -> RequestOutput:
-        """Goes on with a request whose prompt was computed elsewhere: ``sequence`` of ``cache`` holds it, and its first
-        token has been chosen. Returns what ``add`` and a step would have; the engine owns the sequence from now on.
+        """Continues a request whose prompt was computed elsewhere: ``sequence`` of ``cache`` holds it, and its first
+        token has been chosen. Returns what ``add`` and a step would have; the engine owns the sequence from then on.
 
         Raises RequestError if the request's id is in use, ValueError if the sequence is not the prompt's.
         """
@@ -169,7 +169,7 @@ class Engine:
         return self._take_token(running, token, None)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is; unknown and finished ids are ignored."""
+        """Ends a request in whatever state it is; unknown and finished ids are ignored."""
         if self._text.pop(request_id, None) is None:
             return
         if self.scheduler.cancel(request_id):
@@ -216,17 +216,17 @@ class Engine:
 
     @property
     def settling(self) -> bool:
-        """Whether what was computed is still on its way to other tiers: steps go on with that."""
+        """Whether computed data is still on its way to other tiers: steps continue that."""
         return self.scheduler.prefix_cache.busy
 
     @property
     def saves(self) -> Saves | None:
-        """What is saved and restored by name, for the engine's thread; None without a directory, or not any more."""
+        """What is saved and restored by name, for the engine's thread; None without a directory, or once given up."""
         return self.scheduler.prefix_cache.saves
 
     def close(self) -> None:
-        """Ends the prefix cache's work: what is on its way to the disk is written, as far as that takes not long; and
-        the other ranks."""
+        """Ends the prefix cache's work, with a short time to write what is on its way to the disk; and the other
+        ranks."""
         with current(self.device):
             self.scheduler.prefix_cache.close()
         if self._ranks is not None:
@@ -264,7 +264,7 @@ class Engine:
         return self._take_tokens(kept, chosen, [hidden[row] for row in rows] if hidden else None)
 
     def _drop_prefill(self, prefill: PrefillAtWork) -> list[Request]:
-        """Gives back what a prefill owns; returns its requests that were not aborted."""
+        """Frees what a prefill owns; returns its requests that were not aborted."""
         self.prefills.drop(prefill)
         wanted = [one.request for one in prefill.rows if one.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
@@ -276,7 +276,7 @@ class Engine:
     def _decode(self) -> list[RequestOutput]:
         try:
             rows, chosen, selected = self.decode_steps.next()
-        except torch.OutOfMemoryError as error:  # those that wait may do with less
+        except torch.OutOfMemoryError as error:  # those that wait may need less
             message = _explain(error)
             return [self._fail(running, message) for running in list(self.scheduler.running)]
         return self._take_tokens(rows, chosen, selected=selected)
@@ -299,7 +299,7 @@ class Engine:
         outputs = []
         for row, one in enumerate(rows):
             if id(one) not in alive:
-                continue  # ended while the step was on its way
+                continue  # ended while the step was in flight
             if not finite[row]:
                 outputs.append(self._fail(one, "the model's logits are not finite (NaN or infinity)"))
                 continue
@@ -311,7 +311,7 @@ class Engine:
                 if one.request.params.return_selections:
                     output = replace(output, selections=[(selected or {}).get(row)] * len(output.token_ids))
                 outputs.append(output)
-            except Exception as error:  # the others go on
+            except Exception as error:  # the others continue
                 outputs.append(self._fail(one, _explain(error)))
         return outputs
 
@@ -319,7 +319,7 @@ class Engine:
         request, text = running.request, self._text[running.request.request_id]
         now = time.monotonic()
         request.times.first_token, request.times.last_token = request.times.first_token or now, now
-        if not request.max_tokens:  # the prompt was to be scored, and nothing more
+        if not request.max_tokens:  # only the prompt was to be scored
             return self._finish(running, "", [], None, "length")
         request.output_token_ids.append(token)
         constraint = request.constraint
@@ -376,7 +376,7 @@ class Engine:
 
 
 def _explain(error: Exception) -> str:
-    """What the requests that ``error`` ended are told; raises it where the device is of no use any more."""
+    """The message for the requests that ``error`` ended; raises it where the device is no longer usable."""
     if isinstance(error, (torch.AcceleratorError, RankFailure)):
         raise error
     logger.error("requests failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Output that follows a JSON schema: tokens that would break it are masked (XGrammar, arXiv:2411.15100)."""
+"""Output that follows a JSON schema: tokens that would violate it are masked (XGrammar, arXiv:2411.15100)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from shadowkv.models.tokenizer import Tokenizer
 
 CACHE_BYTES = 2**29
-"""Compiled grammars that are kept."""
+"""Size of the compiled grammars that are kept."""
 
 LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
-"""Time, source file and condition before what the compiler says."""
+"""Time, source file and condition before the compiler's message."""
 
 
 CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
 class GrammarCompiler:
-    """Compiles schemas for one model's vocabulary. May be used from any thread; a compilation lets the others run."""
+    """Compiles schemas for one model's vocabulary. May be used from any thread; compiling does not block the others."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, sorted(stop_ids)
@@ -39,11 +39,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, schema: str, one_line: bool = False) -> xgrammar.CompiledGrammar:
-        """The grammar of a JSON schema (as JSON text); the compiler keeps it, so that the next time is quick.
+        """The grammar of a JSON schema (as JSON text); the compiler keeps it, so that the next time is fast.
 
         ``one_line`` is as in ``SamplingParams.json_one_line``.
 
-        Raises RequestError where xgrammar is not installed, cannot follow the schema, or nothing follows it.
+        Raises RequestError where xgrammar is not installed or cannot follow the schema, or nothing can satisfy it.
         """
         anything = check_schema(schema).anything
         try:
@@ -55,12 +55,12 @@ class GrammarCompiler:
         except ImportError as error:
             message = "JSON output needs xgrammar: install shadowkv-engine[json] on the server"
             raise RequestError(message, "response_format") from error
-        except (RuntimeError, ValueError) as error:  # RecursionError is one
+        except (RuntimeError, ValueError) as error:  # includes RecursionError
             reason = LOG_PREFIX.sub("", str(error)).strip()
             raise refusal(reason or "xgrammar gives no reason; simpler patterns may do") from error
 
     def constraint(self, schema: str, one_line: bool = False) -> Constraint:
-        """A fresh start in the grammar of ``schema``; raises RequestError as ``compile`` does."""
+        """A new position at the start of ``schema``'s grammar; raises RequestError as ``compile`` does."""
         return Constraint(self.compile(schema, one_line), self._vocab_size, self._allowed)
 
     def _build(self) -> xgrammar.GrammarCompiler:
@@ -75,14 +75,14 @@ class GrammarCompiler:
             vocabulary, vocab_type=kind, vocab_size=self._vocab_size, stop_token_ids=self._stop_ids
         )
         self._allowed = _without_control_characters(info.decoded_vocab, self._vocab_size)
-        threads = max(1, torch.get_num_threads() // 2)  # the others are for those who are being served
+        threads = max(1, torch.get_num_threads() // 2)  # the other threads are for requests being served
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
 
 
 def _without_control_characters(vocabulary: list[bytes], vocab_size: int) -> Tensor:
-    """A mask of the tokens that have no control characters but ends of lines, which are blanks of JSON; int32 [1, n].
+    """A mask of the tokens without control characters except line ends, which are white space in JSON; int32 [1, n].
 
-    XGrammar takes them for characters of strings whose length is limited, in which JSON has none as they are.
+    XGrammar accepts them in strings of limited length, in which JSON does not allow them unescaped.
     """
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
     bits[:vocab_size] = [CONTROL.search(token) is None for token in vocabulary]

@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps of an engine: in the middle of one it would leave pages and slots that nobody owns."""
+"""Ctrl-C between two steps of an engine: in the middle of one it would leak pages and slots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @contextmanager
 def interrupts_deferred() -> Iterator[Callable[[], None]]:
-    """Within, a Ctrl-C takes effect when the function that this yields is called, or at the end."""
+    """Within, a Ctrl-C takes effect when the yielded function is called, or at the end."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # nothing is raised here
+        yield lambda: None  # nothing to raise here
         return
     pending: list[Any] = []
 

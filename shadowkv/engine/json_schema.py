@@ -1,4 +1,4 @@
-"""What a JSON schema asks of the compiler of grammars: its limits, its cost, and whether anything follows it."""
+"""What a JSON schema requires of the grammar compiler: its limits, its cost, and whether anything can satisfy it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ANY_JSON: dict[str, Any] = {}
 
 MAX_SCHEMA_CHARS = 2**17
 MAX_SCHEMA_DEPTH = 200
-"""Compile time grows with the square of both (half a second here, 15 seconds at 900 levels), cannot be cut short, and
+"""Compile time grows with the square of both (half a second here, 15 seconds at 900 levels), cannot be interrupted, and
 a chain of 20,000 references overflows the compiler's stack."""
 
 MAX_SCHEMA_STATES = 8_000
-"""Repetitions of patterns and strings are compiled state by state, with a mask over the vocabulary for each, which
-takes one or two milliseconds: a pattern of 60 characters can ask for millions."""
+"""Repetitions of patterns and strings are compiled state by state, each with a mask over the vocabulary, which takes
+one or two milliseconds: a pattern of 60 characters can ask for millions."""
 
 SMALL_CHARS, SMALL_STATES = 8_000, 300
 
@@ -34,12 +34,12 @@ HUGE, DIGITS = 10**9, 9
 """More than is ever allowed."""
 
 TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|.", re.DOTALL)
-"""Of a regular expression: an escape, a set, a counted repetition, or any other character."""
+"""A token of a regular expression: an escape, a set, a counted repetition, or any other character."""
 
 
 @dataclass(frozen=True)
 class SchemaCost:
-    """What is known of a schema before it is compiled: about how many states it takes, and whether any JSON follows."""
+    """What is known about a schema before compilation: about how many states it takes, and whether any JSON follows."""
 
     chars: int
     states: int
@@ -52,12 +52,12 @@ class SchemaCost:
 
 
 def refusal(reason: str) -> RequestError:
-    """What a client is told of a schema that cannot be followed."""
+    """What a client is told about a schema that cannot be followed."""
     return RequestError(f"the JSON schema cannot be followed: {reason[:MAX_REASON_CHARS]}", "response_format")
 
 
 def check_schema(schema: str) -> SchemaCost:
-    """Raises RequestError for a schema (as JSON text) that is too large or that nothing follows."""
+    """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy."""
     try:
         return _check(schema)
     except (ValueError, RecursionError) as error:
@@ -92,7 +92,7 @@ def _check(schema: str) -> SchemaCost:
 
 
 def _repeated(rules: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """What of one schema is compiled state by state; like ones of a document are compiled once."""
+    """The parts of a schema that are compiled state by state; equal ones in a document are compiled once."""
     lengths = tuple(n for key in ("minLength", "maxLength") if isinstance(n := rules.get(key), int | float))
     patterns = rules.get("patternProperties")
     names = [*patterns] if isinstance(patterns, dict) else []
@@ -105,7 +105,7 @@ def _states(pattern: str, lengths: tuple[float, ...]) -> int:
 
 
 def unrolled(pattern: str) -> int:
-    """Characters of a regular expression with its counted repetitions written out; at the most ``HUGE``."""
+    """Length of a regular expression with its counted repetitions expanded; at most ``HUGE``."""
     sizes, last, at = [0], 0, 0
     while at < len(pattern):
         token = TOKEN.match(pattern, at)
@@ -134,16 +134,16 @@ def _children(value: Any) -> list[Any]:
 
 
 def _check_reference(reference: Any) -> None:
-    # The compiler would let anything through.
+    # The compiler would accept anything.
     if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
         raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
 
 
 def _has_answer(rules: Any) -> bool:
-    """Whether some finite JSON follows ``rules``.
+    """Whether some finite JSON satisfies ``rules``.
 
-    Each of its parts is looked at once: what has an answer counts for those that wait for it, whatever the order and
-    number of references between them.
+    Each of its parts is looked at once: when one has an answer, it counts for those that wait for it, whatever the
+    order and number of references between them.
     """
     missing: dict[int, int] = {}
     waiting: dict[int, list[int]] = {}
@@ -167,7 +167,7 @@ def _has_answer(rules: Any) -> bool:
 
 
 def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
-    """How many of which parts must have an answer for ``one`` to have one; none where that cannot be told."""
+    """How many of which parts must have an answer for ``one`` to have one; none where that cannot be determined."""
     if not isinstance(one, dict):
         return int(one is False), []
     if "$ref" in one:
@@ -188,7 +188,7 @@ def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
 
 
 def _resolve(rules: Any, reference: str) -> Any:
-    """What ``#/path`` points at; True, any JSON, for what is not found: that is for the compiler to refuse."""
+    """What ``#/path`` points at; True (any JSON) if it is not found: that is for the compiler to refuse."""
     for name in reference[1:].split("/")[1:]:
         if not isinstance(rules, dict) or name not in rules:
             return True

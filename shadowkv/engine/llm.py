@@ -57,7 +57,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Writes what is on its way to the disk tier; to be called last where there is one."""
+        """Writes what is on its way to the disk tier; call it last where there is one."""
         with interrupts_deferred():
             self.engine.close()
 
@@ -67,12 +67,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Answers to ``prompts`` (texts or token ids), in their order; ``params`` for all of them, or one each. Without
-        any, they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
+        """Answers to ``prompts`` (texts or token ids), in order; ``params`` for all of them, or one each. Without any,
+        they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
 
         ``use_tqdm`` shows a bar on stderr, with tokens per second.
 
-        Raises RequestError, before anything runs, for a prompt that can never be served, and RuntimeError for one
+        Raises RequestError, before anything runs, for a prompt that could never be served, and RuntimeError for one
         that failed on the way. Ctrl-C ends them all between two steps; the engine can be used again.
         """
         ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]

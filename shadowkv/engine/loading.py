@@ -1,4 +1,4 @@
-"""Builds what an engine runs on: the model, and a cache sized to the memory there is."""
+"""Builds what an engine runs on: the model, and a cache sized to the available memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def load_engine_parts(
     device: torch.device | None = None,
     make: Callable[..., KVCache] = KVCache,
 ) -> tuple[LoadedModel, KVCache, list[str]]:
-    """Model (``loaded``, if given), cache, and the lines that say what fits.
+    """Model (``loaded``, if given), cache, and the lines that describe what fits.
 
-    Raises ValueError for settings that cannot be, MemoryError where not even one sequence fits.
+    Raises ValueError for settings that are not valid, MemoryError where not even one sequence fits.
 
     Args:
-        group: the ranks that the model is cut up for: this one's part of it is loaded, on ``device``.
-        make: the cache, of what a KVCache takes.
+        group: the ranks that the model is split across: this one's part is loaded, on ``device``.
+        make: makes the cache, from a KVCache's arguments.
     """
     spec, device = config.spec(), device or device_of(config.device)
     loaded = loaded or load_from_config(config, group, device)
@@ -51,7 +51,7 @@ def load_engine_parts(
         raise config.refused_policy(error) from error
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
-    if fetch_buffer is None:  # a CPU reads both tiers alike: copies would only take time
+    if fetch_buffer is None:  # a CPU reads both tiers equally fast: copies would only take time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
     layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
     if layout.spec.prefill is None:
@@ -69,13 +69,13 @@ def load_engine_parts(
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
-    """Sequences that decode together at the most, where decode steps are CUDA graphs; None where they are not."""
+    """Most sequences that decode together, where decode steps are CUDA graphs; None where they are not."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
     return config.max_num_seqs if graphs else None
 
 
 def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
-    """Sparse on a GPU that has kernels for it."""
+    """Sparse on a GPU with kernels for it."""
     if device.type != "cuda":
         return "dense"
     backends = Ops(device, case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)).backends
@@ -84,7 +84,7 @@ def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device) -> str:
 
 def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
     """The model that ``config`` names, or a rank's part of it, on its device or on ``device``; raises ValueError for
-    settings that cannot be."""
+    settings that are not valid."""
     device = device or device_of(config.device)
     return load_model(
         config.model,
@@ -130,9 +130,9 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
 
 
 def backend_lines(ops: Ops, device: torch.device, eager: bool, more: Iterable[str] = ()) -> list[str]:
-    """The ops of every backend, and why one that has a faster one runs in PyTorch: on a GPU a warning too.
+    """The ops of every backend, and why an op with a faster backend runs in PyTorch: on a GPU with a warning too.
 
-    ``more`` are called beside those of the cache's case.
+    ``more`` are called in addition to those of the cache's case.
     """
     of_backend: dict[str, list[str]] = {}
     for name in sorted(ops.called.union(more)):

@@ -1,4 +1,4 @@
-"""How long the device has worked at a prefill: on a GPU launches return long before, and could pile up seconds of work
+"""How long the device has worked on a prefill: on a GPU launches return long before, and could pile up seconds of work
 between two decode steps."""
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import torch
 
 
 class Stopwatch:
-    """Seconds of the device's work since it was started; on a CPU the host's.
+    """Seconds of the device's work since the start; on a CPU the host's.
 
     Attributes:
-        piece: of the work between two calls, what the last took of which it is known.
+        piece: seconds of the last piece of work between two calls whose time is known.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,8 +21,8 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
-        """Begins with the work that is launched from now on."""
-        # What the newest piece takes is not known yet; it may be the only one since the start before.
+        """Starts with the work that is launched from now on."""
+        # The time of the newest piece is not known yet; it may be the only one since the previous start.
         self._unknown = None if self._last is None else (self._start, self._last, self._passed)
         self._start: Mark = Mark(self.device)
         self._last = None
@@ -31,8 +31,8 @@ class Stopwatch:
     def passed(self) -> float:
         """Seconds from the start to the call before this one, 0 at the first; waits until the device is there.
 
-        So it has what was launched between the two calls to go on with; the first call waits for what the last one
-        before the start marked. On a CPU, seconds to this call.
+        So the device still has what was launched between the two calls to work on; the first call waits for what the
+        last one before the start marked. On a CPU, seconds to this call.
         """
         now = Mark(self.device)
         before, self._last = self._last if self.device.type == "cuda" else now, now
@@ -45,14 +45,14 @@ class Stopwatch:
         return self._passed
 
     def launched(self) -> float:
-        """Seconds from the start to this call: the device is not there yet, and what it has to go on with is taken to
-        be as long as the piece before."""
+        """Seconds from the start to this call: the device is not there yet, and its remaining work is assumed to take
+        as long as the previous piece."""
         passed = self.passed()
         return passed + self.piece if self.device.type == "cuda" else passed
 
 
 class Mark:
-    """A moment in the work launched on a device."""
+    """A point in the work launched on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = time.monotonic()
@@ -62,12 +62,12 @@ class Mark:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device is there."""
+        """Waits until the device gets there."""
         if self._event is not None:
             self._event.synchronize()
 
     def since(self, other: Mark) -> float:
-        """Seconds of work between two marks, this one the later; waits for it."""
+        """Seconds of work between two marks, of which this is the later; waits for it."""
         if self._event is None or other._event is None:
             return self._time - other._time
         self.wait()

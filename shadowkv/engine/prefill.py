@@ -22,7 +22,7 @@ BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 def pieces(layers: int, tokens: int, device: torch.device, scored: bool) -> int:
-    """Pieces of a prefill of so many tokens, between which it may be paused."""
+    """Number of pieces of a prefill of ``tokens`` tokens, between which it may be paused."""
     blocks = -(-tokens // BLOCK_TOKENS[device.type])
     return layers * blocks if scored else (layers - 1) * blocks + 1
 
@@ -30,27 +30,27 @@ def pieces(layers: int, tokens: int, device: torch.device, scored: bool) -> int:
 def prefill(
     model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False
 ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-    """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last and, of ``scored``
+    """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last and, for ``scored``
     ones, the final hidden states [tokens, D] of each one.
 
-    Of the last layer only keys, values and what follows from a sequence's last token are needed where nobody asks for
-    the others' states: it goes no further with those.
+    In the last layer only keys, values and what follows from a sequence's last token are needed where the other states
+    are not requested: only those are computed further.
 
-    Yields wherever it may be paused for a decode step, or closed for good; the sequences of a closed prefill can only
-    be released.
+    Yields wherever it may be paused for a decode step, or closed; the sequences of a closed prefill can only be
+    released.
 
     Args:
-        work: sequences of the cache, or tuples of one of each where there are several, and their new tokens.
+        work: sequences of the cache, or tuples of one per cache where there are several, and their new tokens.
     """
     batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
     size, layers = BLOCK_TOKENS[cache.device.type], cast("list[DecoderLayer]", list(model.layers))
     blocks = [batch.block(start, min(start + size, batch.num_tokens)) for start in range(0, batch.num_tokens, size)]
     tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
-    # By block: the residual stream, and what the layer before adds to it.
+    # By block: the residual stream, and what the previous layer adds to it.
     x = list(model.embed(upload(torch.from_numpy(tokens), cache.device)).split(size))
     added: list[Tensor | None] = [None] * len(blocks)
     last = batch.starts[1:].long() - 1
-    seen = cast(Any, cache)  # by attention layers
+    seen = cast(Any, cache)  # for attention layers
     try:
         for number, layer in enumerate(layers):
             ends = number + 1 == len(layers) and not scored
@@ -84,7 +84,7 @@ def prefill(
 
 
 def _rows(parts: list[Tensor], block: PrefillBlock) -> Tensor:
-    """Those of a block's tokens [n, D], of equal parts of all tokens."""
+    """The rows [n, D] of a block's tokens, from ``parts``, which split all tokens equally."""
     size = len(parts[0])
     of = range(block.start // size, -(-block.stop // size))
     return torch.cat([parts[i][max(block.start - i * size, 0) : block.stop - i * size] for i in of])

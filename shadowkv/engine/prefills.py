@@ -1,4 +1,4 @@
-"""Prefills at work: one, or a short one that has overtaken a long one, which is paused."""
+"""Prefills in progress: one, or a short one that has overtaken a long one, which is paused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shadowkv.engine.runner import Runner
 from shadowkv.engine.scheduler import Leader, Running, Scheduler
 
 CAPTURE_SECONDS = 0.05
-"""Of a slice of prefill that are left to the host to make a graph: a token waits for that, and for the launches of the
-rest of the slice."""
+"""Time in a slice of prefill that is left to the host to make a graph: a token waits for that, and for the launches of
+the rest of the slice."""
 
 
 @dataclass(eq=False)
@@ -23,11 +23,11 @@ class PrefillAtWork:
     """Requests whose prompts are computed together.
 
     Attributes:
-        steps: of the computation, which can be paused or given up between any two.
-        watch: how long the device works at them.
+        steps: of the computation, which can be paused or abandoned between any two.
+        watch: how long the device has worked on them.
         long: whether it is a prompt of more than a block, which shorter ones may overtake.
-        pieces: of the computation; ``done`` of them are behind.
-        owed: seconds that those had, and that it has not had since.
+        pieces: of the computation, ``done`` of which are finished.
+        owed: seconds that those overtaking it had, and that it has not had since.
     """
 
     rows: list[Running]
@@ -40,20 +40,20 @@ class PrefillAtWork:
 
     @property
     def leaders(self) -> list[Leader]:
-        """Its prompts, with what is left of them."""
+        """Its prompts, with the tokens left to compute."""
         requests = [one.request for one in self.rows]
         left = 1 - self.done / max(self.pieces, self.done)
         return [Leader(x.prompt, int(left * (len(x.prompt_token_ids) - x.cached_tokens))) for x in requests]
 
 
 class Prefills:
-    """Starts a scheduler's prefills and goes on with them.
+    """Starts a scheduler's prefills and continues them.
 
-    A short one begins where the long one at work is paused, and is finished first. Another does only when the long one
-    has had as much of the device's time since: it gets half at the least.
+    A short one starts where the current long one is paused, and is finished first. Another does so only when the long
+    one has since had the same amount of device time: it gets at least half.
 
     Attributes:
-        at_work: the last one runs; those before it are long and paused.
+        at_work: the last one is running; those before it are long and paused.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -62,15 +62,15 @@ class Prefills:
 
     @property
     def num_requests(self) -> int:
-        """Requests in all of them; may be asked for on any thread."""
+        """Number of requests in all of them; may be called from any thread."""
         return sum(len(one.rows) for one in self.at_work)
 
     def of(self, request_id: str) -> PrefillAtWork | None:
-        """The one that computes a request."""
+        """The prefill that computes a request."""
         return next((one for one in self.at_work if any(r.request.request_id == request_id for r in one.rows)), None)
 
     def start(self) -> None:
-        """Begins another one if there are requests whose turn it is."""
+        """Starts another one if there are requests whose turn it is."""
         if not self.at_work:
             rows = self.scheduler.admit()
         elif self.at_work[-1].long and self.at_work[-1].owed <= 0:
@@ -88,10 +88,10 @@ class Prefills:
         self.at_work.append(PrefillAtWork(rows, self.runner.prefill(work, scored), watch, long, pieces))
 
     def advance(self, seconds: float) -> tuple[PrefillAtWork, Tensor, list[Tensor]] | None:
-        """Goes on with the last one until another piece would take the device's work beyond ``seconds``, or makes
-        the graph of the batch that its requests will join.
+        """Continues the last one until another piece would take the device's work beyond ``seconds``, or makes the
+        graph of the batch that its requests will join.
 
-        Returns it, with what it computed, if it has ended. If it raises, it is still there: to be dropped.
+        Returns it, with its results, if it has ended. If it raises, the prefill is still there, to be dropped.
         """
         one = self.at_work[-1]
         one.watch.start()
@@ -116,8 +116,8 @@ class Prefills:
     def _prepare(self, one: PrefillAtWork, seconds: float) -> float:
         """Makes the graph of the first step after a prefill, after pieces that leave the slice ``CAPTURE_SECONDS``.
 
-        Returns the seconds that those pieces take; 0 where that was not done: the graph may be there, ``seconds`` or
-        what is left of the prefill be too short for it, or not be known yet how long pieces take.
+        Returns the seconds that those pieces take; 0 where that was not done: the graph may exist already, ``seconds``
+        or the rest of the prefill be too short for it, or the time of a piece not be known yet.
         """
         if not one.watch.piece:
             return 0.0
@@ -135,7 +135,7 @@ class Prefills:
         return pieces * one.watch.piece
 
     def drop(self, one: PrefillAtWork) -> None:
-        """Gives up a prefill, with all that its requests own."""
+        """Abandons a prefill and frees what its requests own."""
         one.steps.close()
         self.at_work.remove(one)
         for running in one.rows:

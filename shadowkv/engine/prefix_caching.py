@@ -1,4 +1,4 @@
-"""Builds the prefix cache that an engine's config asks for, with its tiers below the device."""
+"""Builds the prefix cache that an engine's config describes, with its tiers below the device."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from shadowkv.wording import GIB, SettingsError
 Origin = Callable[[str | None], str]
 
 UNLIMITED = 2**62
-"""Bytes of copies that a prefill server launches in a step: others wait for these, and hardly anybody for its tokens.
-"""
+"""Bytes of copies that a prefill server launches in a step: others wait for these, and hardly any for its tokens."""
 
 
 def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
-    """The cache, and what names of prompts of a salt build on.
+    """The cache, and the function that gives what page names for a salt build on.
 
-    Raises MemoryError where the host memory is not there, ValueError where the directory cannot be used.
+    Raises MemoryError where there is not enough host memory, ValueError where the directory cannot be used.
     """
     nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
@@ -56,7 +55,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
 
 
 def check_disk_dir(config: EngineConfig) -> None:
-    """Raises ValueError where the directory of the disk tier cannot be made, which needs no model to be found out."""
+    """Raises ValueError where the disk tier's directory cannot be made, which can be checked without a model."""
     if config.kv_disk_dir is not None:
         with _named(Path(config.kv_disk_dir)):
             FileSystem().make_directory(Path(config.kv_disk_dir))
@@ -89,20 +88,20 @@ def cache_key(loaded: LoadedModel, cache: KVCache) -> CacheKey:
     """What snapshots of this engine depend on besides their tokens."""
     return CacheKey(
         model=fingerprint(loaded.model),
-        adapter=None,  # it is merged into the weights, and so in their fingerprint
+        adapter=None,  # merged into the weights, and so part of their fingerprint
         quantization=loaded.config.quantization and str(loaded.config.quantization),
         dtype=str(cache.dtype).removeprefix("torch."),
         spec={"form": cache.form},
-        codecs={},  # in the form, too
+        codecs={},  # part of the form, too
         prefill=cache.spec.prefill or "dense",
     )
 
 
 def fingerprint(model: Decoder) -> str:
-    """A digest of a model's weights as they lie in memory, whatever file they came from.
+    """A digest of a model's weights as they are in memory, whatever file they came from.
 
-    Of each tensor three sums of its bits as whole numbers, which no order of additions changes: of all of them, of
-    every second and of every third.
+    For each tensor, three sums of its bits as integers, which do not depend on the order of additions: of all of them,
+    of every second and of every third.
     """
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):

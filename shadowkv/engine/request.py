@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what the engine says of it."""
+"""A request on its way through the engine, and what the engine reports about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one step: of the chosen token, and of the likeliest ones (token id to value)."""
+    """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""
 
     token_id: int
     logprob: float
@@ -25,7 +25,7 @@ class TokenLogprobs:
 
 @dataclass
 class RequestTimes:
-    """When what happened to a request, in seconds of ``time.monotonic``; None while it has not."""
+    """When things happened to a request, in seconds of ``time.monotonic``; None until then."""
 
     arrival: float
     scheduled: float | None = None
@@ -40,14 +40,14 @@ class RequestOutput:
     Attributes:
         text: the new text (may be empty while a character or a stop string is incomplete).
         token_ids: the new tokens.
-        logprobs: one per new token, if asked for.
-        finish_reason: ``stop``, ``length`` or ``error``; None while it goes on.
+        logprobs: one per new token, if requested.
+        finish_reason: ``stop``, ``length`` or ``error``; None while it is running.
         error: what went wrong, where the reason is ``error``.
         times: of the request so far.
-        prompt_logprobs: one per prompt token, None for the first, on the first output, if asked for.
-        prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not computed anew.
+        prompt_logprobs: one per prompt token, None for the first, on the first output, if requested.
+        prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not recomputed.
         stop_string: the request's stop string that ended the text, on the last output, if one did.
-        selections: what each new token attended to, if asked for; None for the first, which prefill chose.
+        selections: what each new token attended to, if requested; None for the first, which prefill chose.
     """
 
     request_id: str
@@ -70,9 +70,9 @@ class Request:
     """One prompt to be continued.
 
     Attributes:
-        prompt: what the prefix cache is asked for; None where nothing of it is looked up or kept.
-        looked_up: whether starts of it are, or all of it is computed and then kept.
-        passed: version of the prefix cache by which shorter prompts have been taken before it.
+        prompt: what is looked up in the prefix cache; None where nothing of it is looked up or kept.
+        looked_up: whether its prefixes are looked up; otherwise all of it is computed and then kept.
+        passed: version of the prefix cache at which shorter prompts were taken before it.
     """
 
     request_id: str
@@ -96,12 +96,12 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Tokens that can ever be in the cache: the last one sampled never is."""
+        """Most tokens that can ever be in the cache: the last one sampled never is."""
         return len(self.prompt_token_ids) + max(1, self.max_tokens) - 1
 
 
 class RequestError(ValueError):
-    """A request that can never be served; ``param`` names the parameter at fault, or is None."""
+    """A request that could never be served; ``param`` names the parameter at fault, or is None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Makes requests of what is asked for, and refuses what can never be served."""
+"""Makes requests from parameters, and refuses what could never be served."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shadowkv.ops.sample_tokens.weights import COLDEST
 
 
 class RequestFactory:
-    """Of one engine; every method may be called from any thread.
+    """Makes the requests of one engine; every method may be called from any thread.
 
     Args:
         vocab_size: of the model.
-        stops: tokens that end an answer, those outside of the vocabulary ignored.
-        scheduler: which says what is too long.
-        origin: what names of cached prompts of a salt build on.
+        stops: tokens that end an answer; those outside the vocabulary are ignored.
+        scheduler: decides what is too long.
+        origin: gives what page names of cached prompts build on, for a salt.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class RequestFactory:
         self._grammars = GrammarCompiler(tokenizer, vocab_size, self._stop_ids)
 
     def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens a request may generate: what it asks for, or the default as far as the context leaves room."""
+        """Tokens a request may generate: what it asks for, or the default as far as the context has room."""
         if params.max_tokens is not None:
             return params.max_tokens
         return max(1, min(self._config.default_max_tokens, self._scheduler.cache.max_model_len - prompt_tokens))
 
     def compile_grammar(self, schema: str, one_line: bool = False) -> None:
-        """Makes a JSON schema quick to use, on any thread; raises RequestError if nothing can follow it."""
+        """Prepares a JSON schema for fast use, on any thread; raises RequestError if nothing can satisfy it."""
         self._grammars.compile(schema, one_line)
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raises RequestError for a request that can never be served, whatever its JSON schema."""
+        """Raises RequestError for a request that could never be served, whatever its JSON schema."""
         vocab = self._vocab_size
         named = {"prompt": prompt_token_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for name, ids in named.items():
@@ -65,13 +65,13 @@ class RequestFactory:
         self._scheduler.validate(len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params))
 
     def request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """A request for ``add``, with all the work that does not need the engine's thread: this may be done on any.
+        """A request for ``add``, with all work done that does not need the engine's thread; may be called on any.
 
-        Raises RequestError if it can never be served.
+        Raises RequestError if it could never be served.
         """
         self.validate(prompt_token_ids, params)
         seed = params.seed
-        if seed is None:  # greedy answers repeat unasked, though what they attend to is sampled, too
+        if seed is None:  # greedy answers are repeatable by default, although the tokens they attend to are sampled too
             seed = random.getrandbits(64) if params.temperature > COLDEST else 0
         max_tokens = self.max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)

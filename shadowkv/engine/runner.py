@@ -29,12 +29,12 @@ class Runner:
     """A model and the cache that its attention reads.
 
     Args:
-        graphs_up_to: sequences that decode together at the most, where decode steps are to be CUDA graphs; None runs
-            them as they are.
+        graphs_up_to: most sequences that decode together, where decode steps are to be CUDA graphs; None runs them
+            eagerly.
 
     Attributes:
-        sampler: chooses tokens by the logits.
-        chosen: int64 [slots], tokens of the last step that are on the device only; whoever chooses them writes them.
+        sampler: chooses tokens from the logits.
+        chosen: int64 [slots], tokens of the last step that are only on the device; written by whatever chooses them.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
@@ -52,15 +52,15 @@ class Runner:
         return 0 if self.graphs is None else self.graphs.captures
 
     def drop_graphs(self) -> None:
-        """Gives back all CUDA graphs; no step is to follow."""
+        """Frees all CUDA graphs; no step may follow."""
         if self.graphs is not None:
             self.graphs.drop()
 
     def unprepared(
         self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
-        """A step of padding rows, for ``prepare``, if the first one that ``sequences`` and those of ``joining`` take
-        together, whose prompts of so many tokens are being computed, will have no graph."""
+        """A step of padding rows, for ``prepare``, if the first step that ``sequences`` take together with those of
+        ``joining``, whose prompts are being computed and have the given lengths, will have no graph."""
         if self.graphs is None:
             return None
         plan = self.cache.forecast_decode(sequences, joining)
@@ -68,8 +68,8 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self, plan: DecodePlan) -> None:
-        """Captures the graph of a plan's shapes, once the device has done what it was given: PyTorch waits for that
-        before a capture, and the device then has nothing to do until the capture ends."""
+        """Captures the graph of a plan's shapes, once the device has finished its work: PyTorch waits for that before a
+        capture, and the device is then idle until the capture ends."""
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # such steps run without a graph
             self.graphs.decode(plan, [], [])
@@ -81,7 +81,7 @@ class Runner:
         return prefill(self.model, self.cache, work, scored)
 
     def prefill_pieces(self, tokens: int, scored: bool) -> int:
-        """Pieces, between which it may be paused, of a prefill of so many tokens."""
+        """Pieces, between which it may be paused, of a prefill of ``tokens`` tokens."""
         return pieces(len(self.layers), tokens, self.cache.device, scored)
 
     @torch.inference_mode()
@@ -95,13 +95,13 @@ class Runner:
         return found
 
     def share_chosen(self, sources: list[int] | None) -> None:
-        """Gives every rank rank 0's ``chosen``, where a step takes tokens of it."""
+        """Gives every rank rank 0's ``chosen``, where a step takes tokens from it."""
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)
 
     def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
         """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
-        own parts of the sequences. They find it by its name: it is of a module that can be imported there."""
+        own parts of the sequences. They look it up by name, so its module must be importable there."""
         return function(self, sequences, *what)
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ class Runner:
         """One step: appends each sequence's token and returns float32 logits [B, V] of the next.
 
         A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead. A step within a
-        ``record`` is no CUDA graph; where it finds no memory, as graphs have it of their own, it runs unrecorded.
+        ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
         """
         plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
         logits = None
@@ -133,7 +133,7 @@ class Runner:
         return logits
 
     def step(self, plan: DecodePlan, numbers: Tensor | None, inputs: Tensor, rehearsal: bool = False) -> Tensor:
-        """Logits float32 [B, V] of a decode step, or of a rehearsal of one (``CudaGraphs``): a layer of each kind.
+        """Logits float32 [B, V] of a decode step, or of a rehearsal of one (``CudaGraphs``): one layer of each kind.
 
         Args:
             plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
@@ -165,8 +165,8 @@ class Runner:
 
 
 def kinds(layers: list[DecoderLayer], skips: Callable[[int], bool]) -> list[DecoderLayer]:
-    """The first layer, which nothing is added to, and of the others one of each form: fp8 checkpoints may leave some
-    layers as they were, and the cache ``skips`` some."""
+    """The first layer, to which nothing is added, and one of each form of the others: fp8 checkpoints may leave some
+    layers unquantized, and the cache ``skips`` some."""
     found: dict[tuple[object, ...], DecoderLayer] = {}
     for number, layer in enumerate(layers[1:], 1):
         form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())
@@ -175,7 +175,7 @@ def kinds(layers: list[DecoderLayer], skips: Callable[[int], bool]) -> list[Deco
 
 
 def _interleave(generators: Iterable[Generator[None, None, Result]]) -> list[Result]:
-    """What generators with equally many pauses return; they go on to their next pause one after the other."""
+    """What generators with the same number of pauses return; each runs to its next pause in turn."""
     running, results = list(generators), list[Result]()
     while len(results) < len(running):
         for generator in running:

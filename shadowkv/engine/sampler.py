@@ -1,7 +1,7 @@
 """Chooses the next token of every sequence in a batch at once.
 
-The random number of a step depends on the request's seed and the step alone, and the token on its own logits: a seeded
-request gives the same text in any batch that leaves those alone.
+The random number of a step depends only on the request's seed and the step, and the token on its own logits: a seeded
+request gives the same text in any batch that does not change those.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shadowkv.ops.registry import Ops
 from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
 
 COLUMNS = PARAMETERS[:-1]
-"""Parameters of sampling that stay the same from step to step, by their names in ``SamplingParams``."""
+"""Sampling parameters that stay the same from step to step, by their names in ``SamplingParams``."""
 
 
 class Sampler:
-    """Chooses tokens by ``sample_tokens`` of ``ops``, and those of greedy batches by the largest logit."""
+    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit."""
 
     def __init__(self, ops: Ops) -> None:
         self._sample_tokens = ops.sample_tokens
@@ -35,15 +35,15 @@ class Sampler:
     def sample(
         self, logits: Tensor, requests: list[Request]
     ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-        """One token per request, waited for.
+        """One token per request; waits for them.
 
         Args:
             logits: float32 [B, V]; changed in place by penalties.
             requests: B of them.
 
         Returns:
-            token ids; log-probabilities where asked for, of the logits before temperature and penalties; and whether a
-            row's logits are all finite: the token of a row that is not has no meaning.
+            token ids; log-probabilities where requested, from the logits before temperature and penalties; and whether
+            a row's logits are all finite: if not, its token has no meaning.
         """
         raw, finite = logits, _finite(logits)
         changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
@@ -59,14 +59,14 @@ class Sampler:
     def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
         """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
 
-        For requests that neither change logits nor ask for log-probabilities; ``steps`` says which
-        token of each it is, from 1. Nothing is waited for.
+        For requests that neither change logits nor ask for log-probabilities; ``steps`` says which token of each it is,
+        from 1. Does not wait.
         """
         return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
 
     def _tokens(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
         params = [request.params for request in requests]
-        if params != self._params:  # which steps of the same requests, the same objects, are quick to tell
+        if params != self._params:  # quick to compare for steps of the same requests, which have the same objects
             self._params = params
             columns = [[getattr(one, name) for name in COLUMNS] for one in params]
             self._parameters = np.array([[*row, 0.0] for row in columns]).reshape(-1, len(PARAMETERS))
@@ -104,9 +104,9 @@ def _change(logits: Tensor, request: Request) -> None:
 
 
 def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
-    """Numbers in [0, 1), float64 [B], from the seeds of requests and their steps (SplitMix64)."""
+    """Numbers in [0, 1), float64 [B], from requests' seeds and steps (SplitMix64)."""
     x = np.array([seed & (1 << 64) - 1 for seed in seeds], np.uint64)
-    x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products are of 64 bits
+    x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products wrap at 64 bits
     return (mix64(x) >> np.uint64(11)) * 2.0**-53
 
 
@@ -121,7 +121,7 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
 
 
 def logprobs_of(logits: Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], with the ``counts`` likeliest beside each."""
+    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], each with the ``counts`` most likely ones."""
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1).tolist()
     values, ids = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)

@@ -1,4 +1,4 @@
-"""``--generation-config``: sampling parameters of requests that do not say theirs."""
+"""``--generation-config``: sampling parameters for requests that do not set their own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shadowkv.wording import SettingsError
 
 
 def sampling_of_directory(name: str) -> dict[str, Any] | None:
-    """What ``--generation-config`` asks for that is not the model's own file; None for that one ("auto").
+    """What ``--generation-config`` gives instead of the model's own file; None for that one ("auto").
 
-    Raises ValueError for a directory that has no such file, or one that cannot be used.
+    Raises ValueError for a directory without such a file, or with one that cannot be used.
     """
     if name == "auto":
         return None

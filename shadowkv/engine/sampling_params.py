@@ -12,29 +12,30 @@ class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        max_tokens: tokens to generate at the most; None means the server's default, 0 only scores the prompt.
+        max_tokens: most tokens to generate; None means the server's default, 0 only scores the prompt.
         min_tokens: tokens before which no end token is chosen.
         temperature: 0 is greedy.
-        top_p, top_k, min_p: candidates kept: smallest set of mass ``top_p``, the ``top_k`` likeliest (0 is all), those
-            at least ``min_p`` times as likely as the likeliest.
+        top_p, top_k, min_p: candidates kept: smallest set of mass ``top_p``, the ``top_k`` most likely (0 is all),
+            those at least ``min_p`` times as likely as the most likely one.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen before; 1 is off.
-        presence_penalty, frequency_penalty: taken off the logits of tokens generated before, once, and once per time.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once, and once per
+            occurrence.
         logit_bias: added to the logits, by token id.
         stop: strings that end the text and are not part of it.
-        stop_token_ids: tokens that end the text, beside the model's own.
+        stop_token_ids: tokens that end the text, besides the model's own.
         ignore_eos: go on after the model's end tokens.
         seed: of all random numbers of the request, whatever else is in the batch: those that choose its tokens, and
-            those by which tokens of attention are sampled; None is one by chance, or 0 where decoding is greedy.
-            ``docs/design/server.md`` says what repeats.
-        json_schema: JSON schema (as JSON text) that the output follows; ``{}`` is any JSON.
+            those that sample attention's tokens; None is a random one, or 0 where decoding is greedy.
+            ``docs/design/server.md`` says what is repeatable.
+        json_schema: JSON schema (as JSON text) that the output must follow; ``{}`` is any JSON.
         json_one_line: with a schema, no white space but one space after each comma and colon, as ``json.dumps`` writes.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: alternatives to report per token, 0 the chosen one alone; None is off.
+        logprobs: alternatives to report per token, 0 is only the chosen one; None is off.
         prompt_logprobs: the same for the prompt's tokens.
-        return_selections: whether to tell what each token attended to (``RequestOutput.selections``). On a GPU steps of
-            a batch with such a request are not CUDA graphs, which takes longer.
-        cache_prompt: whether starts of the prompt are looked up in the prefix cache, and it is kept there.
-        cache_salt: prompts of other salts share nothing with this one.
+        return_selections: whether to report what each token attended to (``RequestOutput.selections``). On a GPU,
+            steps of a batch with such a request are not CUDA graphs, which takes longer.
+        cache_prompt: whether its prefixes are looked up in the prefix cache, and it is kept there.
+        cache_salt: prompts with other salts share nothing with this one.
 
     Raises:
         ValueError: a value is out of range; the message lists every one.
@@ -94,7 +95,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature and candidates touches the logits."""
+        """Whether anything but temperature and candidates affects the logits."""
         return bool(
             self.min_tokens
             or self.repetition_penalty != 1

@@ -1,8 +1,8 @@
-"""Who runs: admission of waiting requests, in order of arrival, against both memory budgets.
+"""Which requests run: admission of waiting requests, in order of arrival, against both memory budgets.
 
-A request is admitted only if every page it may need to its last token is free, so nothing that runs can run out. Short
-prompts need not wait for long ones, and take nothing from them. Requests that share a start wait for the first of them
-to compute it, where that is less than all of them would.
+A request is admitted only if every page it may need up to its last token is free, so running requests cannot run out.
+Short prompts need not wait for long ones, and take nothing from them. Requests that share a prefix wait for the first
+of them to compute it, where that is less than all of them would compute.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 MOST_ON_THEIR_WAY = 32
-"""Waiting requests that others pass because something of them is still read from the disk: each is looked at in every
-step."""
+"""Waiting requests that others may pass because part of them is still being read from the disk: each is looked at in
+every step."""
 
 
 @dataclass(eq=False)
 class Running:
-    """A request that owns a sequence, which samples by its seed from then on, whoever had it before."""
+    """A request that owns a sequence, which samples by its seed from then on, whichever request had it before."""
 
     request: Request
     sequence: CachedSequence
@@ -51,7 +51,7 @@ class Leader:
 
     Attributes:
         prompt: None where it is not to be shared.
-        tokens: what is left of it.
+        tokens: those left to compute.
     """
 
     prompt: Prompt | None
@@ -60,7 +60,7 @@ class Leader:
 
 @dataclass(frozen=True)
 class Attempt:
-    """To admit a request: one that there was no room for is not made again before something has changed."""
+    """An attempt to admit a request: one that failed for lack of room is not repeated before something has changed."""
 
     request: Request
     found: Match | None
@@ -70,19 +70,19 @@ class Attempt:
 
 
 class Sharing:
-    """What waiting requests have in common with leaders: found out once for each leader that somebody asks for."""
+    """What waiting requests have in common with leaders, computed once for each leader that is queried."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
         self._tokens: dict[Leader, npt.NDArray[np.int64]] = {}
 
     def admitted(self, number: int) -> None:
-        """Notes that one of them does not wait any more."""
+        """Records that one of them is no longer waiting."""
         self._wait[number] = False
 
     def waits(self, number: int, cached: int, leader: Leader) -> bool:
-        """Whether one of them is to wait for a leader that has more of its start than the tokens that are ``cached``:
-        where all that wait would compute more tokens of that start than are left of the leader."""
+        """Whether a request is to wait for a leader that has more of its prefix than the ``cached`` tokens: where all
+        that wait would compute more tokens of that prefix than the leader has left."""
         if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
             return False
         if leader not in self._tokens:
@@ -92,7 +92,7 @@ class Sharing:
 
 
 def _shared(request: Request, prompt: Prompt) -> int:
-    """Tokens of a request that it need not compute once ``prompt`` has been."""
+    """Tokens of a request that it need not compute once ``prompt`` has been computed."""
     if request.prompt is None:
         return 0
     return min(
@@ -105,7 +105,7 @@ class Scheduler:
 
     Args:
         cache: whose sequences are scheduled.
-        max_num_seqs: requests that run at once.
+        max_num_seqs: most requests that run at once.
         max_num_batched_tokens: prompt tokens prefilled together; a longer prompt goes alone, and so does one of more
             than a block.
     """
@@ -126,7 +126,7 @@ class Scheduler:
 
     @property
     def could_admit(self) -> bool:
-        """Whether requests wait, and none of them was last refused for want of memory."""
+        """Whether requests are waiting, and none of them was last refused for lack of memory."""
         refused = self._refused
         return bool(self.waiting) and (refused is None or all(refused.request is not one for one in self.waiting))
 
@@ -151,12 +151,12 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request; what it needs from the disk is read meanwhile."""
+        """Queues a request; what it needs from the disk is read in the meantime."""
         self.waiting.append(request)
         self._match(request)
 
     def cancel(self, request_id: str) -> bool:
-        """Takes a request that waits out of the queue; returns whether it was there."""
+        """Removes a waiting request from the queue; returns whether it was there."""
         request = next((one for one in self.waiting if one.request_id == request_id), None)
         if request is not None:
             self._leave_queue(request)
@@ -168,7 +168,7 @@ class Scheduler:
             self.prefix_cache.forget(request.prompt)
 
     def is_long(self, new: int) -> bool:
-        """Whether so many new tokens of a prompt take more than a block: others may overtake it."""
+        """Whether ``new`` tokens of a prompt take more than a block: others may overtake it."""
         return new > BLOCK_TOKENS[self.cache.device.type]
 
     def admit(self, at_work: Iterable[Leader] = ()) -> list[Running]:
@@ -176,7 +176,7 @@ class Scheduler:
 
         Args:
             at_work: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
-                them and the others, and the others have a block at the most.
+                them and the others, and the others have at most a block.
         """
         admitted: list[Running] = []
         leaders = list(at_work)
@@ -230,7 +230,7 @@ class Scheduler:
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
-        """Prompts whose prefill has ended run from now on, and can be forked."""
+        """Requests whose prefill has ended run from now on, and can be forked."""
         for one in done:
             self.running.append(one)
             if one.request.prompt is not None:
@@ -261,13 +261,13 @@ class Scheduler:
                 sequence = kept.take(found, start, request.capacity)
             except torch.AcceleratorError:
                 raise
-            except (RuntimeError, ValueError, MemoryError) as error:  # OutOfBlocks is one
+            except (RuntimeError, ValueError, MemoryError) as error:  # includes OutOfBlocks
                 logger.warning("a cached prompt cannot be restored and is computed: %s", error)
                 return self._reserve(request, None, left, again)
             request.cached_tokens = found.tokens
             return sequence
         need = cache.demand(start, request.capacity)
-        # Nothing is evicted for a request that would have to wait all the same.
+        # Nothing is evicted for a request that would have to wait anyway.
         if not (need + left).within(self._reachable()):
             return None
         if not self._make_room(need):
@@ -276,17 +276,17 @@ class Scheduler:
         return cache.allocate(start, request.capacity)
 
     def _make_room(self, need: Blocks, spare: CachedSequence | None = None) -> bool:
-        """Evicts kept sequences other than ``spare`` until there is room, if that is to be had."""
+        """Evicts kept sequences other than ``spare`` until there is room, if that can be reached."""
         while not need.within(self.cache.free):
             if not self.prefix_cache.evict(spare):
                 return False
         return True
 
     def _reachable(self, spare: CachedSequence | None = None) -> Blocks:
-        """What is free or would be, were all kept sequences other than ``spare`` evicted."""
+        """What is free, or would be after evicting all kept sequences other than ``spare``."""
         return self.cache.free + self.prefix_cache.blocks(spare)
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether what is cached of a prompt is asked for, and may be: scores of a prompt need all of it to be computed."""
+    """Whether cached parts of a prompt are requested and allowed: scores of a prompt require computing all of it."""
     return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

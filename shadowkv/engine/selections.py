@@ -1,8 +1,8 @@
 """What the tokens of an answer attended to: read back for requests that ask, from the cache's selection hook.
 
-Positions are told in cells of a few tokens, layers in a few groups: of a context of 60K tokens a step selects hundreds
-of thousands of tokens over all layers and kv heads. What is selected is weighed by the attention that it gets, without
-which it says little: every head selects as much as its budget allows.
+Positions are reported in cells of a few tokens, layers in a few groups: in a context of 60K tokens a step selects
+hundreds of thousands of tokens over all layers and kv heads. Selections are weighted by the attention they get,
+without which they say little: every head selects as much as its budget allows.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.sequence import CachedSequence
 
 CELL = 16
-"""Tokens of a cell, or of a chunk if those are longer."""
+"""Tokens per cell, or the size of a chunk if that is larger."""
 
 GROUPS = 4
-"""Groups of layers, of which a model of fewer layers has one each. A step tells of one layer of each, the next step of
-the next one: weighing what is selected in every layer would take a fifth of a step of a small model on a CPU."""
+"""Groups of layers, of one layer each in models with fewer. A step reports one layer of each, the next step the next
+one: weighting what is selected in every layer would take a fifth of a step of a small model on a CPU."""
 
 MOST_CELLS = 64
-"""Cells that are told of each group: those with the largest weights."""
+"""Cells reported per group: those with the largest weights."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Cells that a layer, which stands for a group of them, selected from, in ascending order.
+    """Cells that a layer, which stands for a group of layers, selected from, in ascending order.
 
     Attributes:
         layers: the first of the group, and the one after the last.
         layer: the one that was looked at.
-        cells: numbers of cells; cell n has the positions from ``n * cell`` on.
-        weights: of each cell, the share that its selected tokens have of the softmax over all that are selected: a mean
-            over query heads.
+        cells: numbers of cells; cell n holds the positions from ``n * cell`` on.
+        weights: for each cell, the share of its selected tokens in the softmax over all that are selected: a mean over
+            query heads.
     """
 
     layers: tuple[int, int]
@@ -58,10 +58,10 @@ class TokenSelections:
     Attributes:
         length: tokens before the one that was chosen.
         cell: tokens of a cell.
-        everything: whether all of them were attended to: the sequence is dense, or the policy selects nothing.
-        exact: runs of positions [first, end) that every layer attended to besides: the sink, and the newest tokens.
-            Outliers, which policies may keep exact as well, are not told.
-        groups: of layers, what was selected of the rest; empty where everything was attended to.
+        everything: whether all of them were attended to: the sequence is dense, or the policy does not select.
+        exact: runs of positions [first, end) that every layer attended to in addition: the sink, and the newest tokens.
+            Outliers, which policies may keep exact as well, are not reported.
+        groups: by group of layers, what was selected of the rest; empty where everything was attended to.
     """
 
     length: int
@@ -72,9 +72,9 @@ class TokenSelections:
 
 
 class SelectionRecord:
-    """Selections of some sequences in a decode step, which runs within it as a context, and not from a CUDA graph.
+    """Selections of some sequences in a decode step, which runs within it as a context, and not as a CUDA graph.
 
-    Nothing is waited for there but the rows of a batch, before its first layer: what is found stays on the device until
+    Only the rows of a batch are waited for there, before its first layer: results stay on the device until ``read``.
     ``read``.
 
     Args:
@@ -96,7 +96,7 @@ class SelectionRecord:
         self._layers = [[first + length % (end - first) for first, end in self._groups] for length, _ in self._lengths]
         self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
-        # One cell more, for what is no token.
+        # One extra cell, for entries that are not tokens.
         self._size = len(self._sequences), len(self._groups), cells + 1
         self._scores: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._portions: list[list[tuple[int, int]]] = []
@@ -118,7 +118,7 @@ class SelectionRecord:
             self._ended.record()
 
     def _see(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
-        """A portion of the batch; every layer has the same ones, in the same order."""
+        """Handles a portion of the batch; every layer has the same ones, in the same order."""
         if self._before is not None:
             selected = self._before(layer, q, batch, selected)
         if layer == self._groups[0][0]:
@@ -134,7 +134,7 @@ class SelectionRecord:
         return selected
 
     def _weights(self) -> Tensor:
-        """Of all cells, float32 [sequences, groups, cells + 1]; of a sequence of several segments over all of them."""
+        """Weights of all cells, float32 [sequences, groups, cells + 1], over all of a sequence's segments."""
         weights = torch.zeros(self._size, device=self._cache.device)
         for key, segments in self._scores.items():
             positions, scores = (torch.cat(parts, -1) for parts in zip(*segments, strict=True))
@@ -144,7 +144,7 @@ class SelectionRecord:
         return weights
 
     def read(self) -> list[TokenSelections | None]:
-        """Of each sequence; None where the step ended without them. Waits for the step."""
+        """The selections of each sequence; None where the step ended without them. Waits for the step."""
         if self._found is None:
             return [None] * len(self._sequences)
         if self._ended is not None:

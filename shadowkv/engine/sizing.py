@@ -1,4 +1,4 @@
-"""How much memory a cache gets: what there is, what one sequence needs, and what is left free for prefill."""
+"""How much memory a cache gets: what is available, what one sequence needs, and what is left free for prefill."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from shadowkv.wording import GIB, OutOfMemory, counted
 MIB = 2**20
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
-"""Of a GPU's memory, weights included; of a machine's free memory."""
+"""Share of a GPU's memory, weights included; of a machine's free memory on a CPU."""
 
 HOST_SHARE = 0.5
-"""Of the host memory that is free, the most that values take without being told."""
+"""Largest share of the free host memory that values take by default."""
 
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
-"""Host memory for what is on its way between device and disk, where ``kv_offload_gib`` asks for none: that many copies
-of the longest sequence, but no less and no more than so many GiB."""
+"""Host memory for what is in transit between device and disk, where ``kv_offload_gib`` asks for none: that many copies
+of the longest sequence, but within these two bounds in GiB."""
 
 
 def in_words(count: int) -> str:
-    """Bytes as a message says them."""
+    """Bytes as messages write them."""
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.2f} MiB"
 
 
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
 
-    Their hidden states, normalised too where there are several blocks, and keys (before and after RoPE) and values of
-    the layers that are stored together; the largest tensors of a block of tokens that are there together, which is in
+    Their hidden states, also normalised where there are several blocks, and keys (before and after RoPE) and values of
+    the layers that are stored together; the largest tensors that a block of tokens has at the same time, which is in
     the MLP; and keys and values that are rebuilt side by side for a sparse later turn.
     """
     kv_dim, block = model.shape.kv_dim, min(context, BLOCK_TOKENS["cuda"])
@@ -62,14 +62,14 @@ GRAPH_BYTES = 2**29
 products, and the activations and scratch of one step, which all graphs share."""
 
 GRAPHS_AT_WORK = 4
-"""Graphs of a whole batch whose logits are there at once: while sequences grow, of few numbers of pages."""
+"""Graphs of a whole batch whose logits exist at once: while sequences grow, graphs for a few numbers of pages."""
 
 
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes that decode steps take for each sequence of the batch, besides ``GRAPH_BYTES``.
 
-    Logits in float32, scratch of sampling, what parts decode of a sequence's state, a layer at a time, and scratch of
-    fetches: used by another stream, a graph keeps it for each of its layers.
+    Logits in float32, scratch of sampling, what parts decode of a sequence's state, one layer at a time, and scratch of
+    fetches: as another stream uses it, a graph keeps it for each of its layers.
     """
     least = GRAPHS_AT_WORK * 4 * model.vocab_size + SCRATCH_BYTES + sum(part.reading_bytes() for part in layout.parts)
     if not layout.fetched_bytes:
@@ -80,7 +80,7 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
 
 
 def _stored(tokens: int) -> int:
-    """Tokens of all layers of a prompt that are stored together."""
+    """Tokens, over all layers, of a prompt that are stored together."""
     return max(tokens, min(TOKENS_AT_ONCE, STATES_AT_ONCE * tokens))
 
 
@@ -91,13 +91,13 @@ def storing_bytes(layout: Layout) -> int:
 
 
 def staging_bytes(layout: Layout) -> int:
-    """Device bytes for layers of the longest sequence on their way to host memory, one down and two up
+    """Device bytes for layers of the longest sequence on their way to and from host memory, one down and two up
     (``cache/moving.py``)."""
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
-    """Host bytes for the prefix cache's copies; 0 where there are none."""
+    """Host bytes for the prefix cache's copies; 0 if it makes none."""
     if config.kv_offload_gib or config.kv_disk_dir is None:
         return int(config.kv_offload_gib * GIB)
     longest = layout.snapshot_bytes(layout.max_model_len)
@@ -114,7 +114,7 @@ def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """Sequences that fit: by the device alone, by the host alone (None: it sets no limit), and by both."""
+    """Number of sequences that fit: by the device alone, by the host alone (None: no limit), and by both."""
 
     device: int
     host: int | None
@@ -130,11 +130,11 @@ def largest_batch(
     host_bytes: int | None,
     offload: bool = False,
 ) -> LargestBatch:
-    """Sequences with prompts of ``start`` tokens, each with room for ``capacity``, that a GPU's engine can run at once.
+    """Number of sequences, with prompts of ``start`` tokens and room for ``capacity``, that a GPU's engine can hold.
 
     Args:
-        device_bytes: what it may use beside the weights.
-        host_bytes: None is any amount.
+        device_bytes: what it may use besides the weights.
+        host_bytes: None is unlimited.
         offload: whether cached prompts are copied to host memory.
     """
     need, unit = layout.demand(start, capacity), layout.bytes_per_block()
@@ -150,7 +150,7 @@ def largest_batch(
 
 
 def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device) -> int | None:
-    """Device bytes for sequences, by what the card has, used or not; None where it has none of its own."""
+    """Device bytes for sequences, based on the card's total memory, used or not; None where it has none of its own."""
     if device.type != "cuda":
         return None
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
@@ -162,8 +162,8 @@ def size_cache(
 ) -> tuple[Blocks, int]:
     """Blocks of each tier, no more than all slots can use; and the longest sequence those hold.
 
-    A ``max_model_len`` that was asked for must fit; the model's own is lowered to what does. Raises MemoryError where
-    not one sequence fits, or where more host memory was asked for than is free.
+    A requested ``max_model_len`` must fit; the model's own is lowered to what does. Raises MemoryError where not one
+    sequence fits, or where more host memory was requested than is free.
     """
     offload, host_free = offload_bytes(config, layout), free_host_bytes()
     if offload > host_free:
@@ -200,7 +200,7 @@ def size_cache(
     need, most = _demand(layout, longest), have(layout.resized(longest))
     blocks = Blocks({tier: min(most[tier], slots * need[tier]) for tier in most})
     taken = blocks["host"] * unit["host"]
-    if taken > host_free:  # it would be given, and the process killed later
+    if taken > host_free:  # it would be granted, and the process killed later
         beside = f" beside the {in_words(offload)} for copies of cached prompts" if offload else ""
         raise OutOfMemory(
             f"the KV cache would take {in_words(taken)} of host memory, {in_words(host_free)} are free{beside}. "
@@ -213,7 +213,7 @@ def size_cache(
 def _device_bytes(
     config: EngineConfig, layout: Layout, device: torch.device, model: ModelConfig, host_free: int
 ) -> tuple[int, str]:
-    """Device bytes for a cache, and what a GPU has them beside, in words."""
+    """Device bytes for a cache, and what else a GPU's memory holds, in words."""
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type != "cuda":
         return int(host_free * share), ""
@@ -226,6 +226,6 @@ def _device_bytes(
 
 
 def _demand(layout: Layout, capacity: int) -> Blocks:
-    """Blocks of the tiers of pages."""
+    """Blocks per tier for the pages of ``capacity`` tokens."""
     need = layout.most_demand(capacity)
     return Blocks({tier: need[tier] for tier in ("device", "host")})

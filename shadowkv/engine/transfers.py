@@ -1,6 +1,6 @@
-"""Prompts that one server computes and another one goes on with, through the directory that both share.
+"""Prompts that one server computes and another continues, through the directory that both share.
 
-Whatever goes wrong on the way, nothing fails: what does not arrive is computed.
+If anything goes wrong on the way, nothing fails: what does not arrive is computed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENDING_SECONDS = 30.0
-"""How long the answer to a prompt that another server goes on with waits for the disk."""
+"""How long the answer to a prompt that another server continues waits for the disk."""
 
 
 async def send(engine: AsyncEngine, request: Request) -> tuple[str, ...]:
-    """Waits until what is cached of a request's prompt is on the disk, the request having been served.
+    """Waits until what is cached of the prompt of a request that has been served is on the disk.
 
-    Returns the names of its snapshots, none where it does not come there or ``engine`` is there to decode. Raises
+    Returns the names of its snapshots; none if it does not get there or ``engine`` has the decode role. Raises
     EngineDead.
     """
     pages = [] if request.prompt is None else request.prompt.shareable
@@ -51,7 +51,7 @@ async def send(engine: AsyncEngine, request: Request) -> tuple[str, ...]:
 
 async def receive(engine: AsyncEngine, names: tuple[str, ...], tokens: int) -> None:
     """Waits until snapshots of prompts of ``tokens`` that another server has written, or is about to, are known here:
-    as long as computing them would take, within bounds. Raises EngineDead."""
+    at most as long as computing them would take, within bounds. Raises EngineDead."""
     if engine.role == "prefill" or engine.engine.config.kv_disk_dir is None or not names:
         return
 

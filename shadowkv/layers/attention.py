@@ -13,18 +13,18 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class Cache(Protocol):
-    """What the attention layer needs of a cache. Tokens of all sequences are packed; ``batch`` says whose they are.
+    """What the attention layer needs from a cache. Tokens of all sequences are packed; ``batch`` says whose they are.
 
     Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by 1/sqrt(d).
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
-        """Take the keys and values, each [T, H, d], of the batch's tokens."""
+        """Takes the keys and values, each [T, H, d], of the batch's tokens."""
 
     def begin(self, layer: int, q: Tensor, batch: Any) -> Callable[[], Tensor]:
-        """Begins causal attention of the queries [T, Hq, d] over their sequences, own token included.
+        """Begins causal attention of the queries [T, Hq, d] over their sequences, their own tokens included.
 
-        What is returned finishes it -> [T, Hq, d]. Other work may be launched before: a cache may wait for the host.
+        The returned function finishes it -> [T, Hq, d]. Other work may be launched first: a cache may await the host.
         """
         ...
 
@@ -55,16 +55,16 @@ class Attention(nn.Module):
             self.query_norm = self.key_norm = None
 
     def begin(self, x: Tensor, cache: Cache, batch: Any, wanted: Tensor | None = None) -> Callable[[], Tensor]:
-        """Append and attend with one projection: of normalised hidden states [T, D], what finishes it -> [T, D].
+        """Appends and attends with one projection: normalised hidden states [T, D] -> a function that returns [T, D].
 
-        With ``wanted``, int64 [n], it is [n, D], of those tokens alone.
+        With ``wanted``, int64 [n], the result is [n, D], for those tokens only.
         """
         qkv = self.qkv(x)
         self._store(qkv[:, self.query_dim :], cache, batch)
         return self._begin(qkv[:, : self.query_dim], cache, batch, wanted)
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Keys and values of normalised hidden states [T, D] into the cache."""
+        """Stores keys and values of normalised hidden states [T, D] in the cache."""
         self._store(self.qkv.rows(x, self.query_dim, self.qkv_dim), cache, batch)
 
     def attend(self, x: Tensor, cache: Cache, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear projection with weights in the blocks of quantised numbers of a GGUF file."""
+"""Linear projection whose weights stay in a GGUF file's blocks of quantised numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A matrix that stays in the blocks of quantised numbers of a GGUF file, in runs of rows that may differ in format."""
+"""A matrix that stays in a GGUF file's blocks of quantised numbers, in runs of rows that may differ in format."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.registry import Ops
 
 OPS = ("dequantise_blocks", "quantised_matmul")
-"""What it calls."""
+"""Ops that it calls."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a matrix that are stored alike.
+    """Rows of a matrix that are stored in the same way.
 
     Attributes:
-        rows: how many.
-        form: of their blocks, one of ``FORMATS``; None for plain numbers.
+        rows: their number.
+        form: format of their blocks, one of ``FORMATS``; None for plain numbers.
     """
 
     rows: int
@@ -35,11 +35,11 @@ class BlockMatrix(nn.Module):
 
     Args:
         columns: K, whole blocks of every run.
-        runs: of all rows, in order; neighbours of one format become one.
+        runs: of all rows, in order; neighbours with the same format are merged.
         dtype: of rows that are plain numbers, and of those that are looked up.
 
     Attributes:
-        parts: a run each, uint8 [rows, bytes] in blocks or [rows, K].
+        parts: one per run, uint8 [rows, bytes] in blocks or [rows, K].
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BlockMatrix(nn.Module):
             start, stop = max(0, start - run.rows), stop - run.rows
 
     def forward(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """x Wᵀ of rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
+        """x Wᵀ for rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
         products = [
             F.linear(x, rows) if form is None else self.ops.quantised_matmul(x, rows, form)
             for rows, form in self.stored(start, stop)

@@ -17,7 +17,7 @@ class DecoderLayer(nn.Module):
     """A layer, whole or in parts.
 
     Prefill is layer-major and runs in token blocks: ``normalise`` and ``append`` on all blocks, then ``attend`` on all
-    blocks, equals ``forward`` on all tokens at once. Between any two blocks it can be paused. ``begin`` is ``forward``
+    blocks, equals ``forward`` on all tokens at once. It can be paused between any two blocks. ``begin`` is ``forward``
     up to where attention may have to wait.
     """
 
@@ -40,27 +40,27 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The whole layer (decode): residual stream [T, D] and what the layer before adds to it -> the same two.
+        """The whole layer (decode): residual stream [T, D] and what the previous layer adds to it -> the same two.
 
-        They are added where the next norm is taken, in one launch. With ``wanted``, int64 [n], both are [n, D]: the
-        others of the tokens go no further than attention needs them.
+        They are added where the next norm is computed, in one launch. With ``wanted``, int64 [n], both are [n, D]: the
+        other tokens go no further than attention needs them.
         """
         return self.begin(x, added, cache, batch, wanted)()
 
     def begin(
         self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, wanted: Tensor | None = None
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begins ``forward``; what is returned finishes it."""
+        """Begins ``forward``; the returned function finishes it."""
         x, normed = self.normalise(x, added)
         attended = self.attention.begin(normed, cache, batch, wanted)
         return lambda: self._finish(x if wanted is None else x[wanted], attended())
 
     def normalise(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A block [T, D] of the residual stream with what the layer before adds to it, and what attention has of it."""
+        """A block [T, D] of the residual stream with what the previous layer adds to it, and the input of attention."""
         return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
 
     def append(self, normed: Tensor, cache: Cache, batch: Any) -> None:
-        """Keys and values of a block [T, D] that is normalised into the cache."""
+        """Stores keys and values of a normalised block [T, D] in the cache."""
         self.attention.append(normed, cache, batch)
 
     def attend(self, x: Tensor, normed: Tensor, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,10 @@ from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.registry import Ops
 
 OPS = ("quantise_tokens", "scaled_matmul")
-"""What it calls."""
+"""Ops that it calls."""
 
 SCALE = "_scale"
-"""What follows the name of a quantised weight in that of its scales."""
+"""Suffix that turns a quantised weight's name into that of its scales."""
 
 
 class FP8Linear(nn.Module):

@@ -1,4 +1,4 @@
-"""Ranks that compute one model together, and what they say to each other: NCCL on GPUs, gloo on CPUs."""
+"""Ranks that compute one model together, and their communication: NCCL on GPUs, gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""What tensors of each device go through; numbers of the host go through gloo."""
+"""Backends for tensors of each device; the host's numbers go through gloo."""
 
 
 class RankFailure(RuntimeError):
@@ -21,13 +21,13 @@ class RankFailure(RuntimeError):
 
 
 class Group:
-    """The ranks of a model; a model that is alone is a group of one, where everything is as it was given.
+    """The ranks of a model; a model on its own is a group of one, where everything is returned unchanged.
 
     All ranks call the same methods in the same order.
 
     Attributes:
-        rank: this process's, from 0.
-        size: how many there are.
+        rank: this process's rank, from 0.
+        size: number of ranks.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -41,7 +41,7 @@ class Group:
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """Every rank's ``x`` [n, k], one beside the other: [n, size * k]."""
+        """Every rank's ``x`` [n, k], side by side: [n, size * k]."""
         if self.size == 1:
             return x
         parts = x.new_empty(self.size, *x.shape)
@@ -50,7 +50,7 @@ class Group:
         return parts.transpose(0, 1).flatten(1)
 
     def copy_first(self, x: Tensor) -> Tensor:
-        """What rank 0 has in ``x``, written into it on the others."""
+        """Copies rank 0's ``x`` into that of the others."""
         if self.size > 1:
             with _failing():
                 torch.distributed.broadcast(x, 0)
@@ -66,7 +66,7 @@ class Group:
         return values[0]
 
     def least(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The smallest that any rank has of each."""
+        """The smallest value of each count on any rank."""
         if self.size == 1:
             return dict(counts)
         names = sorted(counts)
@@ -76,14 +76,14 @@ class Group:
         return dict(zip(names, numbers.tolist()))
 
     def abort(self) -> None:
-        """Ends what waits for another rank on a GPU, in this process alone. Returns once the CUDA graphs are gone that
-        have collectives: NCCL waits for that."""
+        """Ends what waits for another rank on a GPU, in this process only. Returns once the CUDA graphs with
+        collectives are gone: NCCL waits for that."""
         if self.size > 1 and "nccl" in torch.distributed.get_backend_config():
             cast(torch.distributed.ProcessGroup, torch.distributed.group.WORLD).abort()
 
     def close(self) -> None:
         """Leaves the others, without waiting for them."""
-        self.abort()  # what else NCCL does at its end takes all ranks, and these may be gone
+        self.abort()  # NCCL's regular shutdown takes all ranks, and these may be gone
         torch.distributed.destroy_process_group()
 
 
@@ -91,7 +91,7 @@ ALONE = Group()
 
 
 class _failing:
-    """Errors of a collective, which say little and mean that a rank is gone, as ``RankFailure``."""
+    """Turns errors of a collective, which say little and mean that a rank is gone, into ``RankFailure``."""
 
     def __enter__(self) -> None: ...
 
@@ -101,12 +101,12 @@ class _failing:
 
 
 def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
-    """Waits for the other ranks of a host, who all name the same file, which must not be there yet.
+    """Waits for the other ranks of a host, which all name the same file, which must not exist yet.
 
-    Raises ValueError where this process is in a group already.
+    Raises ValueError where this process already is in a group.
     """
     check_alone()
-    # The addresses of one host: a name that does not resolve, or resolves to another interface, is no obstacle.
+    # The address within one host: a name that does not resolve, or resolves to another interface, does not matter.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=rank, world_size=size
@@ -115,7 +115,7 @@ def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Grou
 
 
 def check_alone() -> None:
-    """Raises ValueError where this process is in a group already, of an engine or of whoever runs that in it."""
+    """Raises ValueError where this process already is in a group, of an engine or of the code that runs it."""
     if torch.distributed.is_initialized():
         raise ValueError(
             "this process has a torch.distributed group already, another tensor-parallel engine's for example: "

@@ -1,4 +1,4 @@
-"""The linear projection that a layer's spec asks for."""
+"""The linear projection that a layer's spec specifies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Projection = Linear | FP8Linear | BlockLinear
 
 
 def projection(spec: LayerSpec, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Projection:
-    """A projection whose weights are quantised where the spec says so; ``name`` is its own within the layer."""
+    """A projection whose weights are quantised where the spec says so; ``name`` is its name within the layer."""
     dtype, device, ops = spec.dtype, spec.device, spec.ops
     if spec.quantization == "fp8":
         return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device, ops=ops)

@@ -1,4 +1,4 @@
-"""LayerSpec: the sizes and the switches of a decoder layer, as the layers need them."""
+"""LayerSpec: the sizes and switches of a decoder layer, as the layers need them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.ops.registry import Ops
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer; every layer of a model is alike but for ``runs``.
+    """One decoder layer; all layers of a model are alike except for ``runs``.
 
     Attributes:
         shape: heads and head dimensions.
@@ -26,12 +26,12 @@ class LayerSpec:
         out_bias: the attention's output projection has a bias.
         qk_norm: queries and keys are RMS-normalised per head before RoPE.
         post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
-        quantization: of the projections' weights: ``fp8``, or None where they are not quantised.
+        quantization: of the projections' weights: ``fp8``, or None if they are not quantised.
         runs: of the rows of weights that stay in blocks as a GGUF file stores them, by name within the layer.
         dtype: of every weight that is not quantised.
         device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
-        ops: what the layers compute with.
-        group: the ranks whose outputs are added up; sizes are those of this one's part.
+        ops: the ops that the layers compute with.
+        group: the ranks whose outputs are summed; sizes are those of this one's part.
     """
 
     shape: ModelShape

@@ -1,1 +1,1 @@
-"""The planner: what a policy takes and how fast it can be at best, before anything is loaded."""
+"""The planner: what memory a policy needs and how fast it can be at best, before anything is loaded."""

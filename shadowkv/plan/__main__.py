@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
 
 GPU_MEMORY_GIB = 139.0
-"""Of an H200."""
+"""Memory of an H200."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> str:
-    _check(args)  # what is cheap to find wrong, before PyTorch is imported
+    _check(args)  # errors that are cheap to find, before PyTorch is imported
 
     import torch
 
@@ -156,7 +156,7 @@ def _check(args: argparse.Namespace) -> None:
 def _plan(planner: Planner, name: str, args: argparse.Namespace) -> Plan:
     changed = {field: getattr(args, f"kv_{field}") for field in ("rank", "budget", "chunk", "outliers")}
     try:
-        if len(args.kv) > 1:  # each flag goes to those that have it
+        if len(args.kv) > 1:  # each flag applies to the policies that have it
             base = planner.shard.policy(preset(name))
             if base.rank is None:
                 del changed["rank"]

@@ -9,14 +9,14 @@ from shadowkv.kvcache.layout import Layout
 
 @dataclass(frozen=True)
 class SequenceBytes:
-    """Bytes of one sequence on each tier, whole blocks over all layers, its state included."""
+    """Bytes of one sequence on each tier, in whole blocks over all layers, including its state."""
 
     device: int
     host: int
 
 
 def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
-    """What a sequence owns whose prompt and output are ``context`` tokens together."""
+    """What a sequence owns whose prompt and output have ``context`` tokens in total."""
     need, unit = layout.demand(context, context), layout.bytes_per_block()
     size = {kind: count * unit[kind] for kind, count in need.items()}
     return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])

@@ -19,12 +19,12 @@ from shadowkv.wording import GIB
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is; the bandwidths are measured read roofs.
+    """What the machine has; the bandwidths are measured read roofs.
 
     Attributes:
-        gpu_memory_gib, gpu_memory_utilization: of the device's memory, the share that may be used, weights included.
-        host_memory_gib: pinned host memory for values; None is as much as the batch needs.
-        kv_offload_gib: what copies of cached prompts take besides.
+        gpu_memory_gib, gpu_memory_utilization: the device's memory, and the share that may be used, weights included.
+        host_memory_gib: pinned host memory for values; None is what the batch needs.
+        kv_offload_gib: memory for copies of cached prompts, on top.
         device_bandwidth_tbs, host_bandwidth_gbs: TB/s (1e12) of device memory, GB/s (1e9) of the host's by zero-copy.
     """
 
@@ -38,7 +38,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The least time of a decode step by the bytes it reads, and the rate that this allows at the most."""
+    """The shortest time of a decode step given the bytes it reads, and the highest rate that this allows."""
 
     batch: int
     step_ms: float
@@ -51,15 +51,15 @@ class Plan:
 
     Attributes:
         kv: the policy's name.
-        spec: resolved for the model.
+        spec: the spec, resolved for the model.
         attended_tokens: per step and kv head.
         sequence_bytes: what one sequence takes.
         device_saving: device bytes of ``full`` over this policy's.
-        largest_batch: sequences that fit.
+        largest_batch: number of sequences that fit.
         reads: bytes per sequence of a step, in a layer that is not skipped.
         equivalent_bandwidth_tbs: full K and V of the context over the time that a step's attention needs, TB/s.
         single: floor of a step with one sequence.
-        largest: floor of a step with the largest batch; None where not one fits.
+        largest: floor of a step with the largest batch; None if not even one sequence fits.
     """
 
     kv: str
@@ -77,18 +77,18 @@ class Plan:
 class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
-    Of a model that is cut up the figures are one rank's, and what ranks send each other takes no time.
+    For a model that is split across ranks the figures are one rank's, and communication between ranks takes no time.
 
     Attributes:
-        shard: that rank's part; ``config`` is the model as it sees it.
-        replicas: how often all of it is there.
+        shard: that rank's part; ``config`` is the model as the rank sees it.
+        replicas: number of copies of the whole model.
         weights: how they are stored, in words.
         weight_bytes: of the whole model.
-        weight_bytes_read: of what a step reads.
-        usable_bytes: of the device beside the weights, negative where those alone do not fit.
+        weight_bytes_read: bytes that a step reads.
+        usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
         prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            take for each sequence, and policies to fit and to seal, comes on top.
-        cache_bytes: what is left for the cache.
+            need for each sequence, and policies for fitting and sealing, comes on top.
+        cache_bytes: what remains for the cache.
     """
 
     def __init__(

@@ -14,12 +14,12 @@ COMMANDS = {
     "serve": "one server whose requests are answered by several replicas of an engine, on Ray Serve",
     "batch": "a file of requests in the OpenAI batch format, answered by several replicas, on Ray Data",
 }
-"""Names of modules, which import Ray no earlier than it is needed: ``--help`` works without."""
+"""Names of modules, which import Ray only when it is needed: ``--help`` works without it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code."""
-    # Ray reports who uses it and how unless it is told not to.
+    # Ray reports usage statistics unless they are disabled.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     width = max(map(len, COMMANDS))
     parser = Parser(

@@ -1,7 +1,8 @@
-"""Batch files on a Ray cluster: Ray Data hands the lines to replicas, and those of one that dies to others.
+"""Batch files on a Ray cluster: Ray Data assigns the lines to replicas, and those of a dead one to others.
 
-The driver reads and checks the file, and alone writes the output, each answer as it comes: exactly one a line, whatever
-is answered twice. The replicas are told where their lines are; the input has to be readable by its path on every node.
+The driver reads and checks the file, and alone writes the output, each answer as it arrives: exactly one per line, even
+if some are answered twice. The replicas get the positions of their lines; every node must be able to read the input
+by its path.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ CONCURRENCY = 2
 """Requests in flight per running sequence of a replica: the next ones wait in its engine, tokenised."""
 
 MOST_BLOCKS = 10_000
-"""Pieces of a file that are answered, and answered again, as a whole: a line each where it has no more lines."""
+"""Most pieces of a file, each answered, and retried, as a whole: one line each if the file has no more lines."""
 
 RETRIES = 3
-"""Replicas that a piece may see die, before the run ends: its lines may be what they die of."""
+"""Replicas that a piece may see die before the run ends: its lines may be the cause."""
 
 DEAD = 70
 """Exit code of a replica whose engine has died."""
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a line where they cannot be."""
+    """The flags of a command line; ends the process with a one-line error where they are not valid."""
     parser = Parser(prog="shadowkv ray batch", description=__doc__)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in the OpenAI batch format")
@@ -74,7 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Replica:
-    """An engine that answers lines, in an actor of Ray's.
+    """An engine that answers lines, in a Ray actor.
 
     Args:
         config: the engine's.
@@ -83,7 +84,7 @@ class Replica:
     """
 
     def __init__(self, config: EngineConfig, model: str | None, path: str) -> None:
-        # Here and not above: the driver needs no PyTorch.
+        # Imported here: the driver needs no PyTorch.
         from shadowkv.engine.async_engine import AsyncEngine
         from shadowkv.serve.batch_answers import LineAnswers
 
@@ -101,7 +102,7 @@ class Replica:
         requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
         try:
             records = await asyncio.gather(*(self._answers.record(request) for request in requests))
-        except ApiError:  # a request's own mistakes are in its record: without its engine this process is of no use
+        except ApiError:  # a request's own errors are in its record: without its engine this process is useless
             os._exit(DEAD)
         return {"record": [json.dumps(record, ensure_ascii=False) for record in records]}
 
@@ -125,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """Within, this process is connected to a cluster: the one of RAY_ADDRESS, or one of this machine's own."""
+    """Within, this process is connected to a cluster: the one in RAY_ADDRESS, or a local one on this machine."""
     import ray
 
     if ray.is_initialized():
@@ -139,8 +140,8 @@ def _cluster() -> Iterator[None]:
 
 
 def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
-    """What each replica takes of the cluster: a GPU for each of its ranks, or on a CPU its part of the cores. Raises
-    ValueError where there is less."""
+    """The cluster resources of each replica: a GPU for each of its ranks, or on a CPU its part of the cores. Raises
+    ValueError where there are fewer."""
     import ray
 
     there = ray.cluster_resources()
@@ -156,11 +157,11 @@ def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
 
 
 def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: int, resources: dict[str, Any]) -> None:
-    """Answers every line of a run that has no answer; raises BatchFailed where the replicas do not."""
+    """Answers every line of a run that has no answer; raises BatchFailed where the replicas cannot."""
     import ray
 
     context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False  # there is one
+    context.enable_progress_bars = False  # the run has its own
     with batch.writing():
         places = {
             request.custom_id: {"id": request.id, "offset": request.offset, "size": request.size}
@@ -186,9 +187,9 @@ def answer(batch: BatchRun, config: EngineConfig, model: str | None, replicas: i
             for block in records.iter_batches(batch_size=None, prefetch_batches=0):
                 for text in block["record"]:
                     record = json.loads(text)
-                    if places.pop(record["custom_id"], None) is not None:  # else it was answered twice
+                    if places.pop(record["custom_id"], None) is not None:  # otherwise it was answered twice
                         batch.write(record)
         except ray.exceptions.RayError as error:
-            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # before it are traces
+            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # traces come before it
         if places:
             raise BatchFailed(f"no answer to {counted(len(places), 'line')}, such as {next(iter(places))!r}")

@@ -10,7 +10,7 @@ from starlette.types import Scope
 FIELDS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path") + (
     ("headers", "client", "server")
 )
-"""Of an ASGI scope: those that are plain values."""
+"""The fields of an ASGI scope that are plain values."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ForwardedRequest:
 
 
 def sendable(scope: Scope, request_id: str) -> dict[str, Any]:
-    """What a replica gets of a scope: the request goes by the same id there."""
+    """The part of a scope that a replica gets, where the request keeps its id."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
     fields = {name: scope[name] for name in FIELDS if name in scope}
     return {**fields, "headers": [*headers, (b"x-request-id", request_id.encode())]}

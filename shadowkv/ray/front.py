@@ -1,4 +1,4 @@
-"""The front: takes requests as a plain server does, and has replicas answer them."""
+"""The front: accepts requests as a plain server does, and has replicas answer them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ACCEPT_SECONDS = 60.0
-"""How long a request waits for a replica that takes it: one may just be starting."""
+"""How long a request waits for a replica that accepts it: one may just be starting."""
 
 METRICS_SECONDS = 5.0
 RESPONSES_URL = "/v1/responses"
@@ -49,7 +49,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
     Args:
         handle: the deployment's.
-        app_name: that of the application of Ray Serve.
+        app_name: name of the Ray Serve application.
         model: the model's name to clients.
     """
     front = Front(handle, settings)
@@ -59,7 +59,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
         yield
         await asyncio.to_thread(front.bodies.close)
 
-    # The documentation of the API is the replicas', too.
+    # The API's documentation comes from the replicas, too.
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     app.state.settings, app.state.metrics = settings, ConnectionMetrics(model)
     add_middleware(app, settings)
@@ -81,7 +81,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
 
 def _any_running(app_name: str) -> bool:
-    """Whether Ray Serve holds any replica for healthy: it asks them every few seconds."""
+    """Whether Ray Serve considers any replica healthy: it checks them every few seconds."""
     found = serve.status().applications.get(app_name)
     states = [] if found is None else [one.replica_states for one in found.deployments.values()]
     return any(counts.get("RUNNING", 0) for counts in states)
@@ -90,8 +90,8 @@ def _any_running(app_name: str) -> bool:
 class Front:
     """Sends requests to the replicas of a deployment, and their answers to clients.
 
-    What a replica leaves unanswered as it dies is sent to another, once, unless the client has got something of the
-    answer. Otherwise the answer ends with the error of a server whose engine has died.
+    What a replica leaves unanswered as it dies is sent to another, once, unless the client has already received part of
+    the answer. Otherwise the answer ends with the error of a server whose engine has died.
     """
 
     app: FastAPI
@@ -104,7 +104,7 @@ class Front:
         self._stopped = False
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application: any request that the front does not answer itself."""
+        """An ASGI application, for any request that the front does not answer itself."""
         body, more = bytearray(), True
         while more:
             message = await receive()
@@ -119,13 +119,13 @@ class Front:
         await unless_disconnected(receive, self._answer(request, answer))
 
     async def stop(self) -> None:
-        """Ends what is still at work with an error; nothing is forwarded any more."""
+        """Ends requests in progress with an error; nothing more is forwarded."""
         self._stopped = True
         for response in list(self._at_work):
             await asyncio.to_thread(response.cancel)
 
     async def metrics(self) -> dict[str, bytes]:
-        """What the replicas that answer tell Prometheus, by replica."""
+        """Prometheus metrics of the replicas that answer, by replica."""
         try:
             found = await self._handle.broadcast("metrics").results_async(
                 timeout_s=METRICS_SECONDS, return_exceptions=True
@@ -144,7 +144,7 @@ class Front:
             return await asyncio.to_thread(prefix_of, body)
         try:
             return await self.bodies.apart(bytes(body), prefix_of)
-        except ApiError:  # too much for the reader: the replica says so
+        except ApiError:  # too large for the reader: the replica reports it
             return ()
 
     async def _answer(self, request: ForwardedRequest, answer: _Answer) -> None:
@@ -175,7 +175,7 @@ class Front:
                 request = replace(request, avoid=replica)
 
     async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """What a replica says, which learns that nobody listens any more where this is closed before the end."""
+        """A replica's messages; if this is closed before their end, the replica is notified."""
         response = self._answers.remote(request)
         self._at_work.add(response)
         ended = False
@@ -191,8 +191,8 @@ class Front:
 
 
 class _Answer:
-    """An answer on its way to a client. Its beginning is held back until there is some of the body, since what the
-    client has got nothing of can still be begun anew."""
+    """An answer on its way to a client. Its beginning is held back until there is some of the body, since an answer of
+    which the client has received nothing can still be restarted."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -202,9 +202,9 @@ class _Answer:
         self.has_begun = self.is_whole = False
 
     async def send(self, message: Message) -> None:
-        """Sends one of the application's messages on."""
+        """Forwards one of the application's messages."""
         if message["type"] == "http.response.start":
-            # The id is put in here, as in any answer.
+            # The id is added here, as in any answer.
             headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
             self._is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
             self._start = {**message, "headers": headers}
@@ -218,7 +218,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError, cut: str) -> None:
-        """Ends it with an error, which is the last event of a stream; ``cut`` is what the log says of that."""
+        """Ends it with an error, which is the last event of a stream; ``cut`` is the log's word for the reason."""
         path = self._scope["path"]
         if not self.has_begun:
             response = error_response(error, path)
@@ -228,7 +228,7 @@ class _Answer:
         assert record is not None
         record.cut = cut
         if not self._is_stream:
-            raise error  # the connection is cut: the client sees that it is not all
+            raise error  # the connection is closed: the client sees that the answer is incomplete
         await self._send({"type": "http.response.body", "body": self._last_events(error, path), "more_body": False})
 
     def _last_events(self, error: ApiError, path: str) -> bytes:

@@ -1,4 +1,4 @@
-"""One page of metrics of many: each sample gets a label that says which replica it is of."""
+"""Merges metrics pages: each sample gets a label with its replica."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LABEL = "replica"
 
 
 def merged(pages: Mapping[str, bytes], own: bytes) -> bytes:
-    """The pages of replicas as one, with how many there are.
+    """The pages of replicas as one, with the number of replicas.
 
     Args:
         pages: by replica.
-        own: the front's page; its samples get no label, and what it tells of it tells alone.
+        own: the front's page; its samples get no label, and replace the replicas' samples of the same metrics.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Pages(pages, own))

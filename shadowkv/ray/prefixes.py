@@ -1,8 +1,8 @@
-"""Which replica gets a request: the one that was given the longest beginning of its prompt, then the one with the
-least to do.
+"""Which replica gets a request: the one that was given the longest prefix of its prompt, then the one with the least
+load.
 
 Prompts are compared as text, in blocks: tokens would need the model's tokeniser and its chat template. A block's name
-is a hash of its text and of the name of the block before it, so that equal names have all before them in common.
+is a hash of its text and of the name of the block before it, so that equal names imply equal text before them.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ BLOCK_CHARS = 256
 """Characters of JSON in a block, about the 64 tokens of a page of the prefix cache."""
 
 MAX_BLOCKS = 4096
-"""Of a prompt: a million characters. Prompts that have so many in common are the same for the router."""
+"""Limit per prompt: a million characters. Prompts that share that many are the same to the router."""
 
 REMEMBERED_BLOCKS = 2**17
-"""Of all prompts together: 32 million characters."""
+"""Limit for all prompts together: 32 million characters."""
 
 BEFORE = ("model", "cache_salt", "tools", "system", "instructions")
 PROMPT = ("messages", "prompt", "input")
-"""Fields of the APIs' requests whose values make the prompt; no request has two of the latter."""
+"""Fields of the APIs' requests whose values make up the prompt; no request has two of ``PROMPT``."""
 
 
 def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
-    """Names of the whole blocks of a request's prompt, from its beginning on; of a body that has none, nothing."""
+    """Names of the whole blocks of a request's prompt, from its beginning on; empty for a body without one."""
     try:
         fields = json.loads(body)
         if not isinstance(fields, dict) or not any(name in fields for name in PROMPT):
             return ()
         values = [fields.get(name) for name in (*BEFORE, *PROMPT)]
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    except (ValueError, RecursionError):  # for the replica to refuse
+    except (ValueError, RecursionError):  # left for the replica to refuse
         return ()
     names, name = [], 0
     for end in range(BLOCK_CHARS, min(len(text), MAX_BLOCKS * BLOCK_CHARS) + 1, BLOCK_CHARS):
@@ -45,12 +45,12 @@ def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
 
 
 class PrefixTable:
-    """Remembers which replicas were given which prefixes, those that were asked for last.
+    """Remembers which replicas were given which prefixes, the most recently requested ones.
 
     Args:
-        margin: how many more requests than the least loaded replica another may have at work and still be chosen for
-            what it was given before.
-        most: blocks that are remembered.
+        margin: how many more requests than the least loaded replica another may have in progress and still be chosen
+            for what it was given before.
+        most: limit on remembered blocks.
     """
 
     def __init__(self, margin: int, most: int = REMEMBERED_BLOCKS) -> None:
@@ -60,11 +60,11 @@ class PrefixTable:
         self._choices = 0
 
     def choose(self, prefix: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The replica that is to get a prompt, which is remembered to have been given it.
+        """The replica to give a prompt to; the prompt is remembered as given to it.
 
         Args:
             prefix: the prompt's blocks, from ``prefix_of``.
-            loads: how many requests each of the replicas has at work; there is at least one.
+            loads: number of requests in progress in each of the replicas; there is at least one.
         """
         longest = set(loads)
         for name in prefix:
@@ -82,12 +82,12 @@ class PrefixTable:
         return chosen
 
     def _least(self, replicas: set[str], loads: Mapping[str, int]) -> str:
-        """The one with the least to do; of several the one that was chosen the longest ago, so that requests that come
-        at once are shared out."""
+        """The replica with the least load; among equals the least recently chosen, so that simultaneous requests are
+        spread out."""
         return min(replicas, key=lambda replica: (loads[replica], self._last.get(replica, 0), replica))
 
     def _remember(self, prefix: Sequence[int], replica: str) -> None:
-        for name in reversed(prefix):  # the first block last: without it those behind it are never found
+        for name in reversed(prefix):  # the first block last: without it, those after it are never found
             self._given.setdefault(name, set()).add(replica)
             self._given.move_to_end(name)
         while len(self._given) > self._most:

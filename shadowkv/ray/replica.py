@@ -1,4 +1,4 @@
-"""A replica: the application of a plain server and its engine, in a process of Ray Serve's."""
+"""A replica: a plain server's application and its engine, in a Ray Serve process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shadowkv.serve.start import load_engines
 logger = logging.getLogger(__name__)
 
 ENGINE_SECONDS = 5.0
-"""How long an end waits for the step at work."""
+"""How long a shutdown waits for the current step."""
 
 
 class Replica:
@@ -29,9 +29,9 @@ class Replica:
 
     Args:
         config: the engine's.
-        compare: a policy that it is compared with, as of ``shadowkv serve --compare``.
+        compare: a policy that it is compared with, as in ``shadowkv serve --compare``.
         served_name: the model's name to clients; None is its own.
-        settings: the server's, without what the front sees to.
+        settings: the server's, without what the front handles.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Replica:
         self._id: str = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """The replica's id, as soon as the request is here, and then the ASGI messages of the answer, as they come. To
-        the application closing this is a client that has gone.
+        """The replica's id, as soon as the request has arrived, and then the ASGI messages of the answer as they come.
+        To the application, closing this is a client that has disconnected.
 
         Raises EngineDead where the engine has died and nothing of the answer has been sent.
         """
@@ -75,13 +75,13 @@ class Replica:
             while messages or not task.done():
                 await more.wait()
                 if not begun:
-                    self.check_health()  # what the application says of a dead engine another replica may do better
+                    self.check_health()  # another replica may do better than the application's answer for a dead engine
                 sent, messages[:] = messages[:], []
                 begun = begun or bool(sent)
                 if not task.done():
                     more.clear()
                 yield sent
-            if (error := task.exception()) is not None:  # its answer has been sent: a 500, or what there was of it
+            if (error := task.exception()) is not None:  # its answer has been sent: a 500, or the part of it there was
                 logger.error("a request failed", exc_info=error)
         finally:
             gone.set()
@@ -93,7 +93,7 @@ class Replica:
         return self._engines[0].describe(), self._served_name
 
     async def metrics(self) -> tuple[str, bytes]:
-        """The replica's id, and what it tells Prometheus."""
+        """The replica's id, and its Prometheus metrics."""
         return self._id, self._app.state.metrics.text()
 
     def check_health(self) -> None:

@@ -13,11 +13,11 @@ from shadowkv.ray.prefixes import PrefixTable
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses replicas for the front, the only one that sends them requests: what it has sent is what they do."""
+    """Chooses replicas for the front, the only sender of requests: what it has sent is their load."""
 
     @classmethod
     def config(cls, margin: int) -> RequestRouterConfig:
-        """What makes it the router of a deployment; ``margin`` is that of ``PrefixTable``."""
+        """Config that makes it a deployment's router; ``margin`` is that of ``PrefixTable``."""
         path = f"{cls.__module__}.{cls.__qualname__}"
         return RequestRouterConfig(request_router_class=path, request_router_kwargs={"margin": margin})
 
@@ -29,7 +29,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, and the others in case that it cannot be reached."""
+        """The chosen replica, and the others in case it cannot be reached."""
         args = [] if pending_request is None else pending_request.args
         request = args[0] if args else ForwardedRequest({}, b"", ())
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -44,7 +44,7 @@ class PrefixRouter(RequestRouter):
         self._at_work[replica_id.unique_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Ray Serve when a request is over, however that came."""
+        """Called by Ray Serve when a request is over, for whatever reason."""
         super().on_request_completed(replica_id, internal_request_id)
         name = replica_id.unique_id
         self._at_work[name] -= 1

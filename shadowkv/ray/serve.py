@@ -1,6 +1,6 @@
 """``shadowkv ray serve``: one server whose requests are answered by several replicas of an engine, on Ray Serve.
 
-Ray's cluster is the one that runs already (``ray start``, or RAY_ADDRESS), or one of this machine alone.
+The Ray cluster is one that is already running (``ray start``, or RAY_ADDRESS), or a local one on this machine.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 APP_NAME = "shadowkv"
-"""Of the application of Ray Serve."""
+"""Name of the Ray Serve application."""
 
 SEEN_TO = ("api_key", "max_concurrent_requests_per_key", "allowed_origins", "allow_credentials") + (
     ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 )
-"""Settings that a replica does not have: the front has seen to them, and to the log."""
+"""Settings that a replica does not have: the front handles them, and the log."""
 
 MARGIN = 4
-"""Requests that a replica may have more than another, as a part of a batch: 1 in so many."""
+"""Requests that a replica may have more than another, as a fraction of a batch: 1 in this many."""
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-"""Of Ray Serve: requests have their lines in the front's log."""
+"""Ray Serve's logging: requests are logged by the front."""
 
 HEALTH_SECONDS = 2.0
 """How often Ray Serve asks a replica whether its engine is alive."""
 
 IDLE_SECONDS = 0.5
-"""How often a replica that is to end looks whether it has answered everything."""
+"""How often a replica that is to end checks whether it has answered everything."""
 
 DRAIN_SECONDS = 3600.0
-"""How long a replica that is one too many may take to answer what it has begun; Ray Serve has no "any time"."""
+"""How long a surplus replica may take to answer what it has begun; Ray Serve has no "any time"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a line where they cannot be."""
+    """The flags of a command line; ends the process with a one-line error where they are not valid."""
     parser = Parser(prog="shadowkv ray serve", description=__doc__)
     add_arguments(parser)
     group = parser.add_argument_group("replicas")
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
 
             ray.init(logging_level=logging.WARNING)
             stack.callback(ray.shutdown)
-            exit_on_signals()  # Ray has a handler of its own
+            exit_on_signals()  # Ray installs its own handler
             serve.start(proxy_location="Disabled", logging_config=LOGGING)
             stack.callback(serve.delete, APP_NAME)
             handle: DeploymentHandle[Any] = serve.run(
@@ -116,8 +116,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def check_room(args: argparse.Namespace, gpus: float) -> None:
-    """Raises ValueError where this machine has less than the replicas take: Ray would wait for it for ever. A cluster
-    may get nodes for them."""
+    """Raises ValueError where this machine has less than the replicas need: Ray would wait for it forever. A cluster
+    may get more nodes."""
     import ray
 
     if os.environ.get("RAY_ADDRESS", "local") != "local":
@@ -132,7 +132,7 @@ def check_room(args: argparse.Namespace, gpus: float) -> None:
 
 
 def _application(args: argparse.Namespace, config: EngineConfig, settings: ServerSettings) -> Application:
-    """The replicas, as Ray Serve is to run them."""
+    """The replicas as a Ray Serve application."""
     import ray
     from ray import serve
 
@@ -150,7 +150,7 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         Replica,
         name="Replica",
         **({"autoscaling_config": scaling} if most > args.replicas else {"num_replicas": args.replicas}),
-        # The engine's own queue refuses what is too much, as in a plain server; the front takes no more than this.
+        # The engine's own queue refuses the excess, as in a plain server; the front accepts no more than this.
         max_ongoing_requests=settings.limit_concurrency,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": gpus},
         logging_config=LOGGING,

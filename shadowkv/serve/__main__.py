@@ -23,16 +23,16 @@ from shadowkv.serve.start import (
 
 SHUTDOWN_SECONDS = 10.0
 CONCURRENCY = 2
-"""Batch requests in flight per running sequence: the next ones wait in the engine, tokenised."""
+"""Batch requests in flight per running sequence: the next ones wait in the engine, already tokenised."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for; returns the exit code."""
+    """Runs what the command line requests; returns the exit code."""
     return run_until_stopped(_run, parse(argv))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a line where they cannot be."""
+    """The flags of a command line; ends the process with a one-line error where they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
     batch = parser.add_argument_group("batch mode, instead of a server")
@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
-            # Whatever is cheap to find wrong is found before the model is loaded.
+            # Errors that are cheap to find are found before the model is loaded.
             if args.input is not None:
                 files = BatchFiles(args.input, args.output, args.resume)
                 stack.enter_context(files.held())

@@ -1,4 +1,4 @@
-"""Shapes of the answers, for the OpenAPI schema; answers are written as plain objects, and not held against these."""
+"""Shapes of the answers, for the OpenAPI schema; answers are written as plain objects, not validated against these."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Error(Answer):
 
 
 class PromptTokensDetails(Answer):
-    """Of a prompt's tokens, those found in the cache."""
+    """How many of a prompt's tokens were found in the cache."""
 
     cached_tokens: int
 
@@ -59,8 +59,8 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class LayerSelections(Answer):
-    """Cells of tokens that a ``layer`` selected from, which stands for a group of layers, from the first to the one
-    before the last number; and the shares of its attention to all that it selected."""
+    """Cells of tokens that a ``layer`` selected from, on behalf of the group of ``layers`` [first, end); and the shares
+    of its attention to all that it selected."""
 
     layers: list[int]
     layer: int
@@ -69,10 +69,10 @@ class LayerSelections(Answer):
 
 
 class TokenSelections(Answer):
-    """What a token of an answer attended to, of ``length`` tokens before it.
+    """What a token of an answer attended to, out of the ``length`` tokens before it.
 
     Cell n has ``cell`` tokens, from position n x ``cell`` on. ``exact`` are runs [first, end) of positions that all
-    layers attended to besides.
+    layers attended to in addition.
     """
 
     length: int
@@ -83,11 +83,11 @@ class TokenSelections(Answer):
 
 
 Selections = list[TokenSelections | None]
-"""Of each token; null for the first, which prefill chose. Only where ``return_selections`` asks for them."""
+"""One for each token; null for the first, which prefill chose. Only where ``return_selections`` asks for them."""
 
 
 class Generated(Answer, Generic[Kind, Choice]):
-    """Texts to one prompt."""
+    """Texts generated for one prompt."""
 
     id: str
     object: Kind
@@ -99,7 +99,7 @@ class Generated(Answer, Generic[Kind, Choice]):
 
 
 class CompletionLogprobs(Answer):
-    """Log-probabilities of a text's tokens; the first of a prompt has none."""
+    """Log-probabilities of a text's tokens; null for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -122,7 +122,7 @@ class Completion(Generated[Literal["text_completion"], CompletionChoice]):
 
 
 class TokenLogprob(Answer):
-    """A token's log-probability; null bytes are part of a character."""
+    """A token's log-probability; null bytes mean part of a character."""
 
     token: str
     logprob: float
@@ -130,7 +130,7 @@ class TokenLogprob(Answer):
 
 
 class ScoredToken(TokenLogprob):
-    """A token of the answer, with the likeliest ones in its place."""
+    """A token of the answer, with the most likely alternatives in its place."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -214,7 +214,7 @@ class Detokenized(Answer):
 
 
 class RestoredPrompt(Answer):
-    """Answer of ``/cache/restore``: tokens of the prompt, bytes of the files that hold them, seconds that it took."""
+    """Answer of ``/cache/restore``: tokens of the prompt, bytes of the files that hold them, and seconds taken."""
 
     name: str
     tokens: int
@@ -227,7 +227,7 @@ class SavedPrompt(RestoredPrompt):
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of ``/tokenizer_info``, which has every special token that the tokeniser names."""
+    """Answer of ``/tokenizer_info``, with every special token that the tokeniser names."""
 
     eos_token: str | None
     vocab_size: int
@@ -246,21 +246,21 @@ class Version(Answer):
 
 
 class DocumentText(Answer):
-    """Answer of ``/page/document``: its text, and how many pages it has, 0 where it has none."""
+    """Answer of ``/page/document``: the document's text, and its number of pages, 0 where it has none."""
 
     text: str
     pages: int
 
 
 class TierBytes(Answer):
-    """Of a tier of the KV cache or of the prefix cache."""
+    """Bytes of a tier of the KV cache or of the prefix cache."""
 
     used_bytes: int
     total_bytes: int
 
 
 class Segment(Answer):
-    """Tokens of a prompt that were computed in one go, and the tiers that they are in: device, host, disk."""
+    """Tokens of a prompt that were computed together, and the tiers that they are in: device, host, disk."""
 
     uid: str
     first: int
@@ -271,7 +271,7 @@ class Segment(Answer):
 
 
 class ServerStats(Answer):
-    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts lie."""
+    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts are."""
 
     policy: str
     compared: str | None

@@ -1,4 +1,4 @@
-"""The HTTP API: the routes of all APIs, models, health, version and metrics, and what clients are told of errors."""
+"""The HTTP API: the routes of all APIs, models, health, version and metrics, and what clients are told about errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build_app(
 
     Args:
         served_name: the model's name to clients.
-        compared: another engine of the same model; its name has its policy behind an @.
+        compared: another engine of the same model; its model name has ``@`` and its policy appended.
     """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
@@ -76,7 +76,7 @@ def build_app(
     add_middleware(app, settings, tracing)
     app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
-    app.state.settings, app.state.metrics = settings, metrics  # for the connections beneath
+    app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}
     models = {name: {"id": name, **about, "max_model_len": one.max_model_len} for name, one in engines.items()}
@@ -116,7 +116,7 @@ def build_app(
 
 
 def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None) -> None:
-    """Adds what stands between clients and the routes, the log and the guard among them."""
+    """Adds everything between clients and the routes, including the log and the guard."""
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(HeadAsGet)
     if settings.allowed_origins:
@@ -132,12 +132,12 @@ def add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing | No
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Has exceptions answered as clients of each path expect it."""
+    """Makes exceptions be answered as clients of each path expect."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        # No body, or of another type; that is refused on purpose: a web page may post any other type to a local server
-        # without the browser asking first.
+        # No body, or one of another type; that is refused on purpose: a web page may post any other type to a local
+        # server without a preflight request by the browser.
         text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
         return error_response(ApiError(text), request.url.path)
 
@@ -149,7 +149,7 @@ def handle_errors(app: FastAPI) -> None:
     async def on_http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         response = error_response(ApiError(message, status=error.status_code), request.url.path)
-        response.headers.update(error.headers or {})  # Allow, of a method that the path has not (RFC 9110, 15.5.6)
+        response.headers.update(error.headers or {})  # Allow, for a method that the path lacks (RFC 9110, 15.5.6)
         return response
 
     @app.exception_handler(BodyTooLarge)
@@ -160,7 +160,7 @@ def handle_errors(app: FastAPI) -> None:
     async def on_bug(request: Request, error: Exception) -> Response:
         # It is raised again after the answer, and logged by the server.
         response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
-        if (record := current_record()) is not None:  # sent from outside of the middleware that puts the id in
+        if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
             response.headers["X-Request-Id"] = record.id
         return response
 

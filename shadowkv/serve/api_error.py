@@ -1,6 +1,6 @@
 """The error that clients of the OpenAI API expect: ``{"error": {"message", "type", "param", "code"}}`` and a status.
 
-Those of Anthropic's API, at its paths, expect another one: ``{"type": "error", "error": {"type", "message"}}``.
+Clients of Anthropic's API, at its paths, expect another: ``{"type": "error", "error": {"type", "message"}}``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TAG = "\0"
-"""What tags of unions begin with, which pydantic has in its paths, and bodies have not."""
+"""Prefix of tags of unions: pydantic has them in its paths, bodies do not."""
 
 MAX_REASONS = 5
-"""The first ones tell the story."""
+"""Most reasons that are reported: the first ones are the informative ones."""
 
 LONGEST_GIVEN = 60
-"""Characters of a refused value that an error says."""
+"""Longest refused value that an error repeats, in characters."""
 
 MESSAGES_URL = "/v1/messages"
-"""Of Anthropic's API; others begin with it."""
+"""URL of Anthropic's API; its other URLs begin with it."""
 
 MESSAGES_KINDS = {
     401: "authentication_error",
@@ -31,32 +31,32 @@ MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Its types of errors, by status; beside these there are two, of all other statuses."""
+"""Anthropic's error types by status; two more cover all other statuses."""
 
 MAX_CHARS = 800
-"""Of a message and of a parameter's name: either may quote the request."""
+"""Limit for a message and for a parameter's name: either may quote the request."""
 
 
 class ApiError(Exception):
-    """A request that gets no answer, and why."""
+    """A request that gets no answer, and the reason."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = _short(message), status, param and _short(param), code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same in an API that calls parameters otherwise: by their names here, those there."""
+        """The same error in an API with other parameter names: ``names`` maps the names here to those there."""
 
         def name(match: re.Match[str]) -> str:
             return names.get(match[0], match[0])
 
-        # In the middle of a sentence a name is one only if it cannot be a word.
+        # Within a sentence, a name counts only if it cannot be an ordinary word.
         message = re.sub(r"^\w+|\b\w+_\w+\b", name, self.message)
         param = self.param and re.sub(r"^\w+", name, self.param)
         return ApiError(message, status=self.status, param=param, code=self.code)
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The response body, as clients of that path expect it."""
+        """The response body, as clients of ``path`` expect it."""
         if path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/"):
             kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -69,7 +69,7 @@ def _short(text: str) -> str:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """One error for all that pydantic found; its ``param`` is the first one's."""
+    """One error for everything that pydantic found; its ``param`` is that of the first."""
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
@@ -80,7 +80,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _given(error: Any) -> str:
-    """The value that was refused, where the message does not name it and it is short to say."""
+    """The refused value, where the message does not contain it and it is short."""
     value = error.get("input")
     if error["type"] in ("value_error", "missing") or not isinstance(value, int | float | str):
         return ""

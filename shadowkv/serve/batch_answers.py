@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SERVICE_UNAVAILABLE = 503
 BUSY_SECONDS = 0.5
-"""Between two tries to get into a full queue."""
+"""Seconds between two attempts to get into a full queue."""
 
 
 class LineAnswers:
@@ -33,7 +33,7 @@ class LineAnswers:
         self._endpoints = {endpoint.url: endpoint for endpoint in endpoints}
 
     async def record(self, request: LineRequest) -> dict[str, Any]:
-        """A request's record; raises ApiError where no line from here on can be answered: there is no engine."""
+        """A request's record; raises ApiError where no further line can be answered because the engine is gone."""
         try:
             status, body = 200, await self._patiently(request)
         except Exception as failure:
@@ -45,7 +45,7 @@ class LineAnswers:
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
-        """The answer, waiting for the others while the queue is full."""
+        """The answer, waiting for other requests while the queue is full."""
         while True:
             with suppress(EngineBusy):
                 return await self._answer(request)

@@ -1,4 +1,4 @@
-"""The files of a batch run: checked and locked before minutes go into loading a model, and never half written."""
+"""The files of a batch run: checked and locked before minutes go into loading a model, and never left half written."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from filelock import FileLock, Timeout
 from shadowkv.wording import counted
 
 DIGEST = "batch_req_digest_"
-"""How the ids of records begin that tell requests apart; earlier versions gave random ones, without this word."""
+"""Prefix of record ids that identify requests; earlier versions gave random ids, without this prefix."""
 
 
 class Sink:
-    """Appends lines to a file; a line that does not fit is taken back, and OSError raised. At its end they are on the
-    disk."""
+    """Appends lines to a file; a line that does not fit is removed again, and OSError raised. When closed, they are on
+    the disk."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -29,7 +29,7 @@ class Sink:
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record."""
         rest = memoryview((json.dumps(record, ensure_ascii=False) + "\n").encode())
-        # Asked each time: a signal may have ended an earlier call anywhere.
+        # Checked each time: a signal may have interrupted an earlier call anywhere.
         length = self._file.seek(0, os.SEEK_END)
         try:
             while rest:
@@ -52,7 +52,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class BatchFiles:
-    """Where the requests are and where the answers go; ``resume`` goes on with the answers that are there."""
+    """Where the requests are and where the answers go; ``resume`` continues from existing answers."""
 
     input: Path
     output: Path
@@ -60,7 +60,7 @@ class BatchFiles:
 
     @property
     def target(self) -> Path:
-        """The output, or what it is a symbolic link to: the link stays one."""
+        """The output, or what it is a symbolic link to: the link is kept."""
         return Path(os.path.realpath(self.output))
 
     @property
@@ -80,7 +80,7 @@ class BatchFiles:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, the files can be used and no other run writes them; the system frees those of a run that crashed.
+        """Within, the files can be used and no other run writes them; the system frees the lock of a run that crashed.
 
         Raises ValueError, before anything is changed, if they cannot be used or another run has them.
         """
@@ -96,7 +96,7 @@ class BatchFiles:
             self._check_answers()
             yield
         finally:
-            # While it is held, so that it is nobody else's. Nobody waits for it either: others give up at once.
+            # Removed while held, so that it is not another run's. None waits for it either: they give up at once.
             with suppress(OSError):  # Windows, where it goes with the release
                 self.lock.unlink()
             lock.release()
@@ -131,17 +131,17 @@ class BatchFiles:
             )
 
     def begin(self, requests: Mapping[str, str]) -> set[str]:
-        """Makes the partial file, with the answers of earlier runs if they are wanted; returns their custom_ids.
+        """Makes the partial file, with the answers of earlier runs if requested; returns their custom_ids.
 
-        An answer is taken over unless ``requests`` (custom_id: id of its record) has another request of its name.
-        Failures are not: what made them may be mended. Raises ValueError, and changes nothing, where a line of an
-        earlier run is no record.
+        An answer is taken over unless ``requests`` (custom_id: id of its record) has another request of that name.
+        Failures are not taken over: their causes may have been fixed. Raises ValueError, and changes nothing, where a
+        line of an earlier run is not a record.
         """
         answered: set[str] = set()
         if not self.resume:
             self.partial.open("xb").close()
             return answered
-        self.rewritten.unlink(missing_ok=True)  # of a run that crashed here
+        self.rewritten.unlink(missing_ok=True)  # left by a run that crashed here
         try:
             with Sink(self.rewritten) as sink:
                 for path in (self.partial, self.target):
@@ -156,7 +156,7 @@ class BatchFiles:
         return answered
 
     def kept(self, count: int) -> str:
-        """After a run that was cut short: how many answers there are, and where."""
+        """After an interrupted run: how many answers there are, and where."""
         if not count:
             self.partial.unlink(missing_ok=True)
             return "no answers yet"
@@ -169,7 +169,7 @@ class BatchFiles:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """For good: the new name is on the disk too."""
+    """Durable: the new name is on the disk too."""
     source.replace(target)
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(target.parent, os.O_RDONLY)
@@ -180,14 +180,14 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _answers(record: dict[str, Any], request: str | None) -> bool:
-    """Whether a record is an answer, and not to another request than the one with this id."""
+    """Whether a record is an answer, and to the request with this id if one is given."""
     name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
     changed = request is not None and request_then.startswith(DIGEST) and request_then != request
     return name is not None and response is not None and response.get("status_code") == 200 and not changed
 
 
 def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
-    """The records of a file, none if there is none; the last one may be ``half_a_line``, where a crash cut it off."""
+    """The records of a file, none if it is missing; the last may be ``half_a_line``, where a crash cut it off."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Lines of a batch file: which of them are requests, which have been answered, and which are neither."""
+"""Lines of a batch file: which are requests, which have been answered, and which are neither."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shadowkv.serve import strict_json
 from shadowkv.serve.batch_files import DIGEST, BatchFiles
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-"""What lines may ask for."""
+"""Endpoints that lines may request."""
 
 
 class BadLine(Exception):
-    """A line that is no request."""
+    """A line that is not a request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -26,10 +26,10 @@ class BadLine(Exception):
 
 @dataclass(frozen=True)
 class LineRequest:
-    """A line that is to be answered.
+    """A line to answer.
 
     Attributes:
-        id: of its record.
+        id: id of its record.
         offset, size: where it is in the file, in bytes.
     """
 
@@ -42,7 +42,7 @@ class LineRequest:
 
 
 def digest(request: Any) -> str:
-    """Id of a request's record: the same whatever the order of the keys and the spaces of its line."""
+    """Id of a request's record, which does not depend on the order of keys or the spaces in its line."""
     text = json.dumps(request, sort_keys=True)
     return f"{DIGEST}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
@@ -51,7 +51,7 @@ class BatchLines:
     """The lines of one run, to be read in order.
 
     Args:
-        files: of which the partial file is made; raises ValueError and OSError as that does.
+        files: of the run, whose partial file is created; raises ValueError and OSError as ``BatchFiles.begin`` does.
 
     Attributes:
         answered: custom_ids of requests that earlier runs have answered.
@@ -62,7 +62,7 @@ class BatchLines:
         self._seen: set[str] = set()
 
     def read(self, number: int, line: bytes, offset: int) -> LineRequest | dict[str, Any] | None:
-        """A line's request, None if it is answered already, or the record of one that is no request."""
+        """A line's request, None if it is answered already, or the record of a line that is not a request."""
         try:
             request = self._parse(line, offset)
         except BadLine as bad:
@@ -96,7 +96,7 @@ class BatchLines:
 
 
 def _requests(files: BatchFiles) -> dict[str, str]:
-    """The digests of the file's requests, by custom_id: of two, the first one's, as the other is refused."""
+    """The digests of the file's requests, by custom_id: of duplicates the first one's, as the others are refused."""
     found: dict[str, str] = {}
     with files.input.open("rb") as source:
         for line in source:

@@ -2,8 +2,8 @@
 
 A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
 the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end; a run
-that was cut short can be resumed. ``custom_id`` says which requests have been answered, and ``id``, a digest of the
-request, that they are still the same; those that failed or have changed since are answered again.
+that was interrupted can be resumed. ``custom_id`` says which requests have been answered, and ``id``, a digest of the
+request, that they are unchanged; those that failed or have changed since are answered again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class BatchFailed(Exception):
-    """Nobody answers what is left of a file."""
+    """The rest of a file cannot be answered."""
 
 
 @dataclass
 class BatchRun:
-    """One pass over a file; raises ValueError and OSError where earlier answers are none, or cannot be taken over."""
+    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over."""
 
     files: BatchFiles
     done: int = 0
@@ -49,12 +49,12 @@ class BatchRun:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Within, records can be written; at its end all lines have one, and the output is there."""
+        """Within, records can be written; on exit all lines have one, and the output is in place."""
         with self.files.input.open("rb") as source:
             total = sum(1 for line in source if line.strip())
         with (
             Sink(self.files.partial) as self._sink,
-            # A log file gets a line now and then, a terminal a bar that moves.
+            # A log file gets a line now and then, a terminal a progress bar.
             tqdm(
                 total=total, unit="request", file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 10
             ) as self._bar,
@@ -63,8 +63,8 @@ class BatchRun:
         self.files.finish()
 
     def requests(self) -> Iterator[LineRequest]:
-        """What is to be answered, line by line: a file of long prompts is never in memory as a whole. Lines that are no
-        requests get their records."""
+        """What is to be answered, line by line: a file of long prompts is never in memory as a whole. Lines that are
+        not requests get their records."""
         offset = 0
         with self.files.input.open("rb") as source:
             for number, line in enumerate(source, 1):
@@ -76,7 +76,7 @@ class BatchRun:
                         self.write(found)
                     else:
                         self.skipped += 1
-                        self._bar.total -= 1  # so that the time left is that of the others
+                        self._bar.total -= 1  # so that the time left is that of the remaining ones
                 offset += len(line)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class BatchRun:
         self._bar.update()
 
     def kept(self) -> str:
-        """After a run that was cut short: how many answers there are, and where."""
+        """After an interrupted run: how many answers there are, and where."""
         return self.files.kept(len(self.lines.answered) + self.done)
 
 
@@ -101,7 +101,7 @@ async def answer_with(
 ) -> None:
     """Answers every line that has no answer, ``most`` at a time; raises ApiError if the engine dies, OSError if the
     disk is full."""
-    from shadowkv.serve.batch_answers import LineAnswers  # here and not above: it needs PyTorch, which takes seconds
+    from shadowkv.serve.batch_answers import LineAnswers  # imported here: it needs PyTorch, which takes seconds
 
     answers = LineAnswers(engine, model, settings)
     with run.writing():
@@ -123,12 +123,12 @@ async def answer_with(
 def run_batch(
     engine: AsyncEngine, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
 ) -> int:
-    """Answers the file with an engine and says how it went; returns the exit code."""
+    """Answers the file with an engine and reports the outcome; returns the exit code."""
     return run_files(files, lambda run: asyncio.run(answer_with(engine, model, settings, run, concurrency)))
 
 
 def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:
-    """Has the file answered and says how it went; returns the exit code."""
+    """Has the file answered and reports the outcome; returns the exit code."""
     try:
         run = BatchRun(files)
     except (ValueError, OSError) as error:

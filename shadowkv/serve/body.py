@@ -1,4 +1,4 @@
-"""What all bodies have in common: strict types, nothing dropped that is known to change the answer, how to refuse."""
+"""What all bodies share: strict types, refusals, and that nothing known to change the answer is dropped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shadowkv.serve.unknown import unknown
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
-"""What answers have that clients send back, and is of no use."""
+"""Fields of answers that clients send back, without any effect."""
 
 
 class Body(BaseModel):
-    """Strict about types; null is the same as left out, as in the OpenAI API."""
+    """Strict about types; null is the same as omitted, as in the OpenAI API."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=complete)
 
@@ -30,7 +30,7 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Body:
         for name, value in (self.model_extra or {}).items():
-            # By type too: true is 1 to Python, and 0.0 is false.
+            # Compared by type too: to Python, true equals 1 and 0.0 equals false.
             neutral_values = NEUTRAL.get(name, ())
             if name in IGNORED or any(type(value) is type(one) and value == one for one in neutral_values):
                 continue
@@ -40,24 +40,24 @@ class Body(BaseModel):
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
             raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
-        self.__pydantic_extra__ = {}  # of any size and depth, and of no use
+        self.__pydantic_extra__ = {}  # of any size and depth, and unused
         return self
 
     def finish(self) -> None:
-        """What is left to do once all fields are right; raises ApiError."""
+        """Final checks once all fields are valid; raises ApiError."""
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
-    """A parameter's refusal, to raise in a validator."""
+    """The error for a parameter, to raise in a validator."""
     return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
 
 
 def at_most(limit: int, things: str, count: int) -> None:
-    """Refuses a value of more things than ``limit``."""
+    """Refuses a value with more than ``limit`` things."""
     if count > limit:
         raise wrong(f"{count} {things} are too many; at most {limit} are allowed")
 
 
 def wrong(message: str) -> PydanticCustomError:
-    """A value's refusal, to raise in the validator of its field."""
+    """The error for a value, to raise in the validator of its field."""
     return PydanticCustomError("wrong", "{message}", {"message": message})

@@ -1,8 +1,8 @@
-"""``python -m shadowkv.serve.body_process BYTES``: reads long bodies for the server, with memory of its own.
+"""``python -m shadowkv.serve.body_process BYTES``: reads long bodies for the server, in its own memory.
 
-Frames of a length in 8 bytes and as many bytes: in come a pickled function and a body, out go what it makes of the
-body, or the ApiError, and names of unknown parameters, pickled. The process ends when its input does, so that no server
-leaves one behind.
+Each frame is a length in 8 bytes and that many bytes: in come a pickled function and a body, out go the function's
+result for the body, or the ApiError, and the names of unknown parameters, pickled. The process ends when its input
+does, so that no server leaves one behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 
 
 def limit_memory(size: int) -> None:
-    """Lets this process have no more bytes of address space, where the platform can."""
+    """Limits this process to ``size`` bytes of address space, where the platform supports it."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

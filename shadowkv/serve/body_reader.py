@@ -1,7 +1,7 @@
-"""Reads bodies beside the event loop: short ones on a thread, long ones in processes of their own.
+"""Reads bodies off the event loop: short ones on a thread, long ones in separate processes.
 
-``json.loads`` holds the interpreter's lock from the first byte to the last, a second for 32 MiB: on a thread it would
-still stop everything else.
+``json.loads`` holds the interpreter's lock from the first byte to the last, a second for 32 MiB: even on a thread it
+would stop everything else.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 SHORT_BYTES = 2**18
-"""Of a body that is read here: its hold on the interpreter's lock lasts milliseconds."""
+"""Longest body that is read in this process: it holds the interpreter's lock for milliseconds."""
 
 PROCESSES = 2
-"""Started for the first long bodies: one that takes long leaves another for the rest."""
+"""Started for the first long bodies: while one body takes long, the other process serves the rest."""
 
 SECONDS, SECONDS_PER_MIB = 10.0, 0.25
-"""That reading may take; a body of 32 MiB takes about one."""
+"""Seconds that reading may take; a body of 32 MiB takes about one."""
 
 MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 24
-"""That a process may have, and more for each byte of the longest body; one of token ids takes about 12."""
+"""Bytes that a process may use, plus bytes per byte of the longest body; a body of token ids takes about 12."""
 
 
 class BodyReader:
     """Reads bodies for one server; its processes end with ``close``, or with the server.
 
     Args:
-        max_body_bytes: of the longest body that will come.
-        seconds: that reading may take; None is what bodies of JSON may, by their length.
+        max_body_bytes: length of the longest body that will come.
+        seconds: time that reading may take; None is the limit for JSON bodies, which depends on their length.
 
     Attributes:
-        idle: its processes that have nothing to read.
+        idle: its processes without work.
     """
 
     def __init__(self, max_body_bytes: int, seconds: float | None = None) -> None:
         self._seconds = seconds
         self._memory = MEMORY_BYTES + MEMORY_PER_BYTE * max_body_bytes
-        self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # so many processes are at work at the most
+        self._threads = ThreadPoolExecutor(PROCESSES, "shadowkv-body")  # at most this many processes work at once
         self.idle: list[_Process] = []
         self._working: set[_Process] = set()
         self._closed = False
 
     async def read(self, raw: bytes, model: type[B]) -> B:
-        """The request that a body holds; raises ApiError."""
+        """The request in a body; raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await asyncio.to_thread(read_body, raw, model)
         return await self.apart(raw, partial(read_body, model=model))
 
     async def apart(self, raw: bytes, work: Callable[[bytes], T]) -> T:
-        """What ``work``, which can be pickled, makes of a body in a process; raises ApiError."""
+        """What ``work``, which can be pickled, makes of a body in a separate process; raises ApiError."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._apart, raw, work)
 
     def close(self) -> None:
-        """Ends the processes; bodies at work are refused."""
+        """Ends the processes; bodies being read are refused."""
         self._closed = True
         for process in [*self.idle, *self._working]:
             process.end()
@@ -80,7 +80,7 @@ class BodyReader:
         seconds = SECONDS + SECONDS_PER_MIB * len(raw) / 2**20 if self._seconds is None else self._seconds
         try:
             process = self.idle.pop()
-        except IndexError:  # and not asked for before: another thread may take the last one
+        except IndexError:  # not checked beforehand: another thread may take the last one
             process = _Process(self._memory)
         self._working.add(process)
         try:
@@ -101,7 +101,7 @@ class _Process:
 
     def __init__(self, memory: int) -> None:
         command = [sys.executable, "-m", "shadowkv.serve.body_process", str(memory)]
-        # Modules are found where this process finds them; signals of a terminal are for the server alone.
+        # Modules are found where this process finds them; a terminal's signals are for the server alone.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -111,16 +111,16 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Its number in the system."""
+        """Its process id."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is of no more use."""
+        """Whether it is no longer usable."""
         return self._process.poll() is not None
 
     def read(self, raw: bytes, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
-        """What the process made of a body; an ApiError of our own, and the process ended, where it made nothing."""
+        """What the process made of a body; if it made nothing, an ApiError of our own, and the process is ended."""
         late = Event()
 
         def stop() -> None:
@@ -144,7 +144,7 @@ class _Process:
         finally:
             timer.cancel()
             timer.join()
-            if late.is_set():  # even if the answer came just in time: the process is about to be gone
+            if late.is_set():  # even if the answer came just in time: the process is about to end
                 self.end()
         for name in names:
             unknown.tell(name)
@@ -155,5 +155,5 @@ class _Process:
         self._process.kill()
         self._process.wait()
         for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):  # what was still to be written
+            with contextlib.suppress(OSError):  # what remained to be written
                 pipe.close()

@@ -1,4 +1,4 @@
-"""A route whose body is read by the application's ``BodyReader``, and comes to FastAPI as the request it holds."""
+"""A route whose body is read by the application's ``BodyReader``, and reaches FastAPI as a parsed request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shadowkv.serve.errors import as_api_error
 
 
 class BodyRefused(HTTPException):
-    """A body that was not read; of other exceptions than this type's FastAPI makes the client's 400, unlogged."""
+    """A body that was not read; FastAPI turns exceptions of any other type into the client's 400, unlogged."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status, error.message)
@@ -26,8 +26,8 @@ class BodyRefused(HTTPException):
 class _Request(Request):
     model: type[Body]
 
-    async def body(self) -> bytes:  # a bytearray is as good
-        # Grown as it comes: joining the pieces of 32 MiB at the end holds up everybody for a while.
+    async def body(self) -> bytes:  # a bytearray works as well
+        # Grown as it arrives: joining the pieces of 32 MiB at the end would block everything for a while.
         if not hasattr(self, "_body"):
             whole = bytearray()
             async for piece in self.stream():
@@ -40,7 +40,7 @@ class _Request(Request):
         raw = await self.body()
         try:
             return await reader.read(raw, self.model)
-        except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, of our own faults too
+        except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
             raise BodyRefused(as_api_error(error)) from error
 
 

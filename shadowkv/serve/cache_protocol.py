@@ -42,7 +42,7 @@ class RestoreRequest(Body):
 
 
 class SaveRequest(RestoreRequest, Conversation):
-    """Body of ``/cache/save``: a name, and a prompt or messages as a completion or a chat completion has them."""
+    """Body of ``/cache/save``: a name, and a prompt or messages as in a completion or a chat completion."""
 
     prompt: Annotated[
         list[str | Tokens] | None, PlainValidator(_one_prompt, json_schema_input_type=Text | TokenPrompt)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def cache_routes(engine: AsyncEngine, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
-    """The routes; what they ask for is done beside the event loop, and given up when the client hangs up."""
+    """The routes; their work is done off the event loop, and abandoned when the client hangs up."""
     router, statuses = APIRouter(route_class=BodyRoute), (*FOR_EVERY_BODY, 409, 504)
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer)
 
@@ -72,7 +72,7 @@ def cache_routes(engine: AsyncEngine, served_name: str, settings: ServerSettings
 
 
 async def _within(seconds: float, work: Awaitable[Saved]) -> Saved:
-    """What ``work`` returns; raises DeadlineExceeded after so many seconds, if that is not 0."""
+    """What ``work`` returns; raises DeadlineExceeded after ``seconds``, if not 0."""
     try:
         return await asyncio.wait_for(work, seconds or None)
     except asyncio.TimeoutError:

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``, and what all APIs of conversations share: a chat's prompt, its calls and its thoughts."""
+"""``/v1/chat/completions``, and what all conversation APIs share: a chat's prompt, its calls and its thoughts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shadowkv.serve.tool_parser import CallPart, ToolParser, call_id
 from shadowkv.serve.tool_prompt import template_input
 
 END_TOKENS = 16
-"""Of a prompt, in which a template that begins the model's thoughts does so."""
+"""Final tokens of a prompt that are searched for the beginning of the thoughts, which some templates write."""
 
 
 class Chat(Endpoint):
@@ -36,7 +36,7 @@ class Chat(Endpoint):
             raise ApiError(str(error), param="messages") from error
 
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
-        """As for any endpoint; raises ApiError where nobody knows how the model writes calls."""
+        """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
         choice, known = request.choice, self.tool_format
         if choice.is_forced:
             new_id = call_id if known is None else known.new_id
@@ -96,7 +96,7 @@ class ChatCompletions(Chat, Choices):
 
 
 def _call(part: CallPart) -> dict[str, Any]:
-    """A call as the API has it, or what of it comes after its name."""
+    """A call in the API's form, or the part of one that comes after its name."""
     if part.name is None:
         return {"function": {"arguments": part.arguments}}
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

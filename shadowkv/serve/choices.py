@@ -34,7 +34,7 @@ class Choices(Endpoint):
         def shape() -> list[dict[str, Any]]:
             return [self.choice(piece) for piece in pieces]
 
-        # The log-probabilities of a long prompt take a while to write down.
+        # Writing down the log-probabilities of a long prompt takes a while.
         choices = await asyncio.to_thread(shape) if job.echo else shape()
         return {**job.head(self.kind), "choices": choices, "usage": job.usage(), **job.transfer.told()}
 
@@ -53,7 +53,7 @@ class Choices(Endpoint):
 
 
 def selections_of(piece: Piece) -> dict[str, Any]:
-    """What each of a piece's tokens attended to, where asked for."""
+    """What each of a piece's tokens attended to, where requested."""
     if piece.selections is None:
         return {}
     return {"selections": [None if one is None else asdict(one) for one in piece.selections]}

@@ -34,7 +34,7 @@ class Completions(Choices):
                 encode(self.tokenizer, prompt, limit, "prompt") if isinstance(prompt, str) else prompt.tolist()
                 for prompt in request.prompt
             ]
-        except ValueError as error:  # text that is no UTF-8
+        except ValueError as error:  # text that is not valid UTF-8
             raise ApiError(str(error), param="prompt") from error
 
     def echo(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str] | None:

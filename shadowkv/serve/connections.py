@@ -1,8 +1,8 @@
-"""Connections of clients that may be slow, dead or hostile: each has a clock, and there are only so many of them.
+"""Connections of clients that may be slow, dead or hostile: each has a time limit, and their number is limited.
 
-uvicorn closes idle connections (``timeout_keep_alive``) and limits a header's size. What it has not is here: time-outs
-of half requests and of answers that nobody reads, and a limit of connections that no number of silent ones can turn
-against those who ask something.
+uvicorn closes idle connections (``timeout_keep_alive``) and limits a header's size. What it lacks is here: time-outs
+for incomplete requests and for answers that are not read, and a limit on connections that silent clients cannot use
+to keep active ones out.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
 
 MIN_BODY_RATE = 500
-"""Bytes per second that a body must come in with, over ``client_body_timeout``; the same as Apache's MinRate."""
+"""Bytes per second at which a body must arrive, over ``client_body_timeout``; the same as Apache's MinRate."""
 
 UNSENT_BYTES = 2**14
-"""What the system holds of an answer that is not on its way yet: the more, the later it shows whether anybody reads."""
+"""How much unsent answer the system buffers: the larger, the later it shows whether the client reads."""
 
 HEADER_PIECE = 4096
-"""Bytes after which a header is measured."""
+"""Bytes after which a header's length is checked."""
 
 ACCEPTED_AT_ONCE = 64
-"""Connections accepted before any of them is looked at."""
+"""Connections accepted before any of them is handled."""
 
 IDLE = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
-"""States of a connection whose last request and its answer are over."""
+"""States of a connection whose last request and answer are complete."""
 
 Owed = Literal["request", "header", "body"]
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's settings for an application of ``build_app``, whose own settings limit the connections.
+    """uvicorn's settings for an application from ``build_app``, whose own settings limit the connections.
 
-    Always with the parser h11, whichever others are installed, and without WebSockets, which know none of the limits.
+    Always with the h11 parser, whichever others are installed, and without WebSockets, which none of the limits cover.
     """
 
     def __init__(self, app: FastAPI, **options: Any) -> None:
         self.settings: ServerSettings = app.state.settings
         self.metrics = app.state.metrics
         self.owing: OrderedDict[Connection, None] = OrderedDict()
-        """Connections whose client is to send something, the one first that has been asked the longest."""
+        """Connections whose client is to send something, the longest-waiting first."""
         super().__init__(
             app,
             http=Connection,
@@ -71,7 +71,7 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(H11Protocol):
-    """One connection. Its client owes the rest of a request, or reads an answer, and each has its time."""
+    """One connection. Its client owes the rest of a request, or is reading an answer; each has a time limit."""
 
     config: ConnectionConfig
 
@@ -95,9 +95,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._socket = transport.get_extra_info("socket")
-        # Writing counts as paused as soon as anything is held back here, so that the clock sees every such case, a
-        # small answer and one on a connection that is being closed included. TLS pauses at its limit, and not above it:
-        # with 0 it would never go on.
+        # Writing counts as paused as soon as anything is buffered here, so that the timer sees every such case,
+        # including a small answer and one on a connection that is being closed. TLS pauses at its limit, not above it:
+        # with 0 it would never resume.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -110,12 +110,12 @@ class Connection(H11Protocol):
         self._idle = False
         self._received += len(data)
         while data and not self.transport.is_closing():
-            # h11 looks at a header's length only while it is not whole.
+            # h11 checks a header's length only while it is incomplete.
             size = HEADER_PIECE if self._owes() == "header" else len(data)
             super().data_received(data[:size])
             data = data[size:]
         if self._is_between_requests() and not self.transport.is_closing():
-            # The rest of a body whose answer did not wait for it has come. uvicorn's clock stopped with its first byte.
+            # The rest of a body whose answer did not wait for it has come. uvicorn's timer stopped at its first byte.
             self._idle = True
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -150,7 +150,7 @@ class Connection(H11Protocol):
     # -- what the client sends -------------------------------------------------------------------------------------
 
     def _owes(self) -> Owed | None:
-        """What the client has to send: another request if it likes, the rest of a header or of a body, or nothing."""
+        """What the client has to send: optionally another request, the rest of a header or of a body, or nothing."""
         if self.transport.is_closing():
             return None
         if self.cycle is None or self.cycle.response_complete:
@@ -158,7 +158,7 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _watch_reading(self) -> None:
-        """Starts the clock when the client owes something else than before; ``request`` is uvicorn's to watch."""
+        """Starts the timer when the client owes something new; ``request`` is watched by uvicorn."""
         owed = self._owes(), self.cycle
         if owed == self._owed:
             return
@@ -201,18 +201,18 @@ class Connection(H11Protocol):
                 self._watch_writing()
             else:
                 self.config.metrics.cut("send_timeout")
-                # Reset: the system is to keep nothing of the answer either.
+                # Reset: the system should not keep any of the answer either.
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.transport.abort()  # and the application is told that the client is gone
+                self.transport.abort()  # also tells the application that the client is gone
 
         _stop(self._write_clock)
         if seconds:
             self._write_clock = self.loop.call_later(seconds, check)
 
-    # -- how many there are ----------------------------------------------------------------------------------------
+    # -- their number ----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Closes the connection that has owed something the longest; only if all are being answered, this is one too
+        """Closes the connection that has owed something longest; only if all are being answered is this one the one too
         many."""
         oldest = next(iter(self.config.owing))
         if oldest is self:
@@ -235,7 +235,7 @@ class Connection(H11Protocol):
         await response(scope, receive, send)
 
     def _cut(self, reason: str, status: int, message: str) -> None:
-        """Ends a connection whose client owes something, with an answer if it has begun to ask and has none yet."""
+        """Ends a connection whose client owes something, with an answer if it has begun a request and has none yet."""
         self.config.metrics.cut(reason)
         self.config.owing.pop(self, None)
         _stop(self._read_clock)
@@ -261,7 +261,7 @@ class Connection(H11Protocol):
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         if asked:
-            self.cycle.disconnected = True  # whatever the application still says
+            self.cycle.disconnected = True  # whatever the application still sends
 
 
 def _stop(clock: asyncio.TimerHandle | None) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of APIs that say a chat in other words: each becomes a ``ChatRequest`` where it is read."""
+"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "
 
 
 class Converted(Body):
-    """Such a body.
+    """A body that is converted to a chat.
 
     Attributes:
-        names: what parameters of a chat are called here, where that differs.
+        names: what a chat's parameters are called here, where that differs.
     """
 
     names: ClassVar[Mapping[str, str]]
@@ -31,7 +31,7 @@ class Converted(Body):
 
     @property
     def chat(self) -> ChatRequest:
-        """The same as a chat."""
+        """The equivalent chat."""
         assert self._chat is not None, "finish was not called"
         return self._chat
 
@@ -46,8 +46,8 @@ class Converted(Body):
 
     @abstractmethod
     def as_chat(self) -> dict[str, Any]:
-        """Body of a chat, but for what is the same in both."""
+        """Body of the chat, without the shared parameters."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Lets go of the conversation, which the chat has."""
+        """Drops the conversation, which the chat has now."""

@@ -1,4 +1,4 @@
-"""A client that hangs up frees what its request holds, at once, not at the next token."""
+"""Frees what a request holds when its client hangs up: at once, not at the next token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of an answer that nobody reads."""
+"""Status of an answer that the client did not wait for."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``, which is cancelled, and the result None, when the client is gone."""
+    """The result of ``work``; when the client is gone, ``work`` is cancelled and the result is None."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-"""Text of a document that somebody wants to ask about: plain text or PDF, read in a process of its own."""
+"""Text of a document to ask about: plain text or PDF, read in a separate process."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.limits import MAX_TEXT_CHARS
 
 MAX_DOCUMENT_BYTES = 20 * 2**20
-"""Of a file: a PDF of a thousand pages of text has a few MB, what is larger is pictures."""
+"""Size limit of a file: a PDF of a thousand pages of text has a few MB, anything larger is pictures."""
 
 DOCUMENT_SECONDS = 60.0
-"""That reading one may take; pypdf reads some 20 pages a second."""
+"""Time limit for reading one; pypdf reads some 20 pages a second."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What was read: the text, and how many pages it had, 0 where it had none."""
+    """What was read: the text, and its number of pages, 0 where it had none."""
 
     text: str
     pages: int
 
 
 def read_document(raw: bytes) -> Document:
-    """The text of a file; raises ApiError where there is none to be had."""
+    """The text of a file; raises ApiError where none can be read."""
     document = _pdf(raw) if b"%PDF-" in raw[:1024] else Document(_plain(raw), 0)
     if not document.text.strip():
         scanned = "this PDF has no text, only pictures of it; pass it through OCR first"
@@ -52,10 +52,10 @@ def _pdf(raw: bytes) -> Document:
         from pypdf.errors import DependencyError
     except ImportError:
         raise _unreadable("this server reads no PDFs: it needs pip install shadowkv-engine[page]") from None
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes what is wrong with a file
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it quotes the faulty parts of files
     try:
         reader = PdfReader(BytesIO(raw))
-        if reader.is_encrypted and not reader.decrypt(""):  # most have a password for changes alone
+        if reader.is_encrypted and not reader.decrypt(""):  # most have a password only for changes
             raise _unreadable("this PDF is encrypted; save it without a password")
         pages, length = [], 0
         for page in reader.pages:
@@ -67,7 +67,7 @@ def _pdf(raw: bytes) -> Document:
         raise
     except DependencyError:
         raise _unreadable("this PDF is encrypted; save it without a password") from None
-    except Exception as error:  # of any kind: files may be cut off, or made to break readers
+    except Exception as error:  # of any kind: files may be truncated, or made to break readers
         raise _unreadable(f"this PDF cannot be read ({type(error).__name__})") from None
     text = "\n\n".join(pages)
     return Document(text.encode("utf-8", "ignore").decode(), len(reader.pages))  # without lone surrogates

@@ -1,4 +1,4 @@
-"""What is particular to each way to ask for text: its prompts, and the shapes of its answers."""
+"""What is specific to each way to ask for text: its prompts, and the shapes of its answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Endpoint(ABC):
-    """One way to ask for text; instances hold nothing but the tokenizer and how answers are read.
+    """One way to ask for text; instances hold only the tokenizer and how to read answers.
 
     Args:
         tokenizer: the served model's.
-        settings: say which calls of tools and thoughts there are in answers.
+        settings: say which tool calls and thoughts answers may have.
 
     Attributes:
         names: what parameters of a ``GenerationRequest`` are called here, where that differs.
@@ -40,28 +40,28 @@ class Endpoint(ABC):
         self.tool_format = tool_format(self.settings.tool_call_parser, tokenizer.chat_template)
 
     def request(self, body: Any) -> GenerationRequest:
-        """What a body asks for."""
+        """The request in a body."""
         assert isinstance(body, GenerationRequest)
         return body
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
-        """Characters or token ids of every prompt, before anything is done with them."""
+        """Characters or token ids of every prompt, before any processing."""
 
     @abstractmethod
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
-        """Token ids of every prompt; raises ApiError, at the latest where one has many more than ``limit``."""
+        """Token ids of every prompt; raises ApiError, at the latest for one with many more than ``limit``."""
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
-        """What each prompt's answers begin with, if the request asks for that."""
+        """What each prompt's answers begin with, if the request asks for an echo."""
         return None
 
     def tool_parser(self, request: Any) -> ToolParser | None:
-        """What reads the calls of tools in a choice's text; None if there are none to read."""
+        """The reader of tool calls in a choice's text; None if there are none to read."""
         return None
 
     def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
-        """What reads the thoughts in a choice's text; None if they are part of it."""
+        """The reader of thoughts in a choice's text; None if they are part of the text."""
         return None
 
     @abstractmethod
@@ -70,4 +70,4 @@ class Endpoint(ABC):
 
     @abstractmethod
     def stream(self, job: Job) -> Events:
-        """The answer as it comes."""
+        """The answer as it is generated."""

@@ -1,4 +1,4 @@
-"""What clients are told of an exception, and the response that tells them."""
+"""What clients are told about an exception, and the response that tells them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SAVES = {
     NotDone: (503, "not_done"),
     DiskTooSlow: (504, "timeout"),
 }
-"""Status and code of what cannot be saved or restored by name."""
+"""Status and code for what cannot be saved or restored by name."""
 
 RETRY_SECONDS = 2
-"""What a full queue advises, and a key with as many requests as it may have."""
+"""Seconds after which a client is advised to retry, for a full queue or a key that has reached its request limit."""
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of ``error``; what is nobody's fault but ours is logged and not shown."""
+    """What a client is told about ``error``; our own errors are logged and not shown."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -50,7 +50,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
-    """The response for it, to a request of that path."""
+    """The response for it, to a request for that path."""
     again = error.code in ("queue_full", "rate_limit_exceeded")
     headers = {"Retry-After": str(RETRY_SECONDS)} if again else None
     return JSONResponse(error.body(path), error.status, headers)

@@ -1,4 +1,4 @@
-"""Chats whose streams are events with types, of which the whole answer is put together as well."""
+"""Chats whose streams are typed events, from which the whole answer is assembled as well."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class EventOutput(Protocol):
     """One answer.
 
     Attributes:
-        whole: what ``events`` have made of it so far.
+        whole: what ``events`` have assembled so far.
     """
 
     whole: dict[str, Any]
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as it comes."""
+        """The answer as it is generated."""
         ...
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """The event that tells of an error."""
+        """The event for an error."""
         ...
 
 
 class EventChat(Chat):
-    """A chat that an API of another shape asks for: its bodies have a ``chat``."""
+    """A chat requested through an API of another shape: its bodies have a ``chat``."""
 
     sign_of_life: ClassVar[str] = Events.sign_of_life
 
     @abstractmethod
     def output(self, job: Job) -> EventOutput:
-        """What makes the answer."""
+        """The object that makes the answer."""
 
     def request(self, body: Any) -> ChatRequest:
         chat = body.chat

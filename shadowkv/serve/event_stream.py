@@ -1,4 +1,4 @@
-"""Answers as server-sent events, with a status of its own for what fails at once, and a sign of life in between."""
+"""Answers as server-sent events, with a proper status for immediate failures and keep-alives in between."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from shadowkv.serve.errors import as_api_error, error_response
 from shadowkv.serve.request_record import INTERNAL, SERVER_STOPPING, current_record
 
 PROMPTLY = 0.05
-"""Seconds in which a stream may still fail with a status: a full queue says so at once."""
+"""Seconds during which a stream may still fail with a status: a full queue is reported at once."""
 
 TURNS = 8
-"""Turns of the event loop in which a refusal, which waits for nothing, is sure to be told."""
+"""Turns of the event loop within which an immediate refusal is certain to be reported."""
 
 
 @dataclass
 class Events:
-    """What a stream says, and how its API writes that down.
+    """What a stream sends, and how its API formats that.
 
     Attributes:
         chunks: what to send, as JSON.
-        failure: the chunk that tells of an error.
+        failure: the chunk for an error.
         named: whether an event has its ``type`` as its name.
         end: what comes last.
-        sign_of_life: what is sent in between, so that proxies do not hang up.
+        sign_of_life: what is sent during silence, so that proxies do not hang up.
     """
 
     chunks: AsyncGenerator[dict[str, Any], None]
@@ -45,8 +45,8 @@ class Events:
     sign_of_life: str = ": keep-alive\n\n"
 
     async def texts(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[str, None]:
-        """All events, beginning with a chunk that has been asked for. An error is the last one but the end, since the
-        status has long been sent."""
+        """All events, beginning with a chunk that has already been requested. An error comes last but for the end,
+        since the status was sent long before."""
         try:
             yield self._event(await first)
             async for chunk in self.chunks:
@@ -63,7 +63,7 @@ class Events:
 
 
 def event_text(data: dict[str, Any], named: bool) -> str:
-    """An event of a stream, which has its ``type`` as its name where it is to have one."""
+    """An event of a stream, with its ``type`` as its name if ``named``."""
     name = f"event: {data['type']}\n" if named else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
 
@@ -71,12 +71,12 @@ def event_text(data: dict[str, Any], named: bool) -> str:
 class EventStream(StreamingResponse):
     """Server-sent events, closed when the client is gone.
 
-    Starlette's own response, depending on the server, notices that only when it next sends, which a long prefill puts
-    off for minutes, and never closes its iterator.
+    Depending on the server, Starlette's own response notices that only when it next sends, which a long prefill delays
+    by minutes, and it never closes its iterator.
 
     Args:
         events: what to send.
-        keep_alive: seconds of silence after which a sign of life is sent; 0 is never.
+        keep_alive: seconds of silence after which a sign of life is sent; 0 means never.
     """
 
     media_type = "text/event-stream"
@@ -93,7 +93,7 @@ class EventStream(StreamingResponse):
             first = asyncio.ensure_future(anext(chunks))
             try:
                 await asyncio.wait((first,), timeout=PROMPTLY)
-                for _ in range(TURNS):  # on a busy loop the time may be up before anything has had its turn
+                for _ in range(TURNS):  # on a busy loop, the time may be up before anything has run
                     await asyncio.sleep(0)
                 error = first.exception() if first.done() else None
                 if isinstance(error, Exception):
@@ -110,7 +110,7 @@ class EventStream(StreamingResponse):
 
 
 class _Lively:
-    """``send`` with a sign of life after every ``interval`` seconds of silence, until the last message or ``stop``."""
+    """``send``, with a sign of life after every ``interval`` seconds of silence, until the last message or ``stop``."""
 
     def __init__(self, send: Send, interval: float, sign: bytes) -> None:
         self._send, self._interval, self._sign, self._last = send, interval, sign, monotonic()
@@ -125,7 +125,7 @@ class _Lively:
             self._task = asyncio.create_task(self._say())
 
     def stop(self) -> None:
-        """No more of them."""
+        """Ends the signs of life."""
         if self._task is not None:
             self._task.cancel()
 

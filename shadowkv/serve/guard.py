@@ -1,5 +1,5 @@
-"""Refuses what must not reach the API: requests without a key or with too many beside them, and bodies that are too
-long."""
+"""Refuses what must not reach the API: requests without a valid key, too many requests per key, and bodies that are
+too long."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from shadowkv.serve.settings import ServerSettings
 from shadowkv.wording import counted
 
 OPEN_PATHS = frozenset(("/health", "/version", "/metrics"))
-"""What probes and monitoring ask for, without a key."""
+"""Paths for probes and monitoring, which need no key."""
 
 STATS_PATH = "/page/stats"
-"""What the page asks for every second: it is neither counted beside the requests of its key nor logged."""
+"""The page requests it every second: it is not counted among its key's requests, and not logged."""
 
 LINGER_SECONDS = 5.0
 MAX_DIGITS = 18
 
 
 class BodyTooLarge(HTTPException):
-    """A body that turned out too long while it came in."""
+    """A body that turned out to be too long while it arrived."""
 
 
 class Guard:
     """ASGI middleware.
 
     Args:
-        app: what is guarded.
+        app: the application to guard.
         settings: the keys and the limits.
     """
 
@@ -53,7 +53,7 @@ class Guard:
         if not self._keys or scope["path"] in OPEN_PATHS | PAGE_PATHS:
             return await self._unless_too_large(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
-        given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # of Anthropic's clients
+        given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
         key = _which(given, bare, self._keys)
         if key is None:
             wrong = "the API key is wrong"
@@ -88,7 +88,7 @@ class Guard:
             if message["type"] == "http.request":
                 size, before = len(message.get("body", b"")), left
                 left -= size
-                if left < 0 <= before:  # once: what still comes is thrown away
+                if left < 0 <= before:  # once: the rest is discarded
                     raise BodyTooLarge(413, self._too_large)
             return message
 
@@ -99,18 +99,18 @@ def _which(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None
     """Which key an Authorization header has, its scheme in any case (RFC 9110, 11.1), or an x-api-key, if any."""
     scheme, _, given = credentials.partition(b" ")
     given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
-    # A comparison takes as long for any key of its length, and all of them are made.
+    # A comparison takes the same time for any key of the same length, and all are made.
     found = [n for n, key in enumerate(keys) if hmac.compare_digest(given, key) | hmac.compare_digest(bare, key)]
     return found[0] if found else None
 
 
 def too_large(message: str, path: str) -> JSONResponse:
-    """The refusal of a body that was sent to that path."""
+    """The refusal of a body sent to that path."""
     return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
 
 
 class _Lingering(JSONResponse):
-    """Says no and goes on reading for a while: clients send a whole body before they look at the answer."""
+    """Refuses and goes on reading for a while: clients send a whole body before they look at the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def drain() -> None:

@@ -1,4 +1,4 @@
-"""HEAD wherever there is GET: the same status and headers without a body, which FastAPI's routes do not have."""
+"""HEAD wherever there is GET: the same status and headers without a body, which FastAPI's routes lack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """ASGI middleware that has HEAD answered as GET and drops the body."""
+    """ASGI middleware that answers HEAD as GET and drops the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

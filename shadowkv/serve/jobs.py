@@ -1,4 +1,4 @@
-"""A request that was found good, and its answer in pieces: the same for the HTTP server and the batch mode."""
+"""A validated request, and its answer in pieces: the same for the HTTP server and the batch mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Piece:
-    """Part of a choice, or all of it: what one chunk of a stream, or one whole answer, holds."""
+    """Part of a choice, or all of it: the content of one chunk of a stream, or of one whole answer."""
 
     index: int
     text: str = ""
@@ -34,7 +34,7 @@ class Piece:
     finish_reason: str | None = None
     first: bool = True
     offset: int = 0
-    """Characters of the tokens before; counted only where log-probabilities are asked for."""
+    """Characters of the tokens before; counted only where log-probabilities are requested."""
     calls: Sequence[CallPart] = ()
     thought: str = ""
     stop_string: str | None = None
@@ -43,12 +43,12 @@ class Piece:
 
 @dataclass
 class Job:
-    """A request that was found good: each of a prompt's ``n`` choices is one request to the engine.
+    """A validated request: each of a prompt's ``n`` choices is one request to the engine.
 
     Attributes:
-        request: what is asked for, as a request of one of the two APIs that all others are turned into.
-        body: as it was asked for.
-        thinking_tokens: of all choices so far, those of thoughts.
+        request: the request, in the form of one of the two APIs that all others are converted to.
+        body: the request as received.
+        thinking_tokens: tokens of thoughts in all choices so far.
     """
 
     engine: AsyncEngine
@@ -71,8 +71,8 @@ class Job:
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine says of each choice; raises ApiError where one fails. It ends when what other servers go on
-        with is where they find it."""
+        """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
+        continue with is where they find it."""
         prompts = self.choices[:: self.request.n]
         await self.transfer.receive(sum(len(one.prompt_token_ids) for one in prompts))
         streams = [self.engine.generate(choice) for choice in self.choices]
@@ -89,7 +89,7 @@ class Job:
         await self.transfer.send(prompts)
 
     def _with_prompt(self, index: int, output: RequestOutput) -> RequestOutput:
-        """A choice's first output, with the prompt in front if it is to be echoed."""
+        """A choice's first output, with the prompt prepended if it is to be echoed."""
         if self.echo is None:
             return output
         steps = scored_prompt(self.choices[index].prompt_token_ids, output.prompt_logprobs)
@@ -97,7 +97,7 @@ class Job:
         return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The answer as it comes; raises ApiError or EngineDead."""
+        """The answer as it is generated; raises ApiError or EngineDead."""
         asked = self.choices[0].params.logprobs is not None
         offsets: dict[int, int] = {}
         async with aclosing(self.outputs()) as outputs:
@@ -134,7 +134,7 @@ class Job:
         return pieces
 
     def _read(self, index: int, text: str, end: str | None) -> Piece:
-        """More text of a choice as what is thought, said and called in it, and how the choice has ended, if it has."""
+        """More text of a choice, split into thoughts, text and calls, and how the choice has ended, if it has."""
         reasoning, parser, last = self.reasoning[index], self.parsers[index], end is not None
         thought, said = ("", text) if reasoning is None else reasoning.push(text, last)
         if parser is None:
@@ -158,5 +158,5 @@ class Job:
         }
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What every answer and every chunk begins with."""
+        """The fields that every answer and every chunk begin with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

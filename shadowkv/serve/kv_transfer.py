@@ -1,7 +1,7 @@
-"""``kv_transfer_params``, by vLLM's names: prompts that one server computes and another one goes on with.
+"""``kv_transfer_params``, by vLLM's names: prompts that one server computes and another continues.
 
 A proxy sends a request to a prefill server with ``max_tokens`` 1 and ``do_remote_decode``, and then to a decode server
-with what the first answer says. What it names is in the directory that both share; whatever does not come is computed.
+with the values from the first answer. What they name is in the directory that both share; what is missing is computed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Transfer:
-    """What becomes of the prompts of one request.
+    """What happens to the prompts of one request.
 
     Args:
         engine: serves it, in its role.
-        params: what the request says of other servers.
+        params: what the request says about other servers.
     """
 
     def __init__(self, engine: AsyncEngine, params: KVTransferParams | None) -> None:
@@ -31,19 +31,19 @@ class Transfer:
         self._sent: list[str] = []
 
     async def receive(self, tokens: int) -> None:
-        """Waits for prompts of so many tokens that another server has computed, as long as that pays."""
+        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as that pays."""
         if self._asked.do_remote_prefill:
             await receive(self._engine, tuple(self._asked.remote_snapshots), tokens)
 
     async def send(self, prompts: Sequence[Request]) -> None:
-        """Waits until other servers find what was computed of prompts: where they are to go on with it, and on a
-        prefill server always."""
+        """Waits until other servers can find what was computed of prompts: where they are to continue it, and always on
+        a prefill server."""
         if self._asked.do_remote_decode or self._engine.role == "prefill":
             sent = await asyncio.gather(*(send(self._engine, prompt) for prompt in prompts))
             self._sent = list(dict.fromkeys(name for names in sent for name in names))
 
     def told(self) -> dict[str, Any]:
-        """The field of an answer; none where nothing was asked for. Null is what has to be computed."""
+        """The field of an answer; none where it was not requested. Null is what has to be computed."""
         if not self._asked.do_remote_decode:
             return {}
         names = {"do_remote_prefill": True, "do_remote_decode": False, "remote_snapshots": self._sent}

@@ -1,4 +1,4 @@
-"""``kv_transfer_params`` as a request has it, by vLLM's names; read where large bodies are, without PyTorch."""
+"""``kv_transfer_params`` in a request, by vLLM's names; read where large bodies are, without PyTorch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 
 
 class KVTransferParams(Body):
-    """What a request says of other servers: whether one goes on with its prompt, or one has computed it, and as which
-    snapshots. Those of vLLM's connectors are dropped unread."""
+    """What a request says about other servers: whether one continues its prompt, or one has computed it, and as which
+    snapshots. Fields of vLLM's connectors are dropped unread."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False

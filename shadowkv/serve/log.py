@@ -1,4 +1,4 @@
-"""The server's log: a record is one that nothing a client sends can make look like two, nor make long."""
+"""The server's log: nothing that a client sends can make a record look like two, or make it long."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import logging
 from types import TracebackType
 
 MAX_CHARS = 2000
-"""Of a message, and of each line of a traceback: both may quote a request."""
+"""Limit for a message, and for each line of a traceback: both may quote a request."""
 
 MAX_LINES = 200
-"""Of a traceback; of a longer one the middle is left out."""
+"""Limit for a traceback; the middle of a longer one is left out."""
 
 INDENT = "    "
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes and shortens messages; tracebacks keep their lines, none of which begins where a record does."""
+    """Escapes and shortens messages; tracebacks keep their lines, none of which begins like a record."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -35,14 +35,14 @@ class LogFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line, without control characters, and shortened."""
+    """``text`` on one line, shortened and without control characters."""
     cut = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut)
 
 
 def set_up_log() -> None:
-    """Warnings and errors of every library go to stderr in this form, what the engine says of its start, and a line for
-    each request; a log that is set up already is left alone."""
+    """Sends to stderr, in this format, warnings and errors of every library, the engine's messages about its start, and
+    a line for each request; a log that is already set up is left alone."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.basicConfig(handlers=[handler])

@@ -20,7 +20,7 @@ LOWEST = -9999.0
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token's text in the middle of a sentence; half a character is U+FFFD.
 
-    It is read off the second of two: decoders take away the space that a text begins with.
+    It is taken from the second of two: decoders strip the space that a text begins with.
     """
     once, twice = (tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
     return twice[len(once) :]
@@ -32,13 +32,13 @@ def width(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> int:
 
 
 def scored_prompt(token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None) -> list[TokenLogprobs]:
-    """A prompt's tokens as steps; one without a score (the first, which nothing precedes) gets NaN."""
+    """A prompt's tokens as steps; one without a score (the first, which has nothing before it) gets NaN."""
     known = scores or [None] * len(token_ids)
     return [step or TokenLogprobs(token, math.nan, {}) for token, step in zip(token_ids, known, strict=True)]
 
 
 def completion_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """Shape of ``/v1/completions``; ``offset`` is where in the text the first token begins, in characters."""
+    """Shape of ``/v1/completions``; ``offset`` is where the first token begins in the text, in characters."""
     tokens = [token_text(tokenizer, step.token_id) for step in steps]
     offsets = []
     for token in tokens:
@@ -56,7 +56,7 @@ def _by_text(tokenizer: Tokenizer, step: TokenLogprobs) -> dict[str, float]:
     likeliest: dict[str, float] = {}
     for token_id, logprob in ({step.token_id: step.logprob} | step.top).items():
         text = token_text(tokenizer, token_id)
-        # Parts of characters share the text U+FFFD: the likeliest one stands for them.
+        # Parts of characters share the text U+FFFD: the most likely one stands for them.
         likeliest[text] = max(logprob, likeliest.get(text, LOWEST))
     return likeliest
 
@@ -66,7 +66,7 @@ def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> dict[
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = token_text(tokenizer, token_id)
-        # Part of a character: the text does not tell its bytes, and the API allows null.
+        # Part of a character: the text does not reveal its bytes, and the API allows null.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 

@@ -17,9 +17,9 @@ class DeadlineExceeded(Exception):
 async def merge(
     streams: Sequence[AsyncIterator[T]], timeout: float | None = None
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items with the number of their stream; one that fails ends them all, and so does closing this one.
+    """Items with the number of their stream; if one stream fails, or this one is closed, all end.
 
-    Raises DeadlineExceeded, all of them ended, after ``timeout`` seconds.
+    After ``timeout`` seconds, ends all of them and raises DeadlineExceeded.
     """
     items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 

@@ -1,4 +1,4 @@
-"""Conversations as chat templates see them: messages, tools, and what else a request tells the template."""
+"""Conversations as chat templates see them: messages, tools, and what else a request passes to the template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.serve.tools import Tools, within
 RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "add_special_tokens", "parse_special", "check", "self")
 )
-"""What a template is told of in other ways, or not at all."""
+"""Variables that a template gets in other ways, or not at all."""
 
 
 class TextPart(Body):
@@ -33,7 +33,7 @@ Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments, which templates write down in their own way."""
+    """A call's arguments, which each template writes in its own way."""
     try:
         value = strict_json.parse(text.encode()) if text.strip() else {}
     except json.JSONDecodeError as error:
@@ -63,7 +63,7 @@ class ToolCall(Body):
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of streamed calls, which clients put together and send back
+    index: int | None = None  # of streamed calls, which clients assemble and send back
 
     def for_template(self) -> dict[str, Any]:
         """What chat templates expect."""
@@ -95,7 +95,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect: content is a text, if only an empty one."""
+        """What chat templates expect: content is a string, even if empty."""
         optional = {
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls] or None,
@@ -110,7 +110,7 @@ class Message(Body):
 
 
 def _within_limits(value: Any) -> Any:
-    """All messages together, before any is looked at for itself."""
+    """All messages together, before any is checked individually."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
         contents = [message.get("content") for message in messages]
@@ -139,14 +139,14 @@ def _variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The arguments of all calls together are no more than those of one may be."""
+    """Checks that the arguments of all calls together have no more values than those of one may have."""
     calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     within(MAX_TEXT_CHARS, calls)
     return turns
 
 
-# Checked as messages, kept as what templates expect: thousands of plain dictionaries are quickly taken over from the
-# process that read them, and models are not.
+# Validated as messages, kept as what templates expect: thousands of plain dictionaries are quick to receive from the
+# process that read them, models are not.
 if TYPE_CHECKING:
     Turn = dict[str, Any]
 else:
@@ -166,7 +166,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Conversation(Body):
-    """What makes a chat's prompt."""
+    """What makes up a chat's prompt."""
 
     messages: Turns | None = None
     tools: Tools = Field([])
@@ -182,8 +182,8 @@ class Conversation(Body):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template is told beside messages and tools. Effort is a variable, as in vLLM; templates that do not
-        know it may know of thinking as such."""
+        """What the template gets besides messages and tools. Effort is a variable, as in vLLM; templates without it may
+        still have a switch for thinking."""
         effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort["enable_thinking"] = False

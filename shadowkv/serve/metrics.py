@@ -1,4 +1,4 @@
-"""Prometheus metrics, named as vLLM's with our prefix."""
+"""Prometheus metrics, named like vLLM's with our prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PREFIX_COUNTERS = {
     "write_errors": ("write_errors", "Files that could not be written."),
     "read_errors": ("read_errors", "Files that could not be read."),
 }
-"""Of the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
+"""For the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
 
 FIGURES = {
     "prompt_tokens_total": "prompt_tokens",
@@ -55,11 +55,11 @@ TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
     **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes"), ("disk",)),
 }
-"""Tiers that a figure is about, where it is not about all."""
+"""Tiers that a metric applies to, where it does not apply to all."""
 
 
 class ConnectionMetrics:
-    """Metrics of connections, in a registry of their own."""
+    """Metrics of connections, in their own registry."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -73,16 +73,16 @@ class ConnectionMetrics:
         self.connections = Gauge("shadowkv:connections", text, ["model_name"], registry=self.registry).labels(model)
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """The page for Prometheus to read."""
         return generate_latest(self.registry)
 
     def cut(self, reason: str) -> None:
-        """Counts a connection that the server ended."""
+        """Counts a connection that the server closed."""
         self._cut.labels(self._model, reason).inc()
 
 
 class Metrics(ConnectionMetrics):
-    """One server's metrics, those of its connections among them."""
+    """One server's metrics, including those of its connections."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         super().__init__(model)
@@ -111,14 +111,14 @@ class Metrics(ConnectionMetrics):
         self._prefill = histogram("request_prefill_time", "From the start of prefill to the first token.")
 
     def figures(self) -> dict[str, float]:
-        """Some of it as numbers, all of them from the start."""
+        """Some of the metrics as numbers, all counted from the start."""
         wanted = {f"shadowkv:{name}": field for name, field in FIGURES.items()}
         found = self.registry.restricted_registry(list(wanted)).collect()
         samples = [sample for metric in found for sample in metric.samples]
         return {wanted[sample.name]: sample.value for sample in samples if sample.name in wanted}
 
     async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
-        """``stream``, counted as it goes by."""
+        """``stream``, counted as it passes."""
         last: float | None = None
         reason: str | None = "error"
         try:
@@ -139,7 +139,7 @@ class Metrics(ConnectionMetrics):
             reason = reason if last is not None and reason else "abort"
             raise
         except (EngineBusy, RequestError):
-            reason = None  # never begun
+            reason = None  # never started
             raise
         except Exception:
             reason = "error"
@@ -150,7 +150,7 @@ class Metrics(ConnectionMetrics):
 
     def _begin(self, output: RequestOutput) -> None:
         self._prompt.inc(output.prompt_tokens)
-        if output.prompt_logprobs is None:  # all of a prompt that is scored is computed
+        if output.prompt_logprobs is None:  # all of a scored prompt is computed
             self._queries.inc(output.prompt_tokens)
             self._hits.inc(output.cached_tokens)
         times = output.times
@@ -161,7 +161,7 @@ class Metrics(ConnectionMetrics):
 
 
 class _EngineFigures(Collector):
-    """What is read off the engine when somebody asks."""
+    """Metrics that are read from the engine on request."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -198,7 +198,7 @@ class _EngineFigures(Collector):
         yield from self._prefixes(stats.prefixes)
 
     def _prefixes(self, tiers: Mapping[str, TierStats]) -> Iterator[Metric]:
-        """The prefix cache's, by tier."""
+        """Metrics of the prefix cache, by tier."""
         for kind, names in ((GaugeMetricFamily, PREFIX_GAUGES), (CounterMetricFamily, PREFIX_COUNTERS)):
             for name, (field, text) in names.items():
                 family = kind(f"shadowkv:prefix_cache_{name}", text, labels=["model_name", "tier"])

@@ -9,13 +9,13 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 FILES_BESIDE = 512
-"""Kept for everything else: the model's, and connections that were accepted and are about to be closed."""
+"""Reserved for everything else: the model's files, and accepted connections that are about to be closed."""
 
 
 def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
-    """Raises the limit to what so many connections need; returns how many there may be.
+    """Raises the limit to what ``connections`` connections need; returns how many there may be.
 
-    Where the system allows fewer, raises ValueError; if fewer will do, warns and returns what it allows.
+    Where the system allows fewer, raises ValueError; with ``or_fewer``, warns and returns what it allows.
     """
     try:
         import resource

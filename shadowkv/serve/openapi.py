@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of answers: every status that a route has, with its body, and none that it has not."""
+"""What ``/openapi.json`` says about answers: exactly the statuses that a route has, each with its body."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATUSES = {
 }
 FOR_EVERY_BODY = (400, 401, 404, 408, 413, 429, 500, 503)
 FOR_EVERY_TEXT = (*FOR_EVERY_BODY, 504)
-"""Of routes that generate text."""
+"""Statuses of routes that generate text."""
 
 EVENT_STREAM = "text/event-stream"
 
@@ -31,13 +31,13 @@ EVENT_STREAM = "text/event-stream"
 def responses(
     answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
 ) -> dict[int | str, Any]:
-    """FastAPI's ``responses`` of a route.
+    """FastAPI's ``responses`` for a route.
 
     Args:
         answer: the body of a 200 as JSON.
-        statuses: the other ones, of ``STATUSES``.
+        statuses: the other ones, from ``STATUSES``.
         error: the body of those.
-        text: media type in which a 200 may come as well: a stream of server-sent events, or metrics.
+        text: media type that a 200 may have as well: a stream of server-sent events, or metrics.
     """
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:
@@ -46,7 +46,7 @@ def responses(
 
 
 class Application(FastAPI):
-    """FastAPI, without the 422 that it documents for every route that takes something: here that is a 400."""
+    """FastAPI, without the 422 that it documents for every route that takes input: here that is a 400."""
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()

@@ -1,4 +1,4 @@
-"""The page at ``/``: its files, which have no data in them, and the headers that keep anything else out of it."""
+"""The page at ``/``: its files, which contain no data, and the headers that keep anything else out of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Nothing but the page's own files, no script in markup, no frames; answers go into it as text alone."""
+"""Only the page's own files, no script in markup, no frames; answers are inserted as text only."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -26,7 +26,7 @@ FOLDER = files("shadowkv.serve") / "page"
 ASSETS = {"/" if one.name == "index.html" else f"/page/{one.name}": one for one in FOLDER.iterdir()}
 
 PAGE_PATHS = frozenset(ASSETS)
-"""They are served without a key: the page asks for it."""
+"""They are served without a key: the page asks for the key."""
 
 
 def page_assets() -> APIRouter:

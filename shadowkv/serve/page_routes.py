@@ -1,4 +1,4 @@
-"""What the page asks for beside the API: the text of a document, and what the server is doing."""
+"""What the page requests besides the API: the text of a document, and what the server is doing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shadowkv.engine.async_engine import AsyncEngine
 
 MOST_SEGMENTS = 256
-"""That are told of: the page draws each."""
+"""Most segments that are reported: the page draws each."""
 
 BINARY = "application/octet-stream"
-"""No other type is taken, for the reason that bodies must be JSON: web pages may not send it unasked."""
+"""The only type accepted, for the same reason that bodies must be JSON: web pages may not send it unasked."""
 
 DOCUMENT = {"requestBody": {"required": True, "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}}
 
@@ -69,7 +69,7 @@ def page_routes(engine: AsyncEngine, metrics: Metrics, documents: BodyReader, co
             return error_response(as_api_error(error), request.url.path)
         stats = engine.stats()
         tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
-        for name, tier in stats.prefixes.items():  # host memory of copies is none of the KV cache's
+        for name, tier in stats.prefixes.items():  # host memory for copies is not part of the KV cache's
             if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):
                 tiers[name] = {"used_bytes": tier.used_bytes, "total_bytes": tier.total_bytes}
         answer = {

@@ -1,4 +1,4 @@
-"""From a request to its job: what is asked for is found good, and turned into requests to the engine."""
+"""From a request to its job: it is validated, and turned into requests to the engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def check_model(asked: str | None, model: str) -> None:
-    """Raises ApiError if another model is asked for than ``model``."""
+    """Raises ApiError if the request names a model other than ``model``."""
     if asked not in (None, model):
         message = f"the model {asked!r} does not exist; this server has {model!r}"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
 async def prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, model: str) -> Job:
-    """The request's job, nothing of it started; raises ApiError."""
+    """The request's job, not yet started; raises ApiError."""
     check_model(body.model, model)
     try:
         return await _prepare(engine, endpoint, body, model)
@@ -77,7 +77,7 @@ async def _prepare(engine: AsyncEngine, endpoint: Endpoint, body: Sampling, mode
 
 
 def engine_request(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Request:
-    """A request to the engine; raises ApiError if it can never be served."""
+    """A request to the engine; raises ApiError if it could never be served."""
     try:
         return engine.request(prompt, params)
     except RequestError as error:

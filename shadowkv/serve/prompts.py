@@ -1,4 +1,4 @@
-"""``prompt``, in every form that the OpenAI API takes, and lists of token ids."""
+"""``prompt``, in every form that the OpenAI API accepts, and lists of token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.serve.body import Text, at_most, wrong
 from shadowkv.serve.limits import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_TEXT_CHARS, MAX_TOKEN_ID
 
 Tokens = array
-"""Token ids in 32 bits each: a list of a million takes as many objects, and as long to send between processes."""
+"""Token ids in 32 bits each: a list of a million has as many objects, and is slow to send between processes."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]

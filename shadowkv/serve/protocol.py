@@ -1,8 +1,8 @@
-"""Bodies of the requests: the OpenAI API's parameters that are supported, and vLLM's extra ones.
+"""Bodies of the requests: the supported parameters of the OpenAI API, and vLLM's extra ones.
 
-A parameter that is known to change the answer and is not supported is an error, never ignored; one that nobody knows
-has no effect. Every list is bounded (``limits.py``) and checked up to its first wrong item: an error for each of a
-million takes seconds and gigabytes.
+A parameter that is known to change the answer and is not supported is an error, never ignored; an unknown one has no
+effect. Every list is bounded (``limits.py``) and checked up to its first wrong item: an error for each of a million
+takes seconds and gigabytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fai
 
 
 def _biases(value: Any) -> Any:
-    """JSON's keys are strings; whatever is no token id is left for the field's own check to refuse."""
+    """JSON's keys are strings; whatever is not a token id is left for the field's own check to refuse."""
     if not isinstance(value, dict):
         return value
     at_most(MAX_LOGIT_BIASES, "token ids", len(value))
@@ -121,10 +121,10 @@ class GenerationRequest(Sampling):
         return self
 
     def limit(self, room: int | None) -> int | None:
-        """Tokens to generate at the most; None is as many as the server reserves.
+        """Most tokens to generate; None is the number that the server reserves.
 
         Args:
-            room: tokens that the context has left; None is any number.
+            room: tokens left in the context; None is unlimited.
         """
         return self.max_tokens
 
@@ -140,18 +140,18 @@ class GenerationRequest(Sampling):
 
     @property
     def output_schema(self) -> str | None:
-        """JSON schema (as JSON text) that the output follows."""
+        """JSON schema (as JSON text) that the output must follow."""
         return self.response_format
 
     @property
     def calls_are_forced(self) -> bool:
-        """Whether the schema is that of calls of tools. They are in one line, as models are trained to write them:
-        where any white space may come, small ones write nothing else."""
+        """Whether the schema is that of tool calls. They are on one line, as models are trained to write them: where
+        any white space is allowed, small ones write nothing else."""
         return False
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model chooses to call tools, in a form of its own, which special tokens may be a part of."""
+        """Whether the model chooses whether to call tools, in its own format, which may contain special tokens."""
         return False
 
     @property
@@ -161,17 +161,17 @@ class GenerationRequest(Sampling):
 
     @property
     def one_call(self) -> bool:
-        """Whether a choice calls a tool once at the most."""
+        """Whether a choice calls at most one tool."""
         return False
 
     def sampling(
         self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
     ) -> list[SamplingParams]:
-        """One per choice of a prompt; those of a seeded request have the seeds of ``choice_seed``.
+        """One for each choice of a prompt; those of a seeded request have the seeds of ``choice_seed``.
 
         Args:
-            defaults: parameters as the model's authors advise them, where the request does not say.
-            room: tokens that the context has left behind the prompt; None is any number.
+            defaults: the model authors' recommended parameters, for what the request leaves out.
+            room: tokens left in the context after the prompt; None is unlimited.
         """
         first = self._first_choice(defaults, room)
         seeds = [None if self.seed is None else choice_seed(self.seed, choice) for choice in range(1, self.n)]
@@ -198,7 +198,7 @@ class GenerationRequest(Sampling):
 
 
 COMPLETION_TOKENS = 16
-"""Of a completion that does not say how many, as in the OpenAI API."""
+"""Length of a completion that does not specify one, as in the OpenAI API."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -219,7 +219,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompt_alternatives(self) -> int | None:
-        # Nothing is to be generated: the engine takes that as a request to score the prompt.
+        # Nothing is to be generated: the engine treats that as a request to score the prompt.
         return (self.logprobs or 0) if self.echo and (self.logprobs is not None or self.max_tokens == 0) else None
 
 
@@ -256,7 +256,7 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def choice(self) -> Choice:
-        """``tool_choice``, or what stands for it where it is left out."""
+        """``tool_choice``, or its default where it is omitted."""
         return self.tool_choice or Choice("auto" if self.tools else "none")
 
     def limit(self, room: int | None) -> int | None:

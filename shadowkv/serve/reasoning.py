@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, apart from the answer: text within ``<think>`` and ``</think>``."""
+"""What a model thinks before it answers, separated from the answer: text within ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from shadowkv.serve.text_reader import Reading, TextReader
 BEGIN, END = "<think>", "</think>"
 
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
-"""vLLM's names of ``--reasoning-parser`` for these tags."""
+"""vLLM's names in ``--reasoning-parser`` for these tags."""
 
 
 class ReasoningParser(TextReader):
-    """Reads one answer. Thoughts that do not end are all that there is; white space beside the tags is dropped.
+    """Reads one answer. Thoughts that do not end take up all of it; white space beside the tags is dropped.
 
     Args:
-        prompt: its end: some templates begin the thoughts themselves.
+        prompt: its end, as some templates begin the thoughts themselves.
     """
 
     def __init__(self, prompt: str) -> None:
@@ -25,7 +25,7 @@ class ReasoningParser(TextReader):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what was read last is of the thoughts."""
+        """Whether the text read last belongs to the thoughts."""
         return self._said is self._thought
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:

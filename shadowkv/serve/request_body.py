@@ -1,4 +1,4 @@
-"""From a body's bytes to a request: the one way that short bodies, long ones and lines of a batch file take."""
+"""From a body's bytes to a request: the one path for short bodies, long ones and lines of a batch file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ B = TypeVar("B", bound=Body)
 
 
 def read_body(raw: bytes, model: type[B]) -> B:
-    """The request that a body holds; raises ApiError."""
+    """The request in a body; raises ApiError."""
     try:
         value = strict_json.parse(raw)
     except JSONDecodeError as error:
@@ -24,7 +24,7 @@ def read_body(raw: bytes, model: type[B]) -> B:
 
 
 def validated(value: Any, model: type[B]) -> B:
-    """The request that a JSON value holds; raises ApiError."""
+    """The request in a JSON value; raises ApiError."""
     try:
         body = model.model_validate(value)
     except ValidationError as error:

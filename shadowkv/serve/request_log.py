@@ -15,16 +15,16 @@ from shadowkv.serve.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 MAX_FIELD_CHARS = 200
-"""Of what a client has a say in: its address behind a proxy, the method and the path."""
+"""Limit for what a client influences: its address behind a proxy, the method and the path."""
 
 
 class RequestLog:
     """ASGI middleware, the outermost one.
 
     Args:
-        app: what answers.
-        log: whether requests get their lines.
-        tracing: where spans go, if anywhere.
+        app: the application that answers.
+        log: whether requests are logged.
+        tracing: where spans are sent, if anywhere.
     """
 
     def __init__(self, app: ASGIApp, log: bool, tracing: Tracing | None) -> None:
@@ -55,7 +55,7 @@ class RequestLog:
 
         try:
             await self._app(scope, heard, noted)
-        except asyncio.CancelledError:  # of what a stop finds at work, and waits for no longer
+        except asyncio.CancelledError:  # for what is in progress at a stop that waits no longer
             record.cut = SERVER_STOPPING
             raise
         finally:
@@ -63,7 +63,7 @@ class RequestLog:
                 record.cut = CLIENT_GONE
             elif begun and not whole:  # what has not begun is answered outside of this
                 record.cut = record.cut or INTERNAL
-            # Probes and the page ask every few seconds.
+            # Probes and the page poll every few seconds.
             if self._log and not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
                 logger.info("%s", _line(scope, record))
             if self._tracing is not None:
@@ -71,7 +71,7 @@ class RequestLog:
 
 
 def _line(scope: Scope, record: RequestRecord) -> str:
-    """``name=value`` for all but the first fields; no field has a blank in it, so that a client can forge none."""
+    """``name=value`` for all but the first fields; fields contain no blanks, so that a client cannot forge one."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("latin-1")  # still quoted, and without the query
     fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]

@@ -1,4 +1,4 @@
-"""What is known of an HTTP request while it is served: its id, and what the log and traces say of it at its end."""
+"""What is known about an HTTP request while it is served: its id, and what the log and traces report at its end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.types import Scope
 from shadowkv.serve.jobs import Job
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
-"""Ids that clients may choose: they are in answers, headers and the log."""
+"""Ids that clients may choose: they appear in answers, headers and the log."""
 
 CLIENT_GONE, SERVER_STOPPING, INTERNAL = "client_gone", "server_stopping", "internal_error"
-"""Why an answer is cut, beside the codes of errors."""
+"""Why an answer was cut short, besides the codes of errors."""
 
 
 @dataclass
@@ -24,12 +24,12 @@ class RequestRecord:
     """One HTTP request.
 
     Attributes:
-        id: the client's ``X-Request-Id`` if that is sane, or a new one.
-        began: when it came, in seconds of ``time.monotonic``.
+        id: the client's ``X-Request-Id`` if it is valid, or a new one.
+        began: when it arrived, in seconds of ``time.monotonic``.
         began_ns: the same in nanoseconds since 1970.
         status: of the answer; 500 until that has begun.
-        cut: why the answer is not all that was asked for, in a word, although its status may be 200; None where it is
-            whole, be that an error.
+        cut: why the answer is not all that was requested, in a word, although its status may be 200; None where it is
+            complete, even if it is an error.
         job: what was generated for it, if anything.
     """
 
@@ -42,25 +42,25 @@ class RequestRecord:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
-        """That of an ASGI request, which has just come."""
+        """The record of an ASGI request that has just arrived."""
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         return cls(given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex)
 
     @property
     def duration(self) -> float:
-        """Seconds since it came."""
+        """Seconds since it arrived."""
         return time.monotonic() - self.began
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from its coming to the first token of any of its choices; None while there is none."""
+        """Seconds from its arrival to the first token of any of its choices; None before that."""
         outputs = () if self.job is None else self.job.counts.values()
         first = [one.times.first_token for one in outputs if one.times.first_token is not None]
         return min(first) - self.began if first else None
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds until the first of its choices was begun with; None while none is."""
+        """Seconds until the first of its choices was started; None before that."""
         outputs = () if self.job is None else self.job.counts.values()
         waited = [one.times.scheduled - one.times.arrival for one in outputs if one.times.scheduled is not None]
         return min(waited) if waited else None

@@ -8,8 +8,8 @@ IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     + ("prediction", "include_obfuscation", "provider_specific_fields")
 )
-"""Parameters that do not change the answer, and need no word in the log; the last is what LiteLLM adds to messages that
-it sends back."""
+"""Parameters that do not change the answer, and are not logged; the last one is added by LiteLLM to messages that it
+sends back."""
 
 UNSUPPORTED = frozenset(
     # Of the OpenAI API.
@@ -27,7 +27,7 @@ UNSUPPORTED = frozenset(
     + ("repeat_penalty", "structured_outputs", "tfs_z", "thinking_token_budget", "truncate_prompt_tokens")
     + ("typical_p", "vllm_xargs", "xtc_probability")
 )
-"""Parameters of this API or others that change the answer, and are refused where they are not supported."""
+"""Parameters of this or other APIs that change the answer, and are refused where they are not supported."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -56,7 +56,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "annotations": ([],),
 }
-"""Parameters that are not supported, and the values of them that ask for nothing."""
+"""Unsupported parameters, and those of their values that have no effect."""
 
 RANGES: dict[str, dict[str, float]] = {
     "max_tokens": {"minimum": 0},
@@ -72,7 +72,7 @@ RANGES: dict[str, dict[str, float]] = {
     "logprobs": {"minimum": 0, "maximum": 20},
     "top_logprobs": {"minimum": 0, "maximum": 20},
 }
-"""Of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once."""
+"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once."""
 
 RESPONSE_FORMAT: dict[str, Any] = {
     "type": "object",
@@ -82,7 +82,7 @@ RESPONSE_FORMAT: dict[str, Any] = {
 
 
 def complete(schema: dict[str, Any]) -> None:
-    """Pydantic's ``json_schema_extra`` of every body: null is the same as left out, and unknown fields are dropped."""
+    """Pydantic's ``json_schema_extra`` of every body: null is the same as omitted, and unknown fields are dropped."""
     properties = schema["properties"]
     for name, value in properties.items():
         branches = value.get("anyOf", [value])

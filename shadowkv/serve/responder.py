@@ -1,4 +1,4 @@
-"""Answers requests for text over HTTP: what the routes of all APIs have in common."""
+"""Answers requests for text over HTTP: what the routes of all APIs share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Responder:
-    """Has requests answered within the server's limits, and ended where the client hangs up.
+    """Answers requests within the server's limits, and ends them when the client hangs up.
 
     Attributes:
-        engines: by the names of their models.
-        served_name: of the one that answers where a request names none; only its work is counted in ``metrics``.
+        engines: by model name.
+        served_name: model that answers where a request names none; only its work is counted in ``metrics``.
     """
 
     engines: Mapping[str, AsyncEngine]
@@ -52,7 +52,7 @@ class Responder:
                 if body.stream:
                     return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
                 whole = await endpoint.answer(job)
-                # The log-probabilities of a long prompt take a while to write down.
+                # Writing down the log-probabilities of a long prompt takes a while.
                 return await asyncio.to_thread(JSONResponse, whole) if job.echo else JSONResponse(whole)
             except Exception as error:
                 return error_response(as_api_error(error), request.url.path)

@@ -25,7 +25,7 @@ def json_schema(value: Any) -> str | None:
 
 
 def checked_schema(named: Any) -> str:
-    """The schema, as JSON text, of an object that has it as its ``schema``; raises PydanticCustomError."""
+    """The schema, as JSON text, in the ``schema`` field of an object; raises PydanticCustomError."""
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise _refusal("json_schema needs a schema, an object")

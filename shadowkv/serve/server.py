@@ -1,4 +1,4 @@
-"""Runs the HTTP API on a socket until it is told to stop."""
+"""Runs the HTTP API on a socket until it is stopped."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ Stop = Callable[[], Awaitable[object]]
 
 ENGINE_SECONDS = 5.0
 CONNECTION_SECONDS = 5
-"""How long a stop waits for the step at work, and then for clients to read what they still get."""
+"""How long a stop waits for the current step, and then for clients to read what they are still sent."""
 
 POLL_SECONDS = 0.05
 
 HANGUP = getattr(signal, "SIGHUP", None)
-"""What a terminal sends as it closes; Windows has none."""
+"""Sent by a terminal as it closes; Windows has none."""
 WAITING_CONNECTIONS = 2048
-"""Connections that the system makes for the server before it accepts them."""
+"""Connections that the system establishes for the server before it accepts them."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with the end of what answers, such as an engine, as part of its own.
+    """uvicorn's server, which on shutdown also stops what produces the answers, such as an engine.
 
-    The first signal stops it: no more connections, and requests at work have ``drain`` seconds to end. The second one
-    ends the process there and then, but for SIGHUP, which shell and terminal may both send.
+    The first signal stops it: no more connections, and requests in progress have ``drain`` seconds to end. The second
+    ends the process immediately, except SIGHUP, which shell and terminal may both send.
     """
 
     def __init__(self, config: uvicorn.Config, stops: Sequence[Stop], url: str, drain: float) -> None:
@@ -53,13 +53,13 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(WAITING_CONNECTIONS)  # uvicorn's number is also how many are accepted at once: fewer
+            listener.listen(WAITING_CONNECTIONS)  # uvicorn's lower number is also how many are accepted at once
         print(f"ready: {self._url}/v1", flush=True)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         with super().capture_signals(), ExitStack() as stack:
-            if HANGUP is not None and (before := signal.getsignal(HANGUP)) is not signal.SIG_IGN:  # as nohup has it
+            if HANGUP is not None and (before := signal.getsignal(HANGUP)) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(HANGUP, self.handle_exit)
                 stack.callback(signal.signal, HANGUP, before)
             yield
@@ -68,7 +68,7 @@ class _Server(uvicorn.Server):
         if not self.should_exit:
             super().handle_exit(sig, frame)
         elif sig != HANGUP:
-            os._exit(128 + sig)  # no clean-up: the step at work may take minutes
+            os._exit(128 + sig)  # no clean-up: the current step may take minutes
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -76,37 +76,37 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             listener.close()
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # idle ones at once, the others after their answer
+            connection.shutdown()  # idle ones at once, the others after their answers
         tasks, end = self.server_state.tasks, monotonic() + self._drain
         if tasks and self._drain:
-            with suppress(OSError):  # the terminal is closed
+            with suppress(OSError):  # if the terminal is closed
                 at_work = counted(len(tasks), "request")
                 print(f"stopping: {self._drain:g} s for {at_work} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
-        # Before the connections' end: what is still at work ends with an error instead of keeping the server up.
+        # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
         await asyncio.gather(*(stop() for stop in self._stops))
         await super().shutdown(sockets)
 
 
 def serve(engines: Sequence[AsyncEngine], served_name: str, listener: socket.socket, settings: ServerSettings) -> None:
-    """Serves the first engine on a bound socket, with a second one that its answers are compared with, if there is one;
-    raises KeyboardInterrupt after a Ctrl-C, everything being shut down."""
-    engines[0].tokenizer.chat_encoder.prepare()  # a second in which nobody is answered: now, not at somebody's request
+    """Serves the first engine on a bound socket, with a second one, if any, that its answers are compared with;
+    raises KeyboardInterrupt after a Ctrl-C, with everything shut down."""
+    engines[0].tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
     app = build_app(engines[0], served_name, settings, *engines[1:])
     run(app, [partial(asyncio.to_thread, engine.shutdown, ENGINE_SECONDS) for engine in engines], listener)
 
 
 def run(app: FastAPI, stops: Sequence[Stop], listener: socket.socket) -> None:
-    """Serves an application, whose state has ``settings`` and ``metrics`` as that of ``build_app`` has, on a bound
-    socket; ``stops`` end what is still at work when the time to drain is over."""
+    """Serves an application, whose state has ``settings`` and ``metrics`` as ``build_app`` sets them, on a bound
+    socket; ``stops`` end what is still in progress when the drain time is over."""
     settings: ServerSettings = app.state.settings
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     config = ConnectionConfig(
         app,
-        log_config=None,  # the process's own
+        log_config=None,  # keep the process's own
         log_level="warning",
         timeout_graceful_shutdown=CONNECTION_SECONDS,
     )

@@ -1,4 +1,4 @@
-"""How the server treats its clients: who may ask, how much, how many and for how long; every field is a flag."""
+"""How the server treats its clients: accepted keys, and limits on size, number and time; every field is a flag."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LISTS = ("api_key", "allowed_origins", "allowed_methods", "allowed_headers")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits of the server; 0 seconds means no limit, and for ``keep_alive_interval`` none sent.
+    """Limits of the server; 0 seconds means no limit, and for ``keep_alive_interval`` that none are sent.
 
     ``timeout_keep_alive``, ``limit_concurrency`` and ``h11_max_incomplete_event_size`` are uvicorn's names,
     those of the other time-outs are nginx's.
 
     ``tool_call_parser``, ``enable_auto_tool_choice`` and ``reasoning_parser`` are vLLM's: the format in which the model
-    writes calls of tools, which most chat templates tell, that a server which does not know it is not to start, and the
-    tags of the model's thoughts. Those of keys, of pages of other origins (CORS), of TLS, of the log and of traces have
-    vLLM's names, too.
+    writes tool calls, which most chat templates reveal; that a server must not start without knowing it; and the tags
+    of the model's thoughts. The fields for keys, cross-origin pages (CORS), TLS, the log and traces have vLLM's names,
+    too.
 
     Raises:
-        SettingsError: values that cannot be; the message lists every one.
+        SettingsError: values that are not valid; the message lists every one.
     """
 
     api_key: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class ServerSettings:
             for name in ("max_body_mib", "timeout_keep_alive", "limit_concurrency", "h11_max_incomplete_event_size")
             if not getattr(self, name) > 0
         ]
-        # Of the header that carries it, blanks around a key are no part.
+        # Blanks around a key are not part of it in the header that carries it.
         if isinstance(self.api_key, str) or not all(map(_is_key, self.api_key)):
             bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
         if self.max_concurrent_requests_per_key and not self.api_key:
@@ -100,13 +100,13 @@ class ServerSettings:
         return int(self.max_body_mib * 2**20)
 
     def check_template(self, template: str | None) -> None:
-        """Raises ValueError where calls of tools are to be read and neither a flag nor the template tells how."""
+        """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format."""
         if self.enable_auto_tool_choice and tool_format(self.tool_call_parser, template) is None:
             reason = "the chat template does not tell how the model writes calls of tools"
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
 
     def check_surroundings(self) -> None:
-        """Raises ValueError where files of TLS, or the library for traces, that are asked for cannot be used."""
+        """Raises ValueError where TLS files, or the library for traces, are requested and cannot be used."""
         if self.otlp_traces_endpoint is not None:
             try:
                 import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -120,7 +120,7 @@ class ServerSettings:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             if self.ssl_certfile is not None:
-                # A server that starts unattended can ask nobody for the password of an encrypted key.
+                # A server that starts unattended cannot ask for the password of an encrypted key.
                 context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)
@@ -131,17 +131,17 @@ class ServerSettings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ServerSettings:
-        """The settings that parsed flags ask for."""
+        """The settings given by parsed flags."""
         given = {field.name: getattr(args, field.name) for field in fields(cls)}
         for name in LISTS:
             given[name] = None if given[name] is None else tuple(chain.from_iterable(given[name]))
-        # From the environment too, one a line: a command line is seen by every user of the machine.
+        # Also from the environment, one per line: a command line is visible to every user of the machine.
         given["api_key"] = given["api_key"] or tuple(os.environ.get(KEY_VARIABLE, "").splitlines())
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def add_arguments(cls, group: argparse._ArgumentGroup) -> None:
-        """Adds every flag; one that is not given is None, as it is not the same as its default."""
+        """Adds every flag; one that is not given is None, which differs from its default."""
         text = f"clients must send one of these (default: ${KEY_VARIABLE}, one a line)"
         group.add_argument("--api-key", nargs="+", action="extend", type=lambda key: [key], metavar="KEY", help=text)
         for flag, metavar, text in (
@@ -195,7 +195,7 @@ def _is_key(key: str) -> bool:
 
 
 def _names(text: str) -> list[str]:
-    """One value of a flag that takes several; vLLM has them as one list in JSON."""
+    """One value of a flag that takes several; in vLLM they are one JSON list."""
     if not text.startswith("["):
         return [text]
     try:

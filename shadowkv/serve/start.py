@@ -1,4 +1,4 @@
-"""What the commands that serve begin with: their flags, signals, a bound socket, and engines."""
+"""What the commands that serve start with: their flags, signals, a bound socket, and engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 POLICY_FIELDS = ("kv_rank", "kv_budget", "kv_chunk", "kv_outliers", "kv_dense_below") + (
     ("kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
 )
-"""What is asked of the served policy's cache and not of one that it is compared with."""
+"""Settings that apply to the served policy's cache and not to one that it is compared with."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the process with a line where one of them cannot be; configs and settings check their own."""
+    """Ends the process with a one-line error where a flag is not valid; configs and settings check their own."""
     if not 0 <= args.port < 2**16:
         parser.error(f"--port {args.port} must be between 0 and 65535")
 
@@ -56,28 +56,28 @@ def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.N
 
 
 def exit_on_signals() -> None:
-    """Has SIGTERM end the process as an exit does, until a server heeds it."""
+    """Makes SIGTERM end the process like an exit, until a server handles it."""
     signal.signal(signal.SIGTERM, on_terminate)
-    # A terminal that closes stops it like SIGTERM, unless it was started to outlive that one (nohup).
+    # A closing terminal stops it like SIGTERM, unless it was started to outlive the terminal (nohup).
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, on_terminate)
 
 
 def on_terminate(number: int, frame: object) -> NoReturn:
-    """The handler."""
+    """The signal handler."""
     sys.exit(128 + number)
 
 
 def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
-    """The settings, with as many connections as the system allows where no flag asks for a number; raises ValueError
-    where the surroundings are not what a flag needs."""
+    """The settings, with as many connections as the system allows where no flag sets a number; raises ValueError where
+    the environment does not meet a flag's needs."""
     settings.check_surroundings()
     most = allow_open_files(settings.limit_concurrency, or_fewer=args.limit_concurrency is None)
     return replace(settings, limit_concurrency=most)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the port while the model loads; it does not listen yet, so clients are refused till then."""
+    """A socket that holds the port while the model loads; it does not listen yet, so clients are refused until then."""
     with ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -91,11 +91,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load_engines(config: EngineConfig, compare: str | None) -> list[AsyncEngine]:
-    """An engine at work, and, where there is a policy to compare it with, one of that policy on its weights, for two
-    sequences: one that runs and one that is kept. Raises ChildProcessError where a tensor-parallel rank cannot start.
+    """A running engine and, if there is a policy to compare it with, one with that policy on the same weights, for two
+    sequences: a running one and a kept one. Raises ChildProcessError where a tensor-parallel rank cannot start.
     """
     print(f"loading {config.model}", file=sys.stderr, flush=True)
-    # Here and not above: --help needs no PyTorch, which takes seconds.
+    # Imported here: --help needs no PyTorch, which takes seconds.
     from shadowkv.engine.async_engine import AsyncEngine
     from shadowkv.engine.loading import load_from_config
     from shadowkv.layers.group import RankFailure
@@ -109,7 +109,7 @@ def load_engines(config: EngineConfig, compare: str | None) -> list[AsyncEngine]
         return [engine]
     loaded = load_from_config(config)
     own = {name: getattr(EngineConfig, name) for name in POLICY_FIELDS}
-    # First, since the other takes what memory is left on a GPU.
+    # First, since the other takes the remaining memory of a GPU.
     try:
         compared = AsyncEngine(replace(config, **own, kv=compare, max_num_seqs=1, max_cached_seqs=1), loaded)
     except SettingsError as error:

@@ -1,4 +1,4 @@
-"""Bodies as RFC 8259 has them: UTF-8, no NaN, nothing that could be read in two ways or not be written back."""
+"""Bodies in strict RFC 8259 JSON: UTF-8, no NaN, nothing that is ambiguous or could not be written back."""
 
 from __future__ import annotations
 

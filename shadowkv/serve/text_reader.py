@@ -1,4 +1,4 @@
-"""Reads text that comes in pieces: what a reader finds does not depend on where pieces end."""
+"""Reads text that arrives in pieces: the result does not depend on where pieces end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Reading = Generator[None, None, T]
 
 
 class TextReader(ABC):
-    """Reads one answer, from its beginning to its end."""
+    """Reads one answer, from beginning to end."""
 
     def __init__(self) -> None:
         self._text, self._ended = "", False
-        self._begin = self._at = 0  # what has been read and not yet told lies between
+        self._begin = self._at = 0  # what has been read and not yet emitted lies between
         self._said: list[str] = []
         self._steps = self._read()
 
     def _go_on(self, text: str, last: bool) -> None:
-        """Reads more text as far as that goes."""
+        """Reads more text as far as possible."""
         self._text, self._at = self._text[self._begin :] + text, self._at - self._begin
         self._begin, self._ended = 0, last
         next(self._steps, None)
@@ -32,16 +32,16 @@ class TextReader(ABC):
         """Reads an answer to its end."""
 
     def _say(self) -> None:
-        """What was read is text."""
+        """Emits what was read as text."""
         self._said.append(self._text[self._begin : self._at])
         self._begin = self._at
 
     def _drop(self) -> None:
-        """What was read is told in other words, or not at all."""
+        """Drops what was read: it is emitted in another form, or not at all."""
         self._begin = self._at
 
     def _next(self) -> Reading[str]:
-        """The next character, which stays to be read; empty at the end."""
+        """The next character, without consuming it; empty at the end."""
         while self._at == len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
@@ -51,7 +51,7 @@ class TextReader(ABC):
             self._at += 1
 
     def _passed(self, literal: str) -> Reading[bool]:
-        """Reads ``literal`` if it comes next, and what white space follows it."""
+        """Reads ``literal`` if it comes next, and any white space after it."""
         while not self._ended and len(rest := self._text[self._at :]) < len(literal) and literal.startswith(rest):
             yield
         if not self._text.startswith(literal, self._at):
@@ -61,7 +61,7 @@ class TextReader(ABC):
         return True
 
     def _until(self, mark: str) -> Reading[bool]:
-        """Tells the text up to ``mark``, but for white space before it; False if it does not come."""
+        """Emits the text up to ``mark``, without white space before it; False if it does not come."""
         while True:
             place = self._text.find(mark, self._at)
             end = place if place >= 0 else len(self._text) - (0 if self._ended else self._overlap(mark))
@@ -77,12 +77,12 @@ class TextReader(ABC):
             yield
 
     def _overlap(self, mark: str) -> int:
-        """Length of the longest end of the text that begins ``mark``."""
+        """Length of the longest suffix of the text that is a prefix of ``mark``."""
         sizes = range(min(len(mark) - 1, len(self._text) - self._at), 0, -1)
         return next((size for size in sizes if self._text.endswith(mark[:size])), 0)
 
     def _rest(self) -> Reading[None]:
-        """Tells all that comes as text."""
+        """Emits all that follows as text."""
         while True:
             self._at = len(self._text)
             self._say()

@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them; lm_eval needs no other tokenizer."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def token_routes(engine: AsyncEngine, served_name: str) -> APIRouter:
-    """The routes; the work, and writing the answer down, is done in threads."""
+    """The routes; their work, including the formatting of answers, is done in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize(body: TokenizeRequest) -> Response:

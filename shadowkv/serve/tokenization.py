@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG = 2**16
-"""Characters, or token ids, with which a prompt is long."""
+"""Characters, or token ids, from which on a prompt is long."""
 
 TURNS = 2
-"""Long prompts that are tokenised at a time: each takes some 60 bytes for a character."""
+"""Long prompts tokenised at a time: each takes some 60 bytes per character."""
 
 FIRST_PART, NEXT_PART = 8, 4
-"""Characters for each token that may be, of the first part of a text; and how much longer each next part is. English
-has four to five characters a token: one part tells. Runs of one character have up to a hundred."""
+"""Characters per allowed token in the first part of a text, and the factor by which each next part is longer. English
+has four to five characters a token: one part suffices. Runs of one character have up to a hundred."""
 
 MARGIN = 1.25
 """A cut text may have a few tokens more than the whole one: its last word may be half of a longer token."""
 
 WORD_CHARS = 256
-"""A part ends where a word does, if there is an end that near."""
+"""A part ends at the end of a word, if there is one this near."""
 
 _turns = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
 
 
 async def in_turn(size: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, on a thread; of those with a ``size`` above ``LONG`` only a few run at a time."""
+    """What ``work`` returns, on a thread; only a few with a ``size`` above ``LONG`` run at a time."""
     if size <= LONG:
         return await asyncio.to_thread(work)
     return await asyncio.get_running_loop().run_in_executor(_turns, work)
@@ -49,8 +49,8 @@ def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_
 
 
 def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> None:
-    """Raises ApiError, naming ``param``, once a part of the text has many more tokens than ``limit``: the rest is never
-    looked at. Counting tokens is the only sound way, since normalizers may shrink a text as they like.
+    """Raises ApiError, naming ``param``, once a part of the text has many more tokens than ``limit``: the rest is not
+    looked at. Counting tokens is the only sound way, since normalizers may shrink a text arbitrarily.
     """
     end = FIRST_PART * limit
     while end < len(text):
@@ -68,5 +68,5 @@ def too_long(message: str, param: str) -> ApiError:
 
 
 def tokenize_limit(max_model_len: int) -> int:
-    """Tokens that ``/tokenize`` gives: a prompt's, and of short contexts more, to see how much too long a text is."""
+    """Most tokens that ``/tokenize`` returns: a prompt's, or for short contexts more, to show how long a text is."""
     return max(max_model_len, TOKENIZE_TOKENS)

@@ -1,4 +1,4 @@
-"""How models write calls of tools, by vLLM's names of ``--tool-call-parser``, and how their chat templates tell it."""
+"""How models write tool calls, by vLLM's names in ``--tool-call-parser``, and how chat templates reveal the format."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Mistral(ToolParser):
 
 
 class Listed(ToolParser):
-    """A JSON list of ``{"name": …, "parameters": {…}}``: what ``tool_choice`` "required" makes of every model. Nothing
-    of it is text: an answer that is cut before a call's arguments has no more calls."""
+    """A JSON list of ``{"name": …, "parameters": {…}}``: what ``tool_choice`` "required" makes every model write. None
+    of it is text: an answer that is cut off before a call's arguments has no more calls."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -78,7 +78,7 @@ class Listed(ToolParser):
 
 
 class Named(ToolParser):
-    """The arguments of one function and nothing else: what a ``tool_choice`` that names it makes of every model.
+    """The arguments of one function and nothing else: what a ``tool_choice`` that names it makes every model write.
 
     Args:
         name: the function.
@@ -99,18 +99,18 @@ class Named(ToolParser):
 
 
 def mistral_id() -> str:
-    """A new call's id, as Mistral's templates demand them of earlier turns."""
+    """A new call's id, in the form that Mistral's templates require of earlier turns."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARS))
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls.
+    """One format of calls.
 
     Attributes:
-        parser: reads it.
-        signs: any of these in a chat template says that the model writes it.
-        others: of those that share a sign, and write otherwise.
+        parser: reads the format.
+        signs: any of these in a chat template shows that the model writes it.
+        others: signs of formats that share one of these but are written differently.
         new_id: makes ids of calls.
     """
 
@@ -120,7 +120,7 @@ class ToolFormat:
     new_id: Callable[[], str] = call_id
 
     def is_in(self, template: str) -> bool:
-        """Whether a chat template (Jinja source) tells the model to write this."""
+        """Whether a chat template (Jinja source) makes the model write this format."""
         return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
 
 
@@ -133,7 +133,7 @@ FORMATS = {
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
-    """The format of a name, or without one what a chat template tells; None if that is nothing that is known here."""
+    """The format with a name, or without one the chat template's; None if no known format is found."""
     if name is not None:
         return FORMATS[name]
     return next((one for one in FORMATS.values() if one.is_in(template or "")), None)

@@ -1,4 +1,4 @@
-"""Calls of tools in generated text that comes in pieces: names and arguments are told as soon as they are there."""
+"""Tool calls in generated text that arrives in pieces: names and arguments are emitted as soon as they are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSIDE, OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 """What changes the state of a JSON value within a string, and outside of any."""
 
 ARGUMENTS = ("arguments", "parameters")
-"""Hermes and Mistral have the one, Llama the other."""
+"""Hermes and Mistral use the first, Llama the second."""
 
 
 def call_id() -> str:
@@ -35,8 +35,8 @@ class CallPart:
 class ToolParser(TextReader):
     """Reads one answer.
 
-    What only looks like the start of a call is text; white space beside a call is dropped; arguments are as they were
-    written, and cut short where the answer is.
+    What only looks like the start of a call is text; white space beside a call is dropped; arguments stay as they were
+    written, and are cut short where the answer is.
 
     Args:
         new_id: makes ids of calls.
@@ -49,7 +49,7 @@ class ToolParser(TextReader):
         self._parts: list[CallPart] = []
 
     def push(self, text: str, last: bool = False) -> tuple[str, list[CallPart]]:
-        """What more text makes certain: text that is no call's, and parts of calls, at most one of each call."""
+        """What more text makes certain: text outside of calls, and parts of calls, at most one of each call."""
         self._go_on(text, last)
         said, self._said = "".join(self._said), []
         parts, self._parts = self._parts, []
@@ -61,7 +61,7 @@ class ToolParser(TextReader):
         self.calls += 1
 
     def _argue(self) -> None:
-        """What was read is of the last call's arguments."""
+        """Emits what was read as part of the last call's arguments."""
         text, index = self._text[self._begin : self._at], self.calls - 1
         if text and not (self._parts and self._parts[-1].index == index):
             self._parts.append(CallPart(index))
@@ -70,7 +70,7 @@ class ToolParser(TextReader):
         self._drop()
 
     def _calls(self, separator: str) -> Reading[bool]:
-        """Reads calls and what separates them, as far as there are any; whether there is one."""
+        """Reads calls and their separators, as far as there are any; returns whether there is one."""
         before = self.calls
         while (yield from self._next()) == "{" and (yield from self._call()):
             yield from self._blanks()
@@ -79,7 +79,7 @@ class ToolParser(TextReader):
         return self.calls > before
 
     def _call(self) -> Reading[bool]:
-        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order; if it is none, it is left to be told."""
+        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order; anything else is left to be emitted."""
         name, arguments, is_open = None, None, False
         self._at += 1
         while True:
@@ -131,7 +131,7 @@ class ToolParser(TextReader):
         return text if isinstance(text, str) else None
 
     def _value(self, told: bool = False) -> Reading[None]:
-        """Reads a JSON value, or as much as there is of it; ``told`` as the last call's arguments."""
+        """Reads a JSON value, or as much as there is of it; if ``told``, emits it as the last call's arguments."""
         depth, quoted = 0, False
         if (yield from self._next()) not in ('"', "{", "["):
             while (yield from self._next()) not in ("", ",", "}", "]"):

@@ -1,4 +1,4 @@
-"""What a chat template is given; one that knows nothing of tools gets them in words, as in llama.cpp."""
+"""What a chat template is given; one without support for tools gets them in words, as in llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPLANATION = (
 
 
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Messages, and the variables beside them, of a chat template (Jinja source)."""
+    """Messages, and the other variables, for a chat template (Jinja source)."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
     if "tool" in (template or ""):
         return turns, {"tools": tools or None, **conversation.template_variables}
@@ -22,8 +22,8 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
 
 
 def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
-    """Messages without tools: they are explained in the system message; calls are the text that an answer with calls
-    has (``tools.calls_schema``), and their results are the user's."""
+    """Messages without tools: they are explained in the system message; calls become the text of an answer with calls
+    (``tools.calls_schema``), and their results become the user's."""
     turns = [_in_words(turn) for turn in turns]
     if not tools:
         return turns
@@ -35,7 +35,7 @@ def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
 
 
 def _with_names(turns: list[Turn]) -> list[Turn]:
-    """Messages whose results of tools have the name of what was called, which some templates demand."""
+    """Messages whose tool results have the name of the called tool, which some templates require."""
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
     return [
         {"name": names[turn["tool_call_id"]], **turn} if turn.get("tool_call_id") in names else turn for turn in turns

@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice``: functions that a model may call, and the schema of an answer that has to call some."""
+"""``tools`` and ``tool_choice``: functions that a model may call, and the schema of an answer that must call some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowkv.serve.body import Body, Text, at_most, wrong
 from shadowkv.serve.limits import MAX_NAME_CHARS, MAX_NESTING, MAX_TOOLS, MAX_TOOLS_CHARS, MAX_VALUES
 
 NOTHING = {"type": "object", "properties": {}}
-"""Parameters of a function that has none."""
+"""Parameters of a function without any."""
 
 TOOL_CHOICE: dict[str, Any] = {
     "anyOf": [
@@ -32,7 +32,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 def within(chars: int, value: Any) -> Any:
-    """The JSON value, if it has no more characters and is nested no deeper than may be."""
+    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply."""
     level, depth, values = [value], 0, 0
     while level:
         depth += 1
@@ -56,8 +56,8 @@ def _parameters(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class Function(Body):
-    """A function; ``parameters`` is the JSON schema of its arguments. ``strict`` is taken as vLLM takes it: arguments
-    follow the schema where ``tool_choice`` says that there is a call, and otherwise as far as the model does."""
+    """A function; ``parameters`` is the JSON schema of its arguments. ``strict`` is treated as in vLLM: arguments
+    follow the schema where ``tool_choice`` forces a call, and otherwise as far as the model does."""
 
     name: FunctionName
     description: Text | None = None
@@ -77,7 +77,7 @@ class Tool(Body):
 
 
 def within_limits(value: Any) -> Any:
-    """All tools together, before any is looked at for itself."""
+    """All tools together, before any is checked individually."""
     return within(MAX_TOOLS_CHARS, value)
 
 
@@ -91,7 +91,7 @@ def _different(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return tools
 
 
-# Checked as tools, kept as what templates expect, as messages are.
+# Validated as tools, kept as what templates expect, as messages are.
 if TYPE_CHECKING:
     TemplateTool = dict[str, Any]
 else:
@@ -106,7 +106,7 @@ Tools = Annotated[
 
 Kind = Literal["none", "auto", "required", "function"]
 WORDS: tuple[Kind, ...] = ("none", "auto", "required")
-"""Kinds that are said in a word."""
+"""Kinds that are given as a single word."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Choice:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer has to call some tool."""
+        """Whether the answer must call a tool."""
         return self.kind in ("required", "function")
 
     def __str__(self) -> str:
@@ -141,8 +141,8 @@ ToolChoice = Annotated[Choice, PlainValidator(_choice), WithJsonSchema(TOOL_CHOI
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:
-    """The JSON schema, as JSON text, of an answer that calls tools, as in vLLM: the arguments of the function that is
-    named, or a list of objects with ``name`` and ``parameters``, of one where calls may not be parallel."""
+    """The JSON schema, as JSON text, of an answer that calls tools, as in vLLM: the arguments of the named function, or
+    a list of objects with ``name`` and ``parameters``, with one item where calls may not be parallel."""
     functions = [tool["function"] for tool in tools if choice.name in (None, tool["function"]["name"])]
     if choice.name is not None and functions:
         return json.dumps(functions[0]["parameters"])
@@ -155,14 +155,14 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
         }
         for number, one in enumerate(functions)
     ]
-    # Each function's schema is a document of its own, whose references begin at its root.
+    # Each function's schema is a separate document, whose references begin at its root.
     documents = {str(number): _moved(one["parameters"], f"/$defs/{number}") for number, one in enumerate(functions)}
     most = {} if parallel else {"maxItems": 1}
     return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": documents})
 
 
 def _moved(value: Any, path: str) -> Any:
-    """A schema whose references still mean the same, now that its root is at ``path``."""
+    """A schema with its references adjusted for its root now being at ``path``."""
     if isinstance(value, list):
         return [_moved(part, path) for part in value]
     if not isinstance(value, dict):

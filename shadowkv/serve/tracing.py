@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry (``--otlp-traces-endpoint``), with vLLM's name and attributes."""
+"""Spans of requests for OpenTelemetry (``--otlp-traces-endpoint``), with vLLM's names and attributes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SPAN_NAME = "llm_request"
 
 
 class Tracing:
-    """Sends a span for every request that something was generated for, in batches, on a thread of its own.
+    """Sends a span for every request that generated something, in batches, on a separate thread.
 
     A ``traceparent`` header makes the span part of the client's trace (https://www.w3.org/TR/trace-context/).
 
     Args:
-        exporter: takes the spans.
+        exporter: where the spans go.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -35,13 +35,13 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """To a collector's URL, by OTLP over HTTP."""
+        """Tracing to a collector's URL, by OTLP over HTTP."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(OTLPSpanExporter(endpoint=endpoint))
 
     def add(self, scope: Scope, record: RequestRecord) -> None:
-        """The span of a request that has ended, if there was generated anything for it."""
+        """Adds the span of a request that has ended, if anything was generated for it."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         if record.job is None:

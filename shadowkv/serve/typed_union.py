@@ -1,4 +1,4 @@
-"""Unions of bodies that say with ``type`` which of them they are, with errors of that one alone; and lists of them."""
+"""Unions of bodies discriminated by ``type``, with errors from the matching one alone; and lists of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None =
 
     Args:
         kinds: bodies by their ``type``.
-        what: the others, in words, of which the refusal says that they are not supported.
-        default: type of one that does not say.
+        what: the others in words, for the refusal that says they are not supported.
+        default: type of a body that has none.
     """
 
     def tag(value: Any) -> str | None:
@@ -36,8 +36,8 @@ def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None =
 
 
 def few_parts(value: Any) -> Any:
-    """A list of items, messages or blocks, if all of them together have no more parts than may be: before any is looked
-    at for itself."""
+    """A list of items, messages or blocks, if together they do not have too many parts: checked before any is looked at
+    individually."""
     level, count = value if isinstance(value, list) else [], 0
     while level:
         found = [one.get(name) for one in level if isinstance(one, dict) for name in PART_LISTS]

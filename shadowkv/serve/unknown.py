@@ -1,4 +1,4 @@
-"""Parameters that nobody here has heard of, hints for other servers, say: they are dropped, which the log says once."""
+"""Unknown parameters, for example hints for other servers: they are dropped, and each is logged once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class Unknown:
-    """Names of such parameters, each of which is told once; beyond ``MAX_UNKNOWN`` no more are.
+    """Names of such parameters, each of which is logged once, up to ``MAX_UNKNOWN`` in all.
 
     Attributes:
-        collects: whether names are kept for ``take``, in a process that has no log of its own.
+        collects: whether names are kept for ``take``, in a process without its own log.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Unknown:
         self._new: list[str] = []
 
     def tell(self, name: str) -> None:
-        """A request has a parameter of this name."""
+        """Records that a request has a parameter of this name."""
         name = name[:MAX_NAME_CHARS]
         with self._lock:
             if name in self._told or len(self._told) >= MAX_UNKNOWN:

@@ -1,4 +1,4 @@
-"""Routes of the OpenAI API and vLLM's for other models than this server's: a clear refusal of each."""
+"""Routes of the OpenAI API and of vLLM for other kinds of models: each is refused clearly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/trans
 
 
 def unserved_routes() -> APIRouter:
-    """The routes; what is posted to them is not read."""
+    """The routes; posted bodies are not read."""
     router = APIRouter()
 
     async def refuse() -> Response:

@@ -1,4 +1,4 @@
-"""Cache and runner of rank 0: what they do, the other ranks are told to do with theirs."""
+"""Cache and runner of rank 0, which make the other ranks do with theirs what they do themselves."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Prefilled = tuple[Tensor, list[Tensor]]
 
 
 def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, DriverCache, DriverRunner, list[str]]:
-    """Rank 0's part of the model, its cache, the runner of both, and the lines that say what fits; raises as
-    ``load_engine_parts`` does, and RankFailure where another rank fails at the same."""
+    """Rank 0's part of the model, its cache, the runner of both, and the lines that describe what fits; raises as
+    ``load_engine_parts`` does, and RankFailure where another rank fails at it."""
     with ranks.together():
         make = partial(DriverCache, ranks)
         loaded, cache, notes = load_engine_parts(config, group=ranks.group, device=ranks.device, make=make)
@@ -37,14 +37,14 @@ def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, Driver
 
 
 class DriverCache(KVCache):
-    """A cache of rank 0's heads. Sequences have the same lives in the other ranks' caches, by numbers."""
+    """A cache of rank 0's heads. Sequences live equally long in the other ranks' caches, identified by numbers."""
 
     def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._ranks, self._next, self._numbers = ranks, itertools.count(), dict[CachedSequence, int]()
 
     def numbers(self, sequences: Sequence[CachedSequence]) -> list[int]:
-        """By which the other ranks know sequences."""
+        """Numbers by which the other ranks know sequences."""
         return [self._numbers[sequence] for sequence in sequences]
 
     def _new(self, sequence: CachedSequence) -> int:
@@ -79,9 +79,9 @@ class DriverCache(KVCache):
 
 
 class DriverRunner(Runner):
-    """Runs rank 0's part of the model, beside the other ranks.
+    """Runs rank 0's part of the model, alongside the other ranks.
 
-    An error in what they do together leaves the others waiting: it is the end of all of them, RankFailure.
+    An error in collective work leaves the others waiting: it is fatal to all of them, as RankFailure.
     """
 
     def __init__(self, model: Decoder, cache: DriverCache, ranks: Ranks, graphs_up_to: int | None = None) -> None:

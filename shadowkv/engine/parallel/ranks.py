@@ -1,4 +1,4 @@
-"""The processes of the ranks behind the first: started, told what to do, watched and ended."""
+"""The processes of the other ranks: started, given commands, watched and ended."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 Command = tuple[Any, ...]
-"""A name, and what it needs."""
+"""A name, and its arguments."""
 
 HERE = "here"
-"""What a rank says when it is about to meet the others."""
+"""Sent by a rank that is about to meet the others."""
 
 END_SECONDS = 5.0
-"""How long a rank has to end by itself."""
+"""How long a rank has to exit by itself."""
 
 REASON_SECONDS = 2.0
-"""How long what a rank says of its end may take to arrive, once another one notices it."""
+"""How long a rank's reason for ending may take to arrive, once another rank notices the end."""
 
 
 class Ranks:
     """The other ranks of a model that this process is rank 0 of.
 
     Attributes:
-        group: what all of them compute together with.
+        group: the group that all of them compute in.
         device: rank 0's.
-        failure: why they can not go on; None while they can.
+        failure: why they cannot go on; None while they can.
 
-    Raises ValueError where the devices are not there, and RankFailure where a rank does not start.
+    Raises ValueError where the devices are missing, and RankFailure where a rank does not start.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -59,7 +59,7 @@ class Ranks:
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
         self._tell: Callable[[RankFailure], None] = lambda failure: None
-        # Gone when this process ends, too, whoever has not closed what is in it.
+        # Removed when this process ends too, even if what is in it was not closed.
         self._folder = tempfile.TemporaryDirectory(prefix="shadowkv-ranks-", ignore_cleanup_errors=True)
         self._closing, self._pending = False, list[Command]()
         self._known = threading.Event()
@@ -82,8 +82,7 @@ class Ranks:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "shadowkv.engine.parallel.worker", str(theirs.fileno())]
-            # Modules are found where this process finds them; a terminal, what is typed there and its signals are for
-            # rank 0 alone.
+            # Modules are found where this process finds them; a terminal, its input and signals are for rank 0 alone.
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             process = subprocess.Popen(
                 command,
@@ -95,12 +94,12 @@ class Ranks:
         self._processes.append(process)
         self._sockets.append(ours)
         self._pipes.append(Connection(os.dup(ours.fileno())))
-        with suppress(OSError):  # one that is gone already is found out about where it is waited for
+        with suppress(OSError):  # one that is gone already is detected where it is waited for
             self._pipes[-1].send(what)
 
     def _await_all(self) -> None:
         """Waits until every rank is about to meet the others; raises RankFailure where one ends before. The meeting
-        itself could not be left for half an hour, not by Ctrl-C either."""
+        itself could not be interrupted for half an hour, not even by Ctrl-C."""
         left = list(self._pipes)
         while left:
             pipe = cast(Connection, multiprocessing.connection.wait(left)[0])
@@ -114,11 +113,11 @@ class Ranks:
                 raise RankFailure(self.failure)
 
     def tell(self, *command: Any) -> None:
-        """Has the other ranks do something, with the next that is sent."""
+        """Queues a command for the other ranks, sent along with the next ``send``."""
         self._pending.append(command)
 
     def send(self, *command: Any) -> None:
-        """Has the other ranks do it now, after what they were told before; raises RankFailure where they cannot."""
+        """Sends the other ranks a command, after those that are queued; raises RankFailure where they cannot run it."""
         self._pending.append(command)
         pending, self._pending = self._pending, []
         self.check()
@@ -130,8 +129,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For what all ranks do at the same time. An error of this one leaves the others waiting: it is the end of all
-        of them, as RankFailure where another one's is the cause or this one has none of its own to tell."""
+        """For what all ranks do at the same time. An error of this one leaves the others waiting: it is fatal to all of
+        them, as RankFailure where another one's error is the cause or this one has none to report."""
         try:
             yield
         except (RuntimeError, AssertionError) as error:
@@ -151,14 +150,14 @@ class Ranks:
             raise RankFailure(self.failure)
 
     def when_failed(self, tell: Callable[[RankFailure], None]) -> None:
-        """Has ``tell`` called, on a thread of its own, when one of the ranks has ended."""
+        """Calls ``tell``, on a separate thread, when one of the ranks has ended."""
         self._tell = tell
         if self._known.is_set() and self.failure is not None:
             tell(RankFailure(self.failure))
 
     def _watch(self) -> None:
-        """Waits until a rank says why it ends, or just ends, which none does before it is to. One that ends because it
-        got no answer from another is the cause only if no other ends."""
+        """Waits until a rank says why it ends, or just ends, which none does before it is asked to. One that ends
+        because another did not answer is the cause only if no other ends."""
         left, found, seconds = list(self._pipes), None, None
         while ready := multiprocessing.connection.wait(left, seconds):
             if self._closing:
@@ -182,10 +181,10 @@ class Ranks:
             process.kill()
         self._tell(RankFailure(cast(str, self.failure)))
         if self.group.size > 1:
-            self.group.abort()  # what waits for that rank on the GPU ends; this returns once CUDA graphs are gone
+            self.group.abort()  # ends what waits for that rank on the GPU; this returns once CUDA graphs are gone
 
     def _in_words(self, pipe: Connection, reason: str | None) -> str:
-        """What has become of the rank at the other end, which said so itself or not."""
+        """What happened to the rank at the other end, which may have given a ``reason``."""
         rank = 1 + self._pipes.index(pipe)
         if reason is not None:
             return f"tensor-parallel rank {rank} failed: {reason}"
@@ -195,13 +194,13 @@ class Ranks:
         return f"tensor-parallel rank {rank} has ended ({_ending(process.returncode)})"
 
     def close(self) -> None:
-        """Ends the other ranks, whatever they do. CUDA graphs of what they do together are to be gone before."""
+        """Ends the other ranks, whatever they are doing. CUDA graphs of collective work must be gone before."""
         self._closing = True
         for one in self._sockets:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # they end when they see that
+                one.shutdown(socket.SHUT_RDWR)  # they exit when they see that
         for process in self._processes:
-            if self.group.size == 1:  # it may not have come to where it looks
+            if self.group.size == 1:  # it may not have reached the point where it looks
                 process.kill()
             try:
                 process.wait(END_SECONDS)

@@ -1,7 +1,7 @@
-"""A rank behind the first: does with its part of the model what rank 0 tells it.
+"""A rank other than the first: does with its part of the model what rank 0 tells it.
 
 ``python -m shadowkv.engine.parallel.worker FD``, started by rank 0, whose end of that connection it listens to: once
-that is closed, this process has nothing to live for.
+that is closed, this process exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shadowkv.layers.group import RankFailure, open_group
 
 
 class Worker:
-    """Carries out commands: methods by their names, of what rank 0's cache and runner do."""
+    """Carries out commands: methods, by name, for what rank 0's cache and runner do."""
 
     def __init__(self, runner: Runner, cache: KVCache) -> None:
         self.runner, self.cache = runner, cache
@@ -36,7 +36,7 @@ class Worker:
         self._prefills: dict[int, Generator[None, None, Any]] = {}
 
     def obey(self, command: Command) -> None:
-        """Does one."""
+        """Carries out one command."""
         name, *what = command
         getattr(self, name)(*what)
 
@@ -93,18 +93,18 @@ class Worker:
         for sequence, seed in zip(sequences, seeds, strict=True):
             sequence.seed = seed
         self.runner.share_chosen(sources)
-        # What is recorded is no CUDA graph: a graph has more rows than its step, and rehearses some layers before.
+        # What is recorded is not a CUDA graph: a graph has more rows than its step, and rehearses some layers before.
         self.runner.decode(sequences, tokens, sources, nullcontext() if recorded else None)
 
 
 def main(number: int) -> None:
-    """Runs until rank 0 closes the connection or is gone, or something fails, which rank 0 is told."""
+    """Runs until rank 0 closes the connection or is gone, or until something fails, which is reported to rank 0."""
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)  # sent to all of a service or terminal: rank 0 heeds them, and ends this
+        signal.signal(one, signal.SIG_IGN)  # sent to a whole service or terminal: rank 0 handles them, and ends this
     pipe, commands = Connection(number), queue.SimpleQueue[list[Command]]()
     try:
         config, rank, size, meeting = pipe.recv()
-    except (OSError, EOFError):  # rank 0 was gone before this one had begun
+    except (OSError, EOFError):  # rank 0 was gone before this one had started
         raise SystemExit(1) from None
     said: tuple[type[BaseException], ...] = (RankFailure, ValueError, MemoryError, OSError)
     try:
@@ -115,7 +115,7 @@ def main(number: int) -> None:
         with current(device):
             loaded, cache, _ = load_engine_parts(config, group=group, device=device)
             worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache)
-            said = (RankFailure,)  # whatever else goes wrong from here on is a bug
+            said = (RankFailure,)  # any other error from here on is a bug
             while True:
                 for command in commands.get():
                     worker.obey(command)
@@ -123,7 +123,7 @@ def main(number: int) -> None:
         of_another = isinstance(error, RankFailure)
         with suppress(OSError):
             pipe.send((not of_another, str(error) if of_another else f"{type(error).__name__}: {error}"))
-        if isinstance(error, said):  # in a line, by rank 0
+        if isinstance(error, said):  # in one line, by rank 0
             raise SystemExit(1) from None
         raise
 
@@ -133,7 +133,7 @@ def _listen(pipe: Connection, commands: queue.SimpleQueue[list[Command]]) -> Non
         try:
             commands.put(pipe.recv())
         except (OSError, EOFError):
-            os._exit(1)  # rank 0 is gone, and this one may be in the middle of what they do together
+            os._exit(1)  # rank 0 is gone, and this one may be in the middle of collective work
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Text(Answer):
 
 
 class Thoughts(Answer):
-    """What the model thinks; nobody has signed it."""
+    """What the model thinks; it is not signed."""
 
     type: Literal["thinking"]
     thinking: str
@@ -55,7 +55,7 @@ class ToolUse(Answer):
 
 
 class MessageUsage(Answer):
-    """Token counts; ``input_tokens`` are those that were not found in the cache."""
+    """Token counts; ``input_tokens`` are those not found in the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

@@ -1,4 +1,4 @@
-"""Content blocks of Anthropic's messages, and the messages of a chat that they are."""
+"""Content blocks of Anthropic's messages, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call has returned; whether that is an error, its text has to say."""
+    """What a call has returned; if that is an error, its text has to say so."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -70,7 +70,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Thoughts of another model that cannot be read: they are left out."""
+    """Another model's thoughts, which cannot be read: they are left out."""
 
     type: Literal["redacted_thinking"]
     data: Text
@@ -145,7 +145,7 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(blocks: list[Block]) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, in the order in which there is text between them."""
+    """Tool results become separate messages, kept in order with the text between them."""
     messages: list[dict[str, Any]] = []
     texts: list[TextBlock] = []
     for block in blocks:

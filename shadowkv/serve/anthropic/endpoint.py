@@ -1,4 +1,4 @@
-"""Anthropic's messages: a chat, whose answer is a list of blocks."""
+"""Anthropic's messages: a chat whose answer is a list of blocks."""
 
 from __future__ import annotations
 

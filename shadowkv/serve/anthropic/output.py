@@ -1,4 +1,4 @@
-"""The answer of ``/v1/messages``, block by block: every event of a stream, and the message that stands at its end."""
+"""The answer of ``/v1/messages``, block by block: every event of a stream, and the message it adds up to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 PING: Event = {"type": "ping"}
 
 DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
-"""By a block's type, that of its deltas and the field that grows."""
+"""For each block type, the type of its deltas and the field that grows."""
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -25,13 +25,13 @@ class MessageOutput:
     """The answer to one job, which asks for one choice.
 
     Attributes:
-        whole: the message, as far as it has come.
+        whole: the message, as far as it is complete.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._block: dict[str, Any] | None = None
-        self._said: list[str] = []  # of the block: joined at its end, as answers may be long
+        self._said: list[str] = []  # the block's text: joined at its end, as answers may be long
         self._call = -1
         self.whole: dict[str, Any] = {
             "id": job.id,
@@ -61,7 +61,7 @@ class MessageOutput:
 
     @staticmethod
     def failure(error: ApiError) -> Event:
-        """The event that ends a stream which has failed."""
+        """The event that ends a stream that has failed."""
         return error.body(MESSAGES_URL)
 
     def _read(self, piece: Piece) -> Iterator[Event]:
@@ -73,7 +73,7 @@ class MessageOutput:
             yield from self._argue(part)
 
     def _tell(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
-        """More text, or more of the thoughts."""
+        """More of the text or of the thoughts."""
         delta, name = DELTAS[kind]
         if self._block is None or self._block["type"] != kind:
             yield from self._open({"type": kind, name: "", **fields})
@@ -81,7 +81,7 @@ class MessageOutput:
         yield self._event("content_block_delta", delta={"type": delta, name: text})
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
-        """A call, or more of one's arguments."""
+        """A call, or more of a call's arguments."""
         if part.index != self._call:
             self._call = part.index
             yield from self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
@@ -97,7 +97,7 @@ class MessageOutput:
         yield self._event("content_block_start", content_block=block)
 
     def _close(self) -> Iterator[Event]:
-        """The end of the block at work, if there is one."""
+        """The end of the current block, if there is one."""
         block, text = self._block, "".join(self._said)
         if block is None:
             return
@@ -134,7 +134,7 @@ class MessageOutput:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's arguments; none, where the answer was cut within them."""
+    """A call's arguments; empty where the answer was cut off within them."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

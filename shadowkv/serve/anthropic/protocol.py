@@ -1,4 +1,4 @@
-"""Bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, as Anthropic's API has them."""
+"""Bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, following Anthropic's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = MappingProxyType({"response_format": "output_config.format", "stop": "st
 
 
 class MessagesTool(Body):
-    """A tool of the client's, and ``input_schema``, the JSON schema of its input. There are no tools of the server."""
+    """A tool of the client, with ``input_schema``, the JSON schema of its input. There are no server tools."""
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -29,7 +29,7 @@ class MessagesTool(Body):
     strict: bool | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """What a chat has."""
+        """The equivalent in a chat."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema, **described}}
 
@@ -53,14 +53,14 @@ class MessagesToolChoice(Body):
         return self
 
     def as_choice(self) -> Any:
-        """What a chat has."""
+        """The equivalent in a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(Body):
-    """Whether the model is to think, which the template is told; how much of it is the model's own affair."""
+    """Whether the model is to think, which is passed to the template; how much is up to the model."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -87,7 +87,7 @@ class OutputConfig(Body):
 
 
 class Prompt(Converted):
-    """What is in the prompt: body of ``/v1/messages/count_tokens``."""
+    """What makes up the prompt: body of ``/v1/messages/count_tokens``."""
 
     names = NAMES
 

@@ -24,7 +24,7 @@ export class Answer {
     return this.pieces.map((piece) => piece.text).join("");
   }
 
-  /** What all tokens so far attended to. */
+  /** What all tokens up to now attended to. */
   get selections() {
     return this.pieces.flatMap((piece) => piece.selections);
   }
@@ -41,7 +41,7 @@ export class Answer {
     this.body.append(span);
   }
 
-  /** Marks the piece that is looked at, if any. */
+  /** Marks the selected piece, if any. */
   choose(number) {
     this.pieces.forEach((piece, one) => piece.span.classList.toggle("chosen", one === number));
   }
@@ -64,14 +64,14 @@ export class Answer {
   }
 }
 
-/** Characters that two texts begin with alike. */
+/** Length of the common prefix of two texts, in characters. */
 function alike(one, other) {
   let length = 0;
   while (length < one.length && length < other.length && one[length] === other[length]) length += 1;
   return length;
 }
 
-/** Marks where two answers part, as soon as they do. */
+/** Marks where two answers diverge, as soon as they do. */
 export function markDivergence([one, other], ended) {
   const texts = [one.text, other.text];
   const length = alike(...texts);

@@ -1,4 +1,4 @@
-// Calls of the server. The key is in this variable and nowhere else.
+// Calls to the server. The key is kept in this variable only.
 
 let key = "";
 
@@ -6,7 +6,7 @@ export function useKey(value) {
   key = value;
 }
 
-/** What the server has said no with, in its own words. */
+/** A refusal by the server, with its message. */
 export class Refused extends Error {
   constructor(message, status) {
     super(message);
@@ -17,7 +17,7 @@ export class Refused extends Error {
 /** The server cannot be reached, or went away in the middle of an answer. */
 export class Gone extends Error {}
 
-/** Whoever asks was told to stop. */
+/** The request was cancelled. */
 export function isStop(error) {
   return error.name === "AbortError";
 }
@@ -37,7 +37,7 @@ export async function call(path, options = {}) {
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
-  const refused = response.status === 401 && sent === key; // of an earlier key nobody needs to hear
+  const refused = response.status === 401 && sent === key; // a refused earlier key is of no interest
   if (refused) window.dispatchEvent(new CustomEvent("key-needed", { detail: Boolean(key) }));
   throw new Refused(message, response.status);
 }
@@ -57,7 +57,7 @@ export async function readDocument(file, signal) {
   return (await call("/page/document", { method: "POST", headers, body: file, signal })).json();
 }
 
-/** Chunks of a streamed answer; ends with an exception unless the server has said that it is whole. */
+/** Chunks of a streamed answer; ends with an exception unless the server has marked it complete. */
 export async function* stream(path, body, signal) {
   const response = await post(path, { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -69,7 +69,7 @@ export async function* stream(path, body, signal) {
       const events = (left + value).split("\n\n");
       left = events.pop();
       for (const event of events) {
-        if (!event.startsWith("data: ")) continue; // a sign of life
+        if (!event.startsWith("data: ")) continue; // a keep-alive
         const data = event.slice("data: ".length);
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);

@@ -1,4 +1,4 @@
-// Questions: one answer, or two side by side, and the places that the first of them attended to.
+// Questions: one answer, or two side by side, and the places that the first one attended to.
 
 import { Answer, clearAnswers, markDivergence } from "./answer.js";
 import { Gone, isStop, post, stream } from "./api.js";
@@ -42,7 +42,7 @@ export function setUpQuestions() {
   byId("token").addEventListener("input", (event) => choose(event.target.valueAsNumber - 1));
 }
 
-/** The way to ask, by whether the model knows chats; and the same prompt for the tokenizer. */
+/** The request, by whether the model supports chats; and the same prompt for the tokenizer. */
 function request(question) {
   const text = currentDocument()?.text;
   if (served.chats) {
@@ -77,7 +77,7 @@ async function ask() {
       tell("ask-error", error.message);
     }
   } finally {
-    stopping.abort(); // of two answers the other one
+    stopping.abort(); // the other one of two answers
     stopping = null;
     history.replaceState(null, "");
     byId("send").disabled = false;

@@ -1,4 +1,4 @@
-// The document that is asked about: a file that the server reads, or text that was pasted.
+// The document to ask about: a file that the server reads, or text that was pasted.
 
 import { isStop, post, readDocument } from "./api.js";
 import { byId, count, show, tell } from "./elements.js";
@@ -15,7 +15,7 @@ export function currentDocument() {
   return current;
 }
 
-/** Whether a document was taken that is not read yet. */
+/** Whether a document was accepted but is not read yet. */
 export function isReading() {
   return !byId("loaded").hidden && !current;
 }
@@ -100,7 +100,7 @@ async function take(name, text, pages) {
   }
 }
 
-/** As much of the document as fits; by its tokens, which are told as text. */
+/** As much of the document as fits, cut by its tokens, which the server returns as text. */
 async function cut() {
   const { name, text } = current;
   try {

@@ -4,14 +4,14 @@ export const byId = (id) => document.getElementById(id);
 
 const numbers = new Intl.NumberFormat("en");
 
-/** A number as it is read. */
+/** A number formatted for reading. */
 export const count = (number) => numbers.format(Math.round(number));
 
 export function show(id, visible) {
   byId(id).hidden = !visible;
 }
 
-/** Says something in a line that is there only while it says something. */
+/** Shows a message in a line that is visible only while it has one. */
 export function tell(id, text) {
   const line = byId(id);
   line.textContent = text;

@@ -1,11 +1,11 @@
-// The server's panel: what it does, and where what it keeps of prompts lies, once a second.
+// The server's panel: what it does, and where its cached prompts are, updated once a second.
 
 import { Gone, get } from "./api.js";
 import { byId, count, make, tell } from "./elements.js";
 
 const SECOND = 1000;
 const GIB = 2 ** 30;
-const KEPT = 60; // seconds of the line of speeds
+const KEPT = 60; // seconds shown in the line of speeds
 
 let before = null;
 let firstTokenSeconds = null;
@@ -30,7 +30,7 @@ async function poll() {
       gone = true;
       window.dispatchEvent(new Event("server-gone"));
     }
-    if (error.status === 401) return; // goes on with a key
+    if (error.status === 401) return; // continues once there is a key
   }
   setTimeout(poll, SECOND);
 }
@@ -100,7 +100,7 @@ function newTier(name) {
   return tier;
 }
 
-/** Those that stay keep their element, so that only what arrives is seen to arrive. */
+/** Segments that stay keep their element, so that only new ones are animated. */
 function blocks(list, segments) {
   const there = new Map([...list.children].map((item) => [item.dataset.uid, item]));
   const items = segments.map((segment) => {

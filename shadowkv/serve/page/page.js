@@ -1,4 +1,4 @@
-// Puts the page together: what is served, the key, the theme, and a line for what goes wrong with the connection.
+// Assembles the page: what is served, the key, the theme, and a line for connection errors.
 
 import { get, useKey } from "./api.js";
 import { setUpQuestions, useServer } from "./ask.js";
@@ -17,7 +17,7 @@ async function meet() {
   useServer({ name: model.id, policy, compared, chats: "chat_template" in tokenizer });
 }
 
-/** Says something for a while. */
+/** Shows a message for a while. */
 function notice(text) {
   tell("status", text);
   setTimeout(() => {

@@ -28,7 +28,7 @@ export class Strip {
     this.describe();
   }
 
-  /** Moves to a place; whoever asked for it knows. */
+  /** Moves to a place without calling `picked`. */
   go(place) {
     this.place = place;
     this.draw();
@@ -50,7 +50,7 @@ export class Strip {
     this.picked(this.nearest(Math.min(this.cells - 1, Math.floor(share * this.cells)), near));
   }
 
-  /** The most attended place within a few pixels of a click: of a long prompt a pixel is many. */
+  /** The most attended place within a few pixels of a click: in a long prompt a pixel covers many. */
   nearest(place, near) {
     let best = place;
     for (let one = Math.max(0, place - near); one <= Math.min(this.cells - 1, place + near); one += 1) {

@@ -36,7 +36,7 @@ class OutputMessage(Answer):
 
 
 class OutputReasoning(Answer):
-    """What it thinks."""
+    """What the model thinks."""
 
     type: Literal["reasoning"]
     id: str
@@ -46,7 +46,7 @@ class OutputReasoning(Answer):
 
 
 class OutputCall(Answer):
-    """What it calls: ``arguments`` is JSON."""
+    """What the model calls: ``arguments`` is JSON."""
 
     type: Literal["function_call"]
     id: str
@@ -57,14 +57,14 @@ class OutputCall(Answer):
 
 
 class InputTokensDetails(Answer):
-    """Of a prompt's tokens, those found in the cache."""
+    """How many of a prompt's tokens were found in the cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(Answer):
-    """Of the generated tokens, those of thoughts."""
+    """How many of the generated tokens are thoughts."""
 
     reasoning_tokens: int
 
@@ -80,20 +80,20 @@ class ResponseUsage(Answer):
 
 
 class IncompleteDetails(Answer):
-    """Why an answer is cut."""
+    """Why an answer was cut short."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseFailure(Answer):
-    """Why there is none."""
+    """Why there is no answer."""
 
     code: str
     message: str
 
 
 class Response(Answer):
-    """Answer of ``/v1/responses``; what was asked for is repeated in it."""
+    """Answer of ``/v1/responses``; it repeats the request's parameters."""
 
     id: str
     object: Literal["response"]

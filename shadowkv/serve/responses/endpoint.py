@@ -1,4 +1,4 @@
-"""The OpenAI API's responses: a chat, whose answer is a list of items."""
+"""The OpenAI API's responses: a chat whose answer is a list of items."""
 
 from __future__ import annotations
 

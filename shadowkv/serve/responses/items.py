@@ -1,4 +1,4 @@
-"""Items of ``input``, as the OpenAI API's responses have them, and the messages of a chat that they are."""
+"""Items of ``input`` in the OpenAI API's responses, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OutputText(Body):
 
 
 class PlainText(Body):
-    """A part, as chats have it."""
+    """A part in the form of chats."""
 
     type: Literal["text"]
     text: Text
@@ -67,7 +67,7 @@ def _checked(text: str) -> str:
 
 
 class Item(Body):
-    """What all items may have, without effect."""
+    """Fields that all items may have, without effect."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -99,7 +99,7 @@ class ResultItem(Item):
 
 
 class ReasoningItem(Item):
-    """The model's thoughts in an earlier turn; a summary and what is encrypted are no thoughts of this model's."""
+    """The model's thoughts in an earlier turn; a summary or encrypted content is not this model's thoughts."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field([])
@@ -121,8 +121,8 @@ else:
 
 
 def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat. Instructions and messages of the system that come first are one, as templates have it.
-    What the model thought, said and called up to the next item of somebody else is one turn, too."""
+    """The messages of a chat. Instructions and leading system messages are merged into one, as templates expect. What
+    the model thought, said and called up to the next item by another author is one turn, too."""
     messages: list[dict[str, Any]] = []
     systems = [] if instructions is None else [instructions]
     turn: _Turn | None = None
@@ -147,7 +147,7 @@ def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[di
 
 @dataclass
 class _Turn:
-    """Items that are the model's, one after another."""
+    """Consecutive items by the model."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The answer of ``/v1/responses``, item by item: every event of a stream, and the response that stands at its end."""
+"""The answer of ``/v1/responses``, item by item: every event of a stream, and the response it adds up to."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from shadowkv.serve.tool_parser import CallPart
 Event = dict[str, Any]
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-"""Of items' ids."""
+"""Prefixes of items' ids."""
 
 
 class ResponseOutput:
     """The answer to one job, which asks for one choice.
 
     Attributes:
-        whole: the response, as far as it has come.
+        whole: the response, as far as it is complete.
     """
 
     def __init__(self, job: Job) -> None:
         assert isinstance(job.body, ResponsesRequest)
         self._job, self._sequence = job, 0
         self._item: dict[str, Any] | None = None
-        self._said: list[str] = []  # of the item: joined at its end, as answers may be long
+        self._said: list[str] = []  # the item's text: joined at its end, as answers may be long
         self._call = -1
         self.whole = _asked(job, job.body)
 
@@ -50,7 +50,7 @@ class ResponseOutput:
                         yield event
 
     def failure(self, error: ApiError) -> Event:
-        """The event that ends a stream which has failed."""
+        """The event that ends a stream that has failed."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._write()
         self.whole |= {"status": "failed", "error": {"code": code, "message": error.message}}
@@ -67,7 +67,7 @@ class ResponseOutput:
             yield from self._argue(part)
 
     def _tell(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
-        """More text of a message, or of the thoughts."""
+        """More of a message's text, or of the thoughts."""
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -81,7 +81,7 @@ class ResponseOutput:
             yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **_logprobs(part_kind))
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
-        """A call, or more of one's arguments."""
+        """A call, or more of a call's arguments."""
         if part.index != self._call:
             yield from self._close("completed")
             self._call = part.index
@@ -93,7 +93,7 @@ class ResponseOutput:
             yield self._of_item("function_call_arguments.delta", delta=part.arguments)
 
     def _write(self) -> None:
-        """What was said so far, into the item at work."""
+        """Writes what was generated so far into the current item."""
         item, text = self._item, "".join(self._said)
         if item is not None and item["type"] == "function_call":
             item["arguments"] = text
@@ -101,7 +101,7 @@ class ResponseOutput:
             item["content"][0]["text"] = text
 
     def _close(self, status: str) -> Iterator[Event]:
-        """The end of the item at work, if there is one."""
+        """The end of the current item, if there is one."""
         item = self._item
         if item is None:
             return
@@ -169,7 +169,7 @@ def _logprobs(part_kind: str) -> dict[str, Any]:
 
 
 def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
-    """A response of which nothing is there yet, but what was asked for."""
+    """A response that has the request's parameters, and no output yet."""
     params = job.choices[0].params
     return {
         "id": job.id,

@@ -72,7 +72,7 @@ class Format(Body):
         return self
 
     def as_response_format(self) -> dict[str, Any]:
-        """What a chat has."""
+        """The equivalent in a chat."""
         return {"type": self.type, **({"json_schema": {"schema": self.schema_}} if self.type == "json_schema" else {})}
 
 
