@@ -46,22 +46,22 @@ inline void check_pages(const Tensor& x, const char* name) {
 // Sets what latents have besides.
 template <class Inputs>
 void set_basis(
-    Inputs& in, int64_t dim, int64_t rank, const Tensor& basis, const std::optional<Tensor>& mean, const Tensor& slots,
+    Inputs& in, int64_t dim, int64_t rank, const Tensor& basis, const std::optional<Tensor>& mean, const Tensor& states,
     const Tensor& first) {
   check(basis, "basis", Dtype::BFloat16, {-1, rank, in.heads, dim});
   check_pages(basis, "basis");
-  check_dense(slots, "slots", Dtype::Long, {in.batch});
+  check_dense(states, "states", Dtype::Long, {in.batch});
   check_dense(first, "first", Dtype::Long, {in.batch});
   if (mean) {
     in.mean_is_float = mean->scalar_type() == Dtype::Float;
     check(*mean, "mean", in.mean_is_float ? Dtype::Float : Dtype::BFloat16, {-1, in.heads, dim});
     check_pages(*mean, "mean");
     in.mean = mean->data_ptr();
-    in.mean_slot = mean->stride(0);
+    in.mean_state = mean->stride(0);
   }
   in.basis = static_cast<const __nv_bfloat16*>(basis.data_ptr());
-  in.basis_slot = basis.stride(0);
-  in.slots = static_cast<const int64_t*>(slots.data_ptr());
+  in.basis_state = basis.stride(0);
+  in.states = static_cast<const int64_t*>(states.data_ptr());
   in.first = static_cast<const int64_t*>(first.data_ptr());
 }
 

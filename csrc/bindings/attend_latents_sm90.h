@@ -27,7 +27,7 @@ template <int... kRanks, class... Values>
 struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
   static void run(
       const Tensor& q, const Tensor& selected, int64_t key_codec, const Tensor& latents, const Tensor& basis,
-      const std::optional<Tensor>& mean, const Tensor& slots, const Tensor& first, const Tensor& key_pages,
+      const std::optional<Tensor>& mean, const Tensor& states, const Tensor& first, const Tensor& key_pages,
       const Tensor& frequencies, int64_t value_codec, const Tensor& codes, const Tensor& scale, const Tensor& rotation,
       const Tensor& value_pages, const std::optional<Tensor>& log_weight, double score_scale, int64_t blocks,
       Tensor& out, Tensor& lse, Tensor& partial) {
@@ -37,7 +37,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     const int64_t dim = q.size(2), heads = selected.size(1), chunk = latents.size(2), rank = basis.size(1);
     LatentInputs in = {};
     set_queries(in, q, selected, key_pages, log_weight, score_scale, out, lse, chunk);
-    set_basis(in, dim, rank, basis, mean, slots, first);
+    set_basis(in, dim, rank, basis, mean, states, first);
     STD_TORCH_CHECK(dim == 64 || dim == 128, "head dim ", dim, " is not 64 or 128");
     check(latents, "latents", Dtype::Byte, {-1, kPage / chunk, chunk, (rank + kStrong) / 2});
     check_dense(frequencies, "frequencies", Dtype::Int, {dim / 32, 4, 2, 2});
@@ -120,7 +120,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
 #define SHADOWKV_ATTEND_LATENTS(NAME, Op)                                                                          \
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                \
     m.def(#NAME                                                                                                    \
-          "(Tensor q, Tensor selected, int key_codec, Tensor latents, Tensor basis, Tensor? mean, Tensor slots, "  \
+          "(Tensor q, Tensor selected, int key_codec, Tensor latents, Tensor basis, Tensor? mean, Tensor states, " \
           "Tensor first, Tensor key_pages, Tensor frequencies, int value_codec, Tensor codes, Tensor scale, "      \
           "Tensor rotation, Tensor value_pages, Tensor? log_weight, float score_scale, int blocks, Tensor(a!) out, " \
           "Tensor(b!) lse, Tensor(c!) partial) -> ()");                                                            \

@@ -42,9 +42,9 @@ void launch_rank(
 // The number of splits is what the partial results have room for.
 void attend_mixed_sm90(
     const Tensor& q, const Tensor& begin, const Tensor& end, const Tensor& latents, const Tensor& basis,
-    const Tensor& step, const Tensor& widths, const Tensor& mean, const Tensor& key_slots, const Tensor& first,
+    const Tensor& step, const Tensor& widths, const Tensor& mean, const Tensor& key_states, const Tensor& first,
     const Tensor& key_pages, const Tensor& frequencies, const Tensor& codes, const Tensor& largest,
-    const Tensor& codebook, const Tensor& value_slots, const Tensor& value_pages, double score_scale, Tensor& out,
+    const Tensor& codebook, const Tensor& value_states, const Tensor& value_pages, double score_scale, Tensor& out,
     Tensor& lse, Tensor& partial_out, Tensor& partial_lse) {
   const int64_t batch = q.size(0), rows = q.size(1), heads = basis.size(2), rank = basis.size(1);
   const int64_t splits = partial_lse.size(2), entries = key_pages.size(1);
@@ -61,7 +61,7 @@ void attend_mixed_sm90(
   check_dense(step, "step", Dtype::Float, {-1, rank}, 1);
   check_dense(widths, "widths", Dtype::Byte, {-1, rank}, 1);
   check_dense(mean, "mean", Dtype::BFloat16, {-1, heads, kMixedDim}, 1);
-  check_dense(key_slots, "slots of keys", Dtype::Long, {batch});
+  check_dense(key_states, "states of keys", Dtype::Long, {batch});
   check_dense(first, "first", Dtype::Long, {batch});
   check_dense(key_pages, "pages of keys", Dtype::Long, {batch, entries}, 1);
   check_dense(frequencies, "frequencies", Dtype::Int, {kMixedDim / 32, 4, 2, 2});
@@ -71,7 +71,7 @@ void attend_mixed_sm90(
   STD_TORCH_CHECK(
       int64_t(codebook.const_data_ptr()) % 16 == 0 && codebook.stride(0) % 4 == 0,
       "codebook is not aligned to 16 bytes");
-  check_dense(value_slots, "slots of values", Dtype::Long, {batch});
+  check_dense(value_states, "states of values", Dtype::Long, {batch});
   check_dense(value_pages, "pages of values", Dtype::Long, {batch, entries}, 1);
   check_dense(out, "out", Dtype::BFloat16, {batch, rows, kMixedDim});
   check_dense(lse, "lse", Dtype::Float, {batch, rows});
@@ -80,8 +80,8 @@ void attend_mixed_sm90(
   const MixedInputs in = {
       static_cast<const __nv_bfloat16*>(q.data_ptr()), static_cast<const char*>(latents.data_ptr()),
       static_cast<const char*>(codes.data_ptr()), static_cast<const int64_t*>(key_pages.data_ptr()),
-      static_cast<const int64_t*>(value_pages.data_ptr()), static_cast<const int64_t*>(key_slots.data_ptr()),
-      static_cast<const int64_t*>(value_slots.data_ptr()), static_cast<const int64_t*>(first.data_ptr()),
+      static_cast<const int64_t*>(value_pages.data_ptr()), static_cast<const int64_t*>(key_states.data_ptr()),
+      static_cast<const int64_t*>(value_states.data_ptr()), static_cast<const int64_t*>(first.data_ptr()),
       static_cast<const int64_t*>(begin.data_ptr()), static_cast<const int64_t*>(end.data_ptr()),
       static_cast<const int8_t*>(basis.data_ptr()), static_cast<const float*>(step.data_ptr()),
       static_cast<const uint8_t*>(widths.data_ptr()), static_cast<const __nv_bfloat16*>(mean.data_ptr()),
@@ -101,8 +101,8 @@ void attend_mixed_sm90(
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
       "attend_mixed_sm90(Tensor q, Tensor begin, Tensor end, Tensor latents, Tensor basis, Tensor step, "
-      "Tensor widths, Tensor mean, Tensor key_slots, Tensor first, Tensor key_pages, Tensor frequencies, "
-      "Tensor codes, Tensor largest, Tensor codebook, Tensor value_slots, Tensor value_pages, float score_scale, "
+      "Tensor widths, Tensor mean, Tensor key_states, Tensor first, Tensor key_pages, Tensor frequencies, "
+      "Tensor codes, Tensor largest, Tensor codebook, Tensor value_states, Tensor value_pages, float score_scale, "
       "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()");
 }
 

@@ -221,8 +221,8 @@ class SelectedArguments {
   }
 
   // Which of bases and means is a row's, and the position of its first token.
-  void set_places(const Tensor& slots, const Tensor& first) {
-    key_slots_.emplace(slots, "key_slots", 1, batch), first_.emplace(first, "key_first", 1, batch);
+  void set_places(const Tensor& states, const Tensor& first) {
+    key_states_.emplace(states, "key_states", 1, batch), first_.emplace(first, "key_first", 1, batch);
   }
 
   void set_rotation(const Tensor& cos, const Tensor& sin, bool interleaved) {
@@ -255,9 +255,9 @@ class SelectedArguments {
       task.chunks.push_back(chunk);
     }
     if (task.chunks.empty() || !first_) return;
-    const int64_t slot = checked(key_slots_->at(row), (basis_.defined() ? basis_ : mean_).size(0), "slot");
-    if (basis_.defined()) task.basis = slot * basis_.stride(0) + head * basis_.stride(2);
-    if (mean_.defined()) task.mean = slot * mean_.stride(0) + head * mean_.stride(1);
+    const int64_t state = checked(key_states_->at(row), (basis_.defined() ? basis_ : mean_).size(0), "state");
+    if (basis_.defined()) task.basis = state * basis_.stride(0) + head * basis_.stride(2);
+    if (mean_.defined()) task.mean = state * mean_.stride(0) + head * mean_.stride(1);
   }
 
  private:
@@ -266,7 +266,7 @@ class SelectedArguments {
   Tensor selected_, log_weight_, basis_, mean_, cos_, sin_;
   int64_t width_;
   optional<Stored> keys_, values_;
-  optional<Table> key_slots_, first_;
+  optional<Table> key_states_, first_;
 };
 
 template <typename T>
@@ -292,7 +292,7 @@ std::tuple<Tensor, Tensor> attend_selected(
     const Tensor& q, const Tensor& selected, const optional<Tensor>& log_weight, int64_t key_codec, const Tensor& keys,
     const Tensor& key_pages, const optional<Tensor>& key_scale, const optional<Tensor>& key_scale_pages,
     const optional<Tensor>& key_rotation, const optional<Tensor>& key_levels, const optional<Tensor>& basis,
-    const optional<Tensor>& mean, const optional<Tensor>& key_slots, const optional<Tensor>& key_first,
+    const optional<Tensor>& mean, const optional<Tensor>& key_states, const optional<Tensor>& key_first,
     const optional<Tensor>& cos, const optional<Tensor>& sin, bool interleaved, int64_t value_codec,
     const Tensor& values, const Tensor& value_places, const optional<Tensor>& value_scale,
     const optional<Tensor>& value_scale_pages, const optional<Tensor>& value_rotation,
@@ -301,7 +301,7 @@ std::tuple<Tensor, Tensor> attend_selected(
   if (is_latents(key_codec)) in.set_basis(needed(basis, "basis"));
   if (mean) in.set_mean(*mean);
   if (is_latents(key_codec) || mean) {
-    in.set_places(needed(key_slots, "key_slots"), needed(key_first, "key_first"));
+    in.set_places(needed(key_states, "key_states"), needed(key_first, "key_first"));
     in.set_rotation(needed(cos, "cos"), needed(sin, "sin"), interleaved);
   }
   in.set_keys({"key", key_codec, keys, key_pages, key_scale, key_scale_pages, key_rotation, key_levels, {}});
@@ -322,9 +322,9 @@ TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
       "attend_selected(Tensor q, Tensor selected, Tensor? log_weight, int key_codec, Tensor keys, Tensor key_pages, "
       "Tensor? key_scale, Tensor? key_scale_pages, Tensor? key_rotation, Tensor? key_levels, Tensor? basis, "
-      "Tensor? mean, Tensor? key_slots, Tensor? key_first, Tensor? cos, Tensor? sin, bool interleaved, int value_codec, "
-      "Tensor values, Tensor value_places, Tensor? value_scale, Tensor? value_scale_pages, Tensor? value_rotation, "
-      "Tensor? value_levels, Tensor? value_slots) -> (Tensor, Tensor)");
+      "Tensor? mean, Tensor? key_states, Tensor? key_first, Tensor? cos, Tensor? sin, bool interleaved, "
+      "int value_codec, Tensor values, Tensor value_places, Tensor? value_scale, Tensor? value_scale_pages, "
+      "Tensor? value_rotation, Tensor? value_levels, Tensor? value_slots) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {

@@ -5,7 +5,7 @@
 namespace shadowkv {
 
 void sketch_queries(
-    const Tensor q, const Tensor maps, const Tensor slots, Tensor whole, Tensor unit, Tensor sum, Tensor planes,
+    const Tensor q, const Tensor maps, const Tensor states, Tensor whole, Tensor unit, Tensor sum, Tensor planes,
     Tensor plane_sum, Tensor length) {
   check_dense(q, "q", q.scalar_type(), {-1, -1, -1});
   const int64_t batch = q.size(0), query_heads = q.size(1), dim = q.size(2);
@@ -16,7 +16,7 @@ void sketch_queries(
       " kv heads");
   STD_TORCH_CHECK(
       (int64_t(maps.const_data_ptr()) | 2 * maps.stride(0)) % 8 == 0, "maps are not aligned to 8 bytes");
-  check_dense(slots, "slots", Dtype::Long, {batch});
+  check_dense(states, "states", Dtype::Long, {batch});
   check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, -1});
   const int64_t bytes = whole.size(3);
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "whole has rows of ", bytes, " bytes, not 8, 16 or 32");
@@ -33,7 +33,7 @@ void sketch_queries(
   SketchQueries p{};
   p.q = q.const_data_ptr();
   p.maps = static_cast<const __nv_bfloat16*>(maps.const_data_ptr()), p.maps_stride = maps.stride(0);
-  p.slots = static_cast<const int64_t*>(slots.const_data_ptr());
+  p.states = static_cast<const int64_t*>(states.const_data_ptr());
   p.whole = static_cast<uint32_t*>(whole.mutable_data_ptr());
   p.unit = static_cast<float*>(unit.mutable_data_ptr()), p.sum = static_cast<int*>(sum.mutable_data_ptr());
   p.planes = static_cast<uint32_t*>(planes.mutable_data_ptr());
@@ -54,7 +54,7 @@ void sketch_queries(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
   m.def(
-      "sketch_queries(Tensor q, Tensor maps, Tensor slots, Tensor(a!) whole, Tensor(b!) unit, Tensor(c!) sum, "
+      "sketch_queries(Tensor q, Tensor maps, Tensor states, Tensor(a!) whole, Tensor(b!) unit, Tensor(c!) sum, "
       "Tensor(d!) planes, Tensor(e!) plane_sum, Tensor(f!) length) -> ()");
 }
 

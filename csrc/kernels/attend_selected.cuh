@@ -26,10 +26,10 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 
   // The first tile's page names are on their way while the tables are filled.
   TileWalk<Shape> walk(in, tile);
-  const int64_t slot = Shape::kLow ? in.slots[batch] : 0;
+  const int64_t state = Shape::kLow ? in.states[batch] : 0;
   const int first = Shape::kLow ? int(in.first[batch]) : 0;
   walk.advance();
-  fill_tables(in, tables, rank, slot);
+  fill_tables(in, tables, rank, state);
   uint32_t valid = walk.start(first);
   walk.advance();
   wait_copy_groups<0>();

@@ -15,9 +15,9 @@ namespace shadowkv {
 
 struct SketchQueries {
   const void* q;             // [rows, heads, group, d]
-  const __nv_bfloat16* maps; // [slots, heads, d, d], whole slots apart
-  int64_t maps_stride;       // from one slot to the next, in elements
-  const int64_t* slots;      // [rows]
+  const __nv_bfloat16* maps; // [states, heads, d, d], whole states apart
+  int64_t maps_stride;       // from one state to the next, in elements
+  const int64_t* states;     // [rows]
   uint32_t* whole;           // [queries, 8, W]: byte b of row j, signed, is dimension j d/8 + b; bytes from d/8 on are 0
   float* unit;               // [queries], what the whole numbers are multiples of
   int* sum;                  // [queries], of the whole numbers
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   constexpr int kRows = kParts == 1 ? 16 : 4; // of M, under way together
   const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8, rows = p.dim / kQueries;
   const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads, first = blockIdx.x * p.group;
-  const __nv_bfloat16* map = p.maps + p.slots[row] * p.maps_stride + int64_t(head) * p.dim * p.dim;
+  const __nv_bfloat16* map = p.maps + p.states[row] * p.maps_stride + int64_t(head) * p.dim * p.dim;
   uint2 m[kRows][kParts];
   const auto load_rows = [&](int from) {
 #pragma unroll

@@ -83,7 +83,7 @@ def problem(case: Case) -> list[Call]:
             sides.append(CodedRows(codes, scale, codec, DIM, rotation, pages))
         keys, values = sides
         if centred:
-            coded = {**vars(keys), "slots": row}
+            coded = {**vars(keys), "states": row}
             keys = CentredKeys(**coded, mean=mean, first=torch.zeros_like(row), rotary=rotary)
         q = torch.randn(rows, HEADS * group, DIM, device=device).bfloat16()
         calls.append((q, keys, values, begin, end))
@@ -113,7 +113,7 @@ def error(call: Call) -> float:
     for side in (keys, values):
         fields = {**vars(side), "pages": side.pages[:1, :128]}
         if isinstance(side, CentredKeys):
-            fields |= {"slots": side.slots[:1], "first": side.first[:1]}
+            fields |= {"states": side.states[:1], "first": side.first[:1]}
         sides.append(type(side)(**fields))
     small = *sides, begin[:1], end[:1].clamp(max=PAGE * 128)
     found, exact = cuda.attend_coded(q[:1].float(), *small), reference.attend_coded(q[:1].float(), *small)

@@ -82,8 +82,8 @@ def problem(case: Case) -> list[Call]:
 def error(call: Call) -> float:
     """The largest error of the first row over its first 64 pages."""
     q, keys, values, begin, end = call
-    assert keys.mean is not None and values.slots is not None
-    one = {"pages": keys.pages[:1, :64], "slots": keys.slots[:1]}
+    assert keys.mean is not None and values.states is not None
+    one = {"pages": keys.pages[:1, :64], "states": keys.states[:1]}
     small = replace(keys, first=keys.first[:1], **one), replace(values, **one), begin[:1], end[:1].clamp(max=PAGE * 64)
     found = cuda_mixed.attend_coded(q[:1], *small)
     exact = reference.attend_coded(q[:1].float(), replace(small[0], mean=keys.mean.float()), *small[1:])

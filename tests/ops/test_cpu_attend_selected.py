@@ -169,7 +169,7 @@ def test_what_is_not_selected_may_be_anywhere(seed: int) -> None:
     case = Case(keys="low-rank-int8", values="3", buffered=True)
     case.selected[0] = -1
     expected = cpu.attend_selected(*case.arguments)
-    for name in ("pages", "slots", "codes pages", "scale_pages", "buffer slots", "entries"):
+    for name in ("pages", "states", "codes pages", "scale_pages", "buffer slots", "entries"):
         case.put(name, case.field(name).index_fill(0, torch.tensor(0), 1 << 40))
     for found, wanted in zip(cpu.attend_selected(*case.arguments), expected, strict=True):
         assert torch.equal(found, wanted)
@@ -180,7 +180,7 @@ def test_what_is_not_selected_may_be_anywhere(seed: int) -> None:
     ("name", "match"),
     [
         ("pages", "page"),
-        ("slots", "slot"),
+        ("states", "state"),
         ("scale_pages", "page"),
         ("buffer slots", "page"),
         ("entries", "entry"),
@@ -232,7 +232,7 @@ def test_chunks_past_the_pages_or_the_rotation_are_refused(keys: str) -> None:
         ("basis has strides", "basis", lambda x: x.repeat_interleave(2, dim=-1)[..., ::2]),
         ("mean has shape", "mean", lambda x: x[:1]),
         ("mean has strides", "mean", lambda x: x.repeat_interleave(2, dim=-1)[..., ::2]),
-        ("key_slots has shape", "slots", lambda x: x[:1]),
+        ("key_states has shape", "states", lambda x: x[:1]),
         ("key_first has shape", "first", lambda x: x[:1]),
         ("cos has shape", "rotary", lambda x: RotaryTables(RopeConfig(128), 192)),
         ("values has shape", "codes", lambda x: x[:, :1]),
@@ -275,7 +275,7 @@ def test_the_binding_refuses_forms_of_which_a_part_is_missing() -> None:
     for match, arguments in (
         ("keys is Char, not Byte", (1, keys[1][..., :8].repeat(1, 1, 1, 1, 4), *keys[2:], *values)),
         ("basis is needed", (*keys[:7], None, *keys[8:], *values)),
-        ("key_slots is needed", (*keys[:9], None, *keys[10:], *values)),
+        ("key_states is needed", (*keys[:9], None, *keys[10:], *values)),
         ("key_first is needed", (*keys[:10], None, *keys[11:], *values)),
         ("sin is needed", (*keys[:12], None, False, *values)),
         ("value_scale_pages is needed", (*keys, *values[:4], None, *values[5:])),

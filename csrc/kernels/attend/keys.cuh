@@ -8,11 +8,11 @@ namespace shadowkv {
 // Fills the tables of a block, of one sequence and head. What is copied arrives with the thread's copies.
 template <class Shape>
 __device__ __forceinline__ void fill_tables(
-    const AttendInputs& in, const AttendTables<Shape>& to, int rank, int64_t slot) {
+    const AttendInputs& in, const AttendTables<Shape>& to, int rank, int64_t state) {
   constexpr int kDim = Shape::kDim, kPairs = Shape::kPairs;
   const int head = blockIdx.y, batch = blockIdx.z;
   if constexpr (Shape::kLow) {
-    const __nv_bfloat16* from = in.basis + slot * in.basis_slot + head * kDim;
+    const __nv_bfloat16* from = in.basis + state * in.basis_state + head * kDim;
     constexpr int kUnits = kDim / 8;
 #pragma unroll 5
     for (int i = threadIdx.x; i < rank * kUnits; i += kAttendWarps * 32) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void fill_tables(
     }
     // The mean and the queries lie as lanes need them: two dimensions and the two that they rotate with.
     if (threadIdx.x < kDim / 4) {
-      const int64_t at = slot * in.mean_slot + head * kDim + 2 * threadIdx.x;
+      const int64_t at = state * in.mean_state + head * kDim + 2 * threadIdx.x;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float2 x = make_float2(0, 0);

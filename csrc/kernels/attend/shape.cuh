@@ -22,15 +22,15 @@ struct AttendInputs {
   // Null, or the values are the chunks of a buffer [slots, heads, buffer_entries], value_page bytes each, and instead of
   // pages value_pages names its entry of every selected chunk.
   const int64_t* value_slots; // [batch]
-  const __nv_bfloat16* basis; // [slots, rank, heads, dim]
-  const void* mean;           // [slots, heads, dim] float or bf16, or null
-  const int64_t* slots;       // [batch]
+  const __nv_bfloat16* basis; // [states, rank, heads, dim]
+  const void* mean;           // [states, heads, dim] float or bf16, or null
+  const int64_t* states;      // [batch]
   const int64_t* first;       // [batch], multiples of 64: the position of a row's first token
   const uint2* far_turns;     // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
   const uint2* near_turns;    // [8, dim / 4], of positions 0 to 7
   const float* rotation;      // [dim, dim], for rotated codes
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
-  int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_slot, mean_slot;
+  int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_state, mean_state;
   float score_scale; // of q k in the exponent to base 2
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
   int key_bytes, strong; // of a token's key; of latents those in 8 bits where the others have fewer

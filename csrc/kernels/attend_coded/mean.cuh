@@ -14,11 +14,11 @@ namespace shadowkv {
 constexpr int kTurns = kCodedDim / 2;
 
 struct MeanInputs {
-  const float* q;       // [batch, heads * group, 128], dense; as rotated to their positions
-  const float* mean;    // states of [heads, 128]
-  const int64_t* slots; // [batch]
-  const int64_t* first; // [batch]
-  const float* cos;     // [positions, half]
+  const float* q;        // [batch, heads * group, 128], dense; as rotated to their positions
+  const float* mean;     // states of [heads, 128]
+  const int64_t* states; // [batch]
+  const int64_t* first;  // [batch]
+  const float* cos;      // [positions, half]
   const float* sin;
   int64_t state;   // elements between consecutive means
   float magnitude; // of cos and sin
@@ -48,7 +48,7 @@ struct MeanShared {
       *reinterpret_cast<__half2*>(&near[row][16 * step + 8 * place + 2 * t]) = __floats2half2_rn(cos, sin);
     }
     const float scale = kLog2E * rsqrtf(float(kCodedDim));
-    const float* mean = in.mean + in.slots[sequence] * in.state + head * kCodedDim;
+    const float* mean = in.mean + in.states[sequence] * in.state + head * kCodedDim;
     for (int i = threadIdx.x; i < kCodedQueries * kTurns; i += blockDim.x) {
       const int query = i / kTurns, frequency = i % kTurns;
       float along = 0.0f, across = 0.0f;

@@ -33,12 +33,12 @@ struct BasisPasses {
 // Fetches a unit's basis and queries into the second-level cache, while the unit before the last is in use.
 template <class Shape, int kThreads>
 __device__ __forceinline__ void
-prefetch_unit(const LatentInputs& in, int64_t slot, int unit_of_all, int head, int thread) {
+prefetch_unit(const LatentInputs& in, int64_t state, int unit_of_all, int head, int thread) {
   constexpr int kDim = Shape::kDim, kLines = kDim / 64;
 #pragma unroll 1
   for (int i = thread; i < Shape::kRank * kLines; i += kThreads)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(
-        in.basis + slot * in.basis_slot + int64_t(i / kLines) * in.heads * kDim + head * kDim + i % kLines * 64));
+        in.basis + state * in.basis_state + int64_t(i / kLines) * in.heads * kDim + head * kDim + i % kLines * 64));
   if (thread < in.group * kLines)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(in.q + int64_t(unit_of_all) * in.group * kDim + thread * 64));
 }
@@ -91,12 +91,12 @@ __device__ __forceinline__ int count_tiles(const LatentInputs& in, const Run& ru
 // mean[j]: of dimension thread + j kThreads, in the order that the product has them in.
 template <class Shape, int kThreads, int kMeans>
 __device__ __forceinline__ void
-read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t slot, int head, int thread) {
+read_mean(float (&mean)[kMeans], const LatentInputs& in, int64_t state, int head, int thread) {
 #pragma unroll
   for (int j = 0; j < kMeans; ++j) {
     const int i = thread + j * kThreads;
     if (in.mean == nullptr || i >= Shape::kDim) continue;
-    const int64_t at = slot * in.mean_slot + head * Shape::kDim + dim_of<Shape>(i / 64, i / 8 % 8) + i % 8;
+    const int64_t at = state * in.mean_state + head * Shape::kDim + dim_of<Shape>(i / 64, i / 8 % 8) + i % 8;
     mean[j] = in.mean_is_float ? static_cast<const float*>(in.mean)[at]
                                : __bfloat162float(static_cast<const __nv_bfloat16*>(in.mean)[at]);
   }
@@ -163,12 +163,12 @@ __device__ __forceinline__ void fill_unit(
     float* sums) {
   constexpr int kDim = Shape::kDim;
   const int unit_of_all = run.first_unit + unit, batch = unit_of_all / in.heads, head = unit_of_all % in.heads;
-  const int64_t slot = __ldg(in.slots + batch);
+  const int64_t state = __ldg(in.states + batch);
   const int my_row = thread / 8, my_unit = (thread ^ my_row) % 8;
   const uint32_t into = shared_address(memory.basis(unit)) + thread * 16;
-  const __nv_bfloat16* const from = in.basis + slot * in.basis_slot + head * kDim + dim_of<Shape>(0, my_unit);
+  const __nv_bfloat16* const from = in.basis + state * in.basis_state + head * kDim + dim_of<Shape>(0, my_unit);
 
-  prefetch_unit<Shape, kThreads>(in, slot, unit_of_all, head, thread);
+  prefetch_unit<Shape, kThreads>(in, state, unit_of_all, head, thread);
   wait_phase(memory.unit_empty(unit), unit / 2 % 2 ^ 1);
   copy_basis<Shape, kThreads>(in, from, into, my_row);
   fill_queries<Shape, kThreads>(in, memory.queries(unit), unit_of_all, thread);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void fill_unit(
     if (thread == 0) memory.counts()[unit % 2] = count;
   }
   float mean[kDim > kThreads ? kDim / kThreads : 1] = {};
-  read_mean<Shape, kThreads>(mean, in, slot, head, thread);
+  read_mean<Shape, kThreads>(mean, in, state, head, thread);
   wait_copy_groups<0>();
   round_basis<Shape, kThreads>(into, sums, my_unit, thread);
   sync_threads(barrier, kThreads);

@@ -27,16 +27,16 @@ struct LatentInputs {
   const char* scale;         // pages of [heads, 64] half
   const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
-  const __nv_bfloat16* basis; // [slots, rank, heads, dim]
-  const void* mean;           // [slots, heads, dim] float or bf16, or null
-  const int64_t* slots;       // [batch]
+  const __nv_bfloat16* basis; // [states, rank, heads, dim]
+  const void* mean;           // [states, heads, dim] float or bf16, or null
+  const int64_t* states;      // [batch]
   const int64_t* first;       // [batch], multiples of 64: the position of a row's first token
   const float* rotation;      // [dim, dim], of values
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   // [dim / 32, 4, 2, 2], of a turn per position, times 2^32: of dimensions 16 i + 8 j + 2 t + e at [i, t, j, e].
   const uint32_t* frequencies;
   uint32_t latent_page, code_page, scale_page;
-  int64_t key_pages_row, value_pages_row, basis_slot, mean_slot;
+  int64_t key_pages_row, value_pages_row, basis_state, mean_state;
   float score_scale; // of q k in the exponent to base 2
   int batch, heads, group, chunks, log_chunk;
   bool mean_is_float;

@@ -46,11 +46,12 @@ __device__ __forceinline__ char* basis_half(char* basis, int head, int dim) {
 
 // Steps times whole numbers, as half: entries under 6e-5 lose bits, of keys around one none.
 template <class Shape>
-__device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t slot, int first_head, char* basis, int thread) {
+__device__ __forceinline__ void
+fill_basis(const MixedInputs& in, int64_t state, int first_head, char* basis, int thread) {
   constexpr int kUnits = 2 * kMixedDim / 8, kAtOnce = Shape::kFillThreads / kUnits; // eight dimensions each; ranks
   const int unit = thread % kUnits, head = unit / (kUnits / 2), dim = unit % (kUnits / 2) * 8;
-  const int8_t* const from = in.basis + slot * in.basis_slot + (first_head + head) * kMixedDim + dim;
-  const float* const steps = in.step + slot * in.step_slot;
+  const int8_t* const from = in.basis + state * in.basis_state + (first_head + head) * kMixedDim + dim;
+  const float* const steps = in.step + state * in.step_state;
   char* const to = basis_half<Shape>(basis, head, dim);
   constexpr int kPasses = (Shape::kRank + kAtOnce - 1) / kAtOnce;
   uint2 loaded[kPasses]; // all at once: a block waits for them
@@ -75,9 +76,10 @@ __device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t slot, 
 
 // The mean as half, dimensions 8 i + 2 t and the next of each half of 64 in the order of i, then those that they rotate
 // with.
-__device__ __forceinline__ void fill_mean(const MixedInputs& in, int64_t slot, int first_head, uint4* mean, int thread) {
+__device__ __forceinline__ void
+fill_mean(const MixedInputs& in, int64_t state, int first_head, uint4* mean, int thread) {
   const int head = thread / kMixedDim, dim = thread % kMixedDim, f = dim % kMixedHalf;
-  const float x = __bfloat162float(in.mean[slot * in.mean_slot + (first_head + head) * kMixedDim + dim]);
+  const float x = __bfloat162float(in.mean[state * in.mean_state + (first_head + head) * kMixedDim + dim]);
   const int row = (head * 2 + f / 32) * 4 + f / 2 % 4, column = dim / kMixedHalf * 8 + f % 32 / 8 * 2 + f % 2;
   reinterpret_cast<__half*>(mean)[row * 16 + column] = __float2half(x);
 }
@@ -120,16 +122,16 @@ __device__ __forceinline__ void fill_codebook(const float* codebook, char* to, i
 template <class Shape>
 __device__ __forceinline__ void
 fill_memory(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int thread) {
-  const int64_t slot = in.key_slots[share.sequence];
+  const int64_t state = in.key_states[share.sequence];
   LatentPlace place = {};
   if (thread < Shape::kSteps * 4)
-    place = LatentPlace::at<Shape::kSteps>(in.widths + slot * in.widths_slot, thread / 4, thread % 4);
-  fill_basis<Shape>(in, slot, share.head, memory.basis(), thread);
+    place = LatentPlace::at<Shape::kSteps>(in.widths + state * in.widths_state, thread / 4, thread % 4);
+  fill_basis<Shape>(in, state, share.head, memory.basis(), thread);
   static_assert(2 * kMixedDim == 256 && kEntries == 256 && Shape::kFillThreads >= 256);
   if (thread < 256) {
-    fill_mean(in, slot, share.head, memory.mean(), thread);
+    fill_mean(in, state, share.head, memory.mean(), thread);
     fill_turns(in, memory.turns(), thread);
-    fill_codebook(in.codebook + in.value_slots[share.sequence] * in.codebook_slot, memory.codebook(), thread);
+    fill_codebook(in.codebook + in.value_states[share.sequence] * in.codebook_state, memory.codebook(), thread);
   }
   if (thread < Shape::kSteps * 4) memory.places()[thread] = {place.word, place.shifts, place.mask, place.zero};
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read the basis by another way

@@ -50,7 +50,7 @@ __device__ __forceinline__ void join_warps(
     const SplitOutputs<__nv_bfloat16>& to) {
   constexpr int kWarps = 4 * Shape::kConsumers, kAtOnce = Shape::kFillThreads / kMixedDim;
   const int dim = threadIdx.x % kMixedDim;
-  const float* const largest = in.largest + in.value_slots[share.sequence] * in.largest_slot + dim;
+  const float* const largest = in.largest + in.value_states[share.sequence] * in.largest_state + dim;
   for (int i = threadIdx.x / kMixedDim; i < 2 * in.group; i += kAtOnce) {
     const int head = i / in.group, query = i % in.group;
     float top = -INFINITY, total = 0.0f, y = 0.0f;

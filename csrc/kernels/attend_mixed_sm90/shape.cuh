@@ -16,26 +16,27 @@ constexpr int kValueRow = kMixedDim / kVector; // bytes
 constexpr int kCopies = 16;                    // of the codebook: lanes read their own, from banks of their own
 constexpr int kTurningWarps = kMixedHalf / 32; // a thread for each frequency
 
-// Strides count bytes between consecutive page names, and elements between consecutive slots.
+// Strides count bytes between consecutive page names, and elements between consecutive states.
 struct MixedInputs {
-  const __nv_bfloat16* q;   // [batch, heads * group, 128]
-  const char* latents;      // pages of [64, rank / 2] bytes
-  const char* codes;        // pages of [heads, 64, 32] bytes
-  const int64_t* key_pages; // [batch, entries]
+  const __nv_bfloat16* q;    // [batch, heads * group, 128]
+  const char* latents;       // pages of [64, rank / 2] bytes
+  const char* codes;         // pages of [heads, 64, 32] bytes
+  const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
-  const int64_t* key_slots; // [batch]
-  const int64_t* value_slots;
-  const int64_t* first;     // [batch], multiples of 64: the position of a row's first token
-  const int64_t* begin;     // [batch]
+  const int64_t* key_states; // [batch]
+  const int64_t* value_states;
+  const int64_t* first;      // [batch], multiples of 64: the position of a row's first token
+  const int64_t* begin;      // [batch]
   const int64_t* end;
-  const int8_t* basis;       // [slots, rank, heads, 128]
-  const float* step;         // [slots, rank], of the basis
-  const uint8_t* widths;     // [slots, rank], of latents
-  const __nv_bfloat16* mean; // [slots, heads, 128]
-  const float* largest;      // [slots, heads, 128]: what values were divided by
-  const float* codebook;     // [slots, 256, 4]
+  const int8_t* basis;       // [states, rank, heads, 128]
+  const float* step;         // [states, rank], of the basis
+  const uint8_t* widths;     // [states, rank], of latents
+  const __nv_bfloat16* mean; // [states, heads, 128]
+  const float* largest;      // [states, heads, 128]: what values were divided by
+  const float* codebook;     // [states, 256, 4]
   const uint32_t* frequencies; // as LatentInputs has them
-  int64_t key_pages_row, value_pages_row, basis_slot, step_slot, widths_slot, mean_slot, largest_slot, codebook_slot;
+  int64_t key_pages_row, value_pages_row;
+  int64_t basis_state, step_state, widths_state, mean_state, largest_state, codebook_state;
   uint32_t latent_page, code_page;
   float score_scale; // of q k in the exponent to base 2
   int batch, heads, group, entries, splits;

@@ -164,7 +164,7 @@ class CodedKeys(CodedPart, KeyPart):
         if not self.spec.centred:
             return rows
         mean = store.state[KEY_MEAN][layer]
-        # Their slots are those of the mean, too.
+        # Their states are those of the mean, too.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
     def _centred(self, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:

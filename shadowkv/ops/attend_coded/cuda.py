@@ -55,7 +55,7 @@ def attend_coded(
     weights of a page times its values' scales in units of the largest. It can be captured in a CUDA graph.
 
     Rows of 128 dimensions in the pairs of ``VALUES_OF``, pages of a head together. Levels are multiplied as
-    ``whole_levels``. Names, slots and positions are read on the device and not checked: those that do not exist are
+    ``whole_levels``. Names, states and positions are read on the device and not checked: those that do not exist are
     read all the same.
 
     Raises:
@@ -132,6 +132,6 @@ def _mean(turned: Tensor, keys: CodedRows) -> tuple[Any, ...]:
     if not isinstance(keys, CentredKeys):
         return *[None] * 6, 1.0, False
     rotary = keys.rotary
-    assert keys.slots is not None, "centred keys have slots, whether or not their codec has a state"
-    places = keys.slots.contiguous(), keys.first.contiguous()
+    assert keys.states is not None, "centred keys have states, whether or not their codec has a state"
+    places = keys.states.contiguous(), keys.first.contiguous()
     return turned, keys.mean, *places, rotary.cos, rotary.sin, rotary.config.magnitude, rotary.config.interleaved

@@ -53,7 +53,7 @@ def attend_coded(
     partial_out = lse.new_empty(batch, query_heads, split, dim)
     partial_lse = lse.new_empty(batch, query_heads, split)
     torch.ops.shadowkv_cuda.attend_fp8(
-        q, k, v, *keys.state, *values.state, keys.slots, values.slots, keys.pages, values.pages, begin, end,
+        q, k, v, *keys.state, *values.state, keys.states, values.states, keys.pages, values.pages, begin, end,
         out, lse, partial_out, partial_lse,
     )  # fmt: skip
     return out, lse

@@ -55,7 +55,7 @@ def attend_coded(
     codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
     captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Entries of the basis under 6e-5 lose bits, keys over 65504 overflow. Pages, slots and positions are read on the
+    Entries of the basis under 6e-5 lose bits, keys over 65504 overflow. Pages, states and positions are read on the
     device and are not checked. On the device lie a page's latents together, and a page's codes of all heads. Each 16
     latents that follow each other have one width.
 
@@ -65,7 +65,7 @@ def attend_coded(
     """
     if not isinstance(keys, LatentKeys) or keys.basis_step is None or keys.widths is None or keys.mean is None:
         raise ValueError(f"attend_coded for mixed latents takes those of a basis in 8 bits, not {type(keys).__name__}")
-    if not isinstance(values, CodedRows) or values.codec.id != CodecId.VQ_4X256 or values.slots is None:
+    if not isinstance(values, CodedRows) or values.codec.id != CodecId.VQ_4X256 or values.states is None:
         kind = values.codec.name if isinstance(values, CodedRows) else "dense"
         raise ValueError(f"attend_coded for mixed latents takes values in vq-4x256, not {kind}")
     batch, query_heads, dim = q.shape
@@ -78,8 +78,8 @@ def attend_coded(
     out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
     torch.ops.shadowkv_cuda.attend_mixed_sm90(
         q.contiguous(), begin.contiguous(), end.contiguous(), keys.latents.flatten(1, 2), keys.basis, keys.basis_step,
-        keys.widths, keys.mean, keys.slots, keys.first, keys.pages, frequencies(keys.rotary),
-        values.codes.flatten(2, 3), largest, codebook, values.slots, values.pages,
+        keys.widths, keys.mean, keys.states, keys.first, keys.pages, frequencies(keys.rotary),
+        values.codes.flatten(2, 3), largest, codebook, values.states, values.pages,
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
         out, lse, lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split),
     )  # fmt: skip

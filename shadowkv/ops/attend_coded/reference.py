@@ -76,7 +76,7 @@ def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
         q: [B, H, G, d], rotated to their positions.
         place: int64 [n], tokens of the rows.
     """
-    along, across, rest = turned_products(q, keys.mean[keys.slots].unsqueeze(2).to(q.dtype), keys.rotary)
+    along, across, rest = turned_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
     # Behind a row's end there may be no more positions.
     positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
@@ -121,6 +121,6 @@ def _rows(source: KeySource, pages: slice) -> Tensor:
     codes = source.codes[names].transpose(1, 2).flatten(2, 4)
     scale_pages = names if source.scale_pages is None else source.scale_pages[:, pages]
     scale = source.scale[scale_pages].transpose(1, 2).flatten(2, 3)
-    state = tuple(x[source.slots][:, :, None] for x in source.state)
+    state = tuple(x[source.states][:, :, None] for x in source.state)
     kept = rotation_of(source)
     return source.codec.decode(codes, scale, source.rotation if kept is None else None, source.dim, state)

@@ -95,7 +95,7 @@ def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], i
     if not isinstance(keys, CentredKeys):
         return (q, q, q, q, q, q, q, keys.pages), 0
     rotary = keys.rotary
-    along, across, rest = turned_products(q, keys.mean[keys.slots].unsqueeze(2), rotary)
+    along, across, rest = turned_products(q, keys.mean[keys.states].unsqueeze(2), rotary)
     near = tuple(table[:PAGE] / rotary.config.magnitude for table in (rotary.cos, rotary.sin))
     tables = rotary.cos, rotary.sin, *near
     return (along.contiguous(), across.contiguous(), rest.contiguous(), *tables, keys.first), along.shape[-1]

@@ -97,10 +97,10 @@ class StoredForm:
             self.order = _halves_order(dim, device)
         elif codec.id == CodecId.FP8:
             (step,) = source.state
-            self.stepped, self.step = True, step[source.slots].contiguous()
+            self.stepped, self.step = True, step[source.states].contiguous()
         elif codec.id == CodecId.VQ_4X256:
             largest, codebook = source.state
-            self.largest, self.table = largest[source.slots], codebook[source.slots].to(exact).contiguous()
+            self.largest, self.table = largest[source.states], codebook[source.states].to(exact).contiguous()
             self.row_entries = self.table[0].numel()
         elif codec.id in PAGEWISE:
             self.bits = codec.row_bytes(dim) * 8 // dim

@@ -39,7 +39,7 @@ def attend_selected(
     Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantised.
 
     Raises:
-        IndexError: a page, slot, entry, chunk or position that does not exist, of what is selected.
+        IndexError: a page, state, slot, entry, chunk or position that does not exist, of what is selected.
         RuntimeError: an unknown codec, other dtypes, shapes that do not fit, or chunks whose tokens do not lie
             together.
     """
@@ -51,7 +51,7 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
     turns = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
-    behind = keys.mean, keys.slots, keys.first, *turns
+    behind = keys.mean, keys.states, keys.first, *turns
     if isinstance(keys, CentredKeys):
         return *_rows(keys), None, *behind
     latents = keys.latents.unsqueeze(1).expand(-1, keys.basis.shape[2], -1, -1, -1)

@@ -76,8 +76,8 @@ def attend_selected(
     ``csrc/kernels/attend_selected.cuh``.
 
     Rebuilt keys are rotated and scored in half, coded latents are multiplied in half too: entries of the basis under
-    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``slots``, ``first``, ``entries`` and ``selected`` are read on
-    the device and are not checked.
+    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and
+    ``selected`` are read on the device and are not checked.
 
     Raises:
         RuntimeError: no kernel for these codecs, or arguments that it is not made for.
@@ -141,7 +141,7 @@ def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
         case CodedRows():
             return keys.codec.id, keys.codes, *[None] * 6
         case LatentKeys():
-            state = keys.basis, keys.mean, keys.slots, keys.first
+            state = keys.basis, keys.mean, keys.states, keys.first
             return keys.codec.id, keys.latents, *state, *_turns(keys.rotary)
 
 

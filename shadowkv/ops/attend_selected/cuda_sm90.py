@@ -66,7 +66,7 @@ def attend_selected(
         keys.latents,
         keys.basis,
         keys.mean,
-        keys.slots,
+        keys.states,
         keys.first,
         keys.pages,
         frequencies(keys.rotary),

@@ -79,10 +79,10 @@ def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     scale = codes[..., :0]
     if source.scale.shape[-1]:
         scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
-    state = tuple(x[source.slots][:, :, None] for x in source.state)
+    state = tuple(x[source.states][:, :, None] for x in source.state)
     rows = source.codec.decode(codes.flatten(2, 3), scale.flatten(2, 3), source.rotation, source.dim, state)
     if isinstance(source, CentredKeys):
-        mean = source.mean[source.slots].unsqueeze(2).to(rows.dtype)
+        mean = source.mean[source.states].unsqueeze(2).to(rows.dtype)
         rows = rows + _turned(mean, source, selected, codes.shape[3])
     return rows
 
@@ -90,12 +90,12 @@ def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
     keys = keys.decoded()
     names, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
-    widths = () if keys.widths is None else (keys.widths[keys.slots][:, None, None],)
+    widths = () if keys.widths is None else (keys.widths[keys.states][:, None, None],)
     stored = keys.latents[names, chunks].flatten(2, 3)
     picked = keys.codec.decode(stored, keys.basis.shape[1], *widths)  # [B, H, k * c, r]
-    rows = picked.to(keys.basis.dtype) @ keys.basis[keys.slots].transpose(1, 2)
+    rows = picked.to(keys.basis.dtype) @ keys.basis[keys.states].transpose(1, 2)
     if keys.mean is not None:
-        rows = rows + keys.mean[keys.slots].unsqueeze(2).to(rows.dtype)
+        rows = rows + keys.mean[keys.states].unsqueeze(2).to(rows.dtype)
     return _turned(rows, keys, selected, keys.latents.shape[2])
 
 

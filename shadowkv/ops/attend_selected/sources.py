@@ -38,7 +38,7 @@ class LatentKeys:
         codec: how.
         basis: [states, r, H, d], dense but for the first axis; int8 where it has ``basis_step``.
         mean: [states, H, d], likewise, or None for zero.
-        slots: int64 [B], the state of each row: which of ``basis`` and ``mean``.
+        states: int64 [B], the state of each row: which of ``basis`` and ``mean``.
         pages: int64 [B, P].
         first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is that of position
             first + n * c + o.
@@ -51,7 +51,7 @@ class LatentKeys:
     codec: LatentCodec
     basis: Tensor
     mean: Tensor | None
-    slots: Tensor
+    states: Tensor
     pages: Tensor
     first: Tensor
     rotary: RotaryTables
@@ -62,14 +62,14 @@ class LatentKeys:
         """The same with a basis [B, r, H, d] of floats, in the mean's dtype: each row of the batch has its own."""
         if self.basis_step is None:
             return self
-        basis = self.basis[self.slots] * self.basis_step[self.slots][..., None, None]
-        mean = None if self.mean is None else self.mean[self.slots]
+        basis = self.basis[self.states] * self.basis_step[self.states][..., None, None]
+        mean = None if self.mean is None else self.mean[self.states]
         return replace(
             self,
             basis=basis if mean is None else basis.to(mean.dtype),
             mean=mean,
-            slots=torch.arange(len(self.slots), device=self.slots.device),
-            widths=None if self.widths is None else self.widths[self.slots],
+            states=torch.arange(len(self.states), device=self.states.device),
+            widths=None if self.widths is None else self.widths[self.states],
             basis_step=None,
         )
 
@@ -87,7 +87,7 @@ class CodedRows:
         pages: int64 [B, P], those of ``codes``.
         scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
         state: what the codec has learned, float32 [states, H, ...] each.
-        slots: int64 [B], which of them is of each row; given with state.
+        states: int64 [B], which of them is of each row; given with state.
     """
 
     codes: Tensor
@@ -98,12 +98,12 @@ class CodedRows:
     pages: Tensor
     scale_pages: Tensor | None = None
     state: tuple[Tensor, ...] = ()
-    slots: Tensor | None = None
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class CentredKeys(CodedRows):
-    """Coded keys without their mean: key = RoPE(mean) + what the codes say. They have ``slots``, whether or not their
+    """Coded keys without their mean: key = RoPE(mean) + what the codes say. They have ``states``, whether or not their
     codec has a state.
 
     Attributes:

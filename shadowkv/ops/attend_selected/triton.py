@@ -68,7 +68,7 @@ def attend_selected(
     _attend_latents[(batch * heads, parts)](
         asked, selected.contiguous(), selected if log_weight is None else log_weight.contiguous(),
         latents, keys.pages.contiguous(), bits, bit, basis, basis if keys.mean is None else keys.mean,
-        keys.slots, keys.first, keys.rotary.cos, keys.rotary.sin,
+        keys.states, keys.first, keys.rotary.cos, keys.rotary.sin,
         codes, form.scale, values.pages.contiguous(), form.scale_pages.contiguous(), form.table, out, lse,
         latents.stride(0), basis.stride(0), 0 if keys.mean is None else keys.mean.stride(0),
         codes.stride(0), form.scale.stride(0), keys.pages.shape[1], chunks, tiles, triton.cdiv(tiles, parts),
@@ -86,12 +86,12 @@ def attend_selected(
 
 @triton.jit(
     do_not_specialize=["pages", "chunks", "tiles", "tiles_each"],
-    do_not_specialize_on_alignment=["key_pages", "slots", "value_pages", "value_scale_pages", "pages"],
+    do_not_specialize_on_alignment=["key_pages", "states", "value_pages", "value_scale_pages", "pages"],
 )
 def _attend_latents(
-    asked, selected, log_weight, latents, key_pages, bits, bit, basis, mean, slots, first, cos, sin,
+    asked, selected, log_weight, latents, key_pages, bits, bit, basis, mean, states, first, cos, sin,
     value_codes, value_scale, value_pages, value_scale_pages, value_table, out, lse,
-    latent_page, basis_slot, mean_slot, value_page, value_scale_page, pages, chunks, tiles, tiles_each,
+    latent_page, basis_state, mean_state, value_page, value_scale_page, pages, chunks, tiles, tiles_each,
     SAMPLED: tl.constexpr, MIXED: tl.constexpr, PACKED: tl.constexpr, HAS_MEAN: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TURNING: tl.constexpr,
@@ -117,7 +117,7 @@ def _attend_latents(
     there = (member < GROUP)[:, None] & in_pair[None, :]
     q_one = tl.load(of_member + one[None, :], mask=there, other=0.0)
     q_other = tl.load(of_member + other[None, :], mask=there, other=0.0)
-    slot, start = tl.load(slots + row), tl.load(first + row)
+    state, start = tl.load(states + row), tl.load(first + row)
     peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, VALUE_COLUMNS], tl.float32)
@@ -137,14 +137,14 @@ def _attend_latents(
             x = decoded_latents(
                 stored[:, None], rank, wanted, bits + row * RANK, bit + row * RANK, RANK, WIDTH, PACKED, MIXED
             )
-            direction = basis + slot * basis_slot + rank[:, None] * (HEADS * DIM) + head * DIM
+            direction = basis + state * basis_state + rank[:, None] * (HEADS * DIM) + head * DIM
             inside = in_rank[:, None] & in_pair[None, :]
             b_one = tl.load(direction + one[None, :], mask=inside, other=0.0)
             b_other = tl.load(direction + other[None, :], mask=inside, other=0.0)
             k_one = tl.dot(x.to(b_one.dtype), b_one, k_one, input_precision="ieee")
             k_other = tl.dot(x.to(b_one.dtype), b_other, k_other, input_precision="ieee")
         if HAS_MEAN:
-            centre = mean + slot * mean_slot + head * DIM
+            centre = mean + state * mean_state + head * DIM
             k_one += tl.load(centre + one, mask=in_pair, other=0.0).to(tl.float32)[None, :]
             k_other += tl.load(centre + other, mask=in_pair, other=0.0).to(tl.float32)[None, :]
         angle = (start + position)[:, None] * TURNING + pair[None, :]

@@ -13,7 +13,7 @@ def project_latents(
     basis: Tensor,
     mean: Tensor | None,
     step: Tensor | None,
-    slots: Tensor,
+    states: Tensor,
     latents: Tensor,
     pages: Tensor,
     widths: Tensor | None = None,
@@ -27,16 +27,16 @@ def project_latents(
         mean: float32 [L, states, r], the products of the mean key with ``basis``, taken off those of the keys; given
             with ``step``.
         step: float32 [L, states, r], or None for latents that are not quantised.
-        slots: int64 [n], or [1] when all pages have the same: states in ``basis``, ``mean`` and ``step``.
+        states: int64 [n], or [1] when all pages have the same: states in ``basis``, ``mean`` and ``step``.
         latents: the codec's [L, N, C, c, w], views over all pages, C c = 64.
         pages: int64 [n], which of the N take them.
         widths: uint8 [L, states, r], bits of each rank dimension, where the codec has them learned.
     """
-    rows = basis[:, slots].flatten(3).transpose(2, 3)  # [L, n or 1, H d, r]
+    rows = basis[:, states].flatten(3).transpose(2, 3)  # [L, n or 1, H d, r]
     if mean is None or step is None:
         found = keys.flatten(3) @ rows
     else:
-        centred = keys.flatten(3).float() @ rows.float() - mean[:, slots].unsqueeze(2)
-        found = centred / step[:, slots].square().unsqueeze(2)
-    learned = () if widths is None else (widths[:, slots].unsqueeze(2),)
+        centred = keys.flatten(3).float() @ rows.float() - mean[:, states].unsqueeze(2)
+        found = centred / step[:, states].square().unsqueeze(2)
+    learned = () if widths is None else (widths[:, states].unsqueeze(2),)
     latents[:, pages] = codec.encode(found, *learned).unflatten(2, latents.shape[2:4])

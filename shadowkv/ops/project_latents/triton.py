@@ -33,7 +33,7 @@ def project_latents(
     basis: Tensor,
     mean: Tensor | None,
     step: Tensor | None,
-    slots: Tensor,
+    states: Tensor,
     latents: Tensor,
     pages: Tensor,
     widths: Tensor | None = None,
@@ -53,7 +53,7 @@ def project_latents(
         raise ValueError(f"project_latents in Triton takes ranks of up to {MOST_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
-    # What is not read has a stand-in, of one alignment for all calls: slots would have the kernel compiled for each.
+    # What is not read has a stand-in, of one alignment for all calls: states would have the kernel compiled for each.
     if mean is None or step is None:
         mean = step = basis
     if widths is None:
@@ -61,20 +61,20 @@ def project_latents(
     packed = codec.id == CodecId.LATENT_INT4
     block = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
-        keys, basis, mean, step, widths, slots, latents, pages,
+        keys, basis, mean, step, widths, states, latents, pages,
         *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2],
         *(widths.stride()[:2] if mixed else (0, 0)), *latents.stride()[:2],
-        SHARED=len(slots) == 1, MIXED=mixed, WIDTH=latents.shape[4], LARGEST=float(codec.largest or 0), PACKED=packed,
+        SHARED=len(states) == 1, MIXED=mixed, WIDTH=latents.shape[4], LARGEST=float(codec.largest or 0), PACKED=packed,
         STRONG=2 * latents.shape[4] - rank if packed else rank, HEADS=heads, DIM=dim, RANK=rank, RANK_BLOCK=block,
         STRETCH=32 if dim % 32 == 0 else 16, num_warps=8 if block > 64 else 4, num_stages=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "pages"])
+@triton.jit(do_not_specialize_on_alignment=["states", "pages"])
 def _project_latents(
-    keys, basis, mean, step, widths, slots, latents, pages,
-    key_layer, key_page, key_token, key_head, basis_layer, basis_slot, mean_layer, mean_slot, step_layer, step_slot,
-    width_layer, width_slot, latent_layer, latent_page,
+    keys, basis, mean, step, widths, states, latents, pages,
+    key_layer, key_page, key_token, key_head, basis_layer, basis_state, mean_layer, mean_state, step_layer, step_state,
+    width_layer, width_state, latent_layer, latent_page,
     SHARED: tl.constexpr, MIXED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr,
     STRONG: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     STRETCH: tl.constexpr,
@@ -83,9 +83,9 @@ def _project_latents(
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, within = tl.arange(0, TOKENS), tl.arange(0, STRETCH)
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
-    slot = tl.load(slots) if SHARED else tl.load(slots + page)
+    state = tl.load(states) if SHARED else tl.load(states + page)
     row = keys + layer * key_layer + page * key_page + token[:, None] * key_token
-    direction = basis + layer * basis_layer + slot * basis_slot + rank[None, :] * (HEADS * DIM)
+    direction = basis + layer * basis_layer + state * basis_state + rank[None, :] * (HEADS * DIM)
     PARTS: tl.constexpr = (DIM + STRETCH - 1) // STRETCH
     total = tl.zeros((TOKENS, RANK_BLOCK), tl.float32)
     for part in range(HEADS * PARTS):
@@ -97,12 +97,12 @@ def _project_latents(
         total = tl.dot(x, b, total, input_precision="ieee")
     target = latents + layer * latent_layer + tl.load(pages + page) * latent_page
     if LARGEST > 0:
-        size = tl.load(step + layer * step_layer + slot * step_slot + rank, mask=rank < RANK, other=1.0)
-        centre = tl.load(mean + layer * mean_layer + slot * mean_slot + rank, mask=rank < RANK, other=0.0)
+        size = tl.load(step + layer * step_layer + state * step_state + rank, mask=rank < RANK, other=1.0)
+        centre = tl.load(mean + layer * mean_layer + state * mean_state + rank, mask=rank < RANK, other=0.0)
         ratio = (total - centre[None, :]) / (size * size)[None, :]
         largest = tl.where(rank < STRONG, LARGEST, 7.0)[None, :]
         if MIXED:
-            width = tl.load(widths + layer * width_layer + slot * width_slot + rank, mask=rank < RANK, other=0).to(
+            width = tl.load(widths + layer * width_layer + state * width_state + rank, mask=rank < RANK, other=0).to(
                 tl.int32
             )
             middle = (1 << width) // 2

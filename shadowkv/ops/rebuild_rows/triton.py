@@ -54,7 +54,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
         bits, bit = places_of_bits(source)
         _rebuild_keys[grid](
             source.latents, pages, bits, bit, source.basis, source.basis if mean is None else mean,
-            source.slots, source.first, source.rotary.cos, source.rotary.sin, out,
+            source.states, source.first, source.rotary.cos, source.rotary.sin, out,
             source.latents.stride(0), source.basis.stride(0), 0 if mean is None else mean.stride(0),
             out.stride(0), out.stride(1), first, tiles,
             HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, MIXED=source.widths is not None,
@@ -68,7 +68,7 @@ def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
     of one alignment in all calls, as kernels are compiled for each."""
     if source.widths is None:
         return source.basis, source.basis
-    bits = source.widths[source.slots].to(torch.int32)
+    bits = source.widths[source.states].to(torch.int32)
     return bits, bits.cumsum(1, dtype=torch.int32) - bits
 
 
@@ -90,7 +90,7 @@ def _rebuild_coded_rows(
         (step,) = source.state
     else:
         raise ValueError(f"rebuild_rows in Triton does not know codec {codec.name!r} ({codec.id})")
-    slots = pages if source.slots is None else source.slots
+    states = pages if source.states is None else source.states
     # What is not read has a stand-in: one of any alignment where the kernel is compiled for all alike.
     start, mean, cos, sin = pages, source.codes, source.codes, source.codes
     half, interleaved, centred = 0, False, isinstance(source, CentredKeys)
@@ -98,7 +98,7 @@ def _rebuild_coded_rows(
         mean, start, cos, sin = source.mean, source.first, source.rotary.cos, source.rotary.sin
         half, interleaved = source.rotary.config.dim // 2, source.rotary.config.interleaved
     _decode_rows[grid](
-        source.codes, pages, source.scale, scale_pages, levels, places, rotation, step, slots, mean, start, cos, sin,
+        source.codes, pages, source.scale, scale_pages, levels, places, rotation, step, states, mean, start, cos, sin,
         out, source.codes.stride(0), source.scale.stride(0), step.stride(0), mean.stride(0), out.stride(0),
         out.stride(1), first, tiles,
         FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=_block(dim),
@@ -127,10 +127,10 @@ def _copy_rows(
 
 @triton.jit(
     do_not_specialize=["first_page", "tiles"],
-    do_not_specialize_on_alignment=["pages", "scale_pages", "slots", "starts"],
+    do_not_specialize_on_alignment=["pages", "scale_pages", "states", "starts"],
 )
 def _decode_rows(
-    codes, pages, scale, scale_pages, levels, places, rotation, step, slots, mean, starts, cos, sin, out,
+    codes, pages, scale, scale_pages, levels, places, rotation, step, states, mean, starts, cos, sin, out,
     page_stride, scale_stride, step_stride, mean_stride, head_stride, row_stride, first_page, tiles,
     FP8: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -142,7 +142,7 @@ def _decode_rows(
         row = codes + tl.load(pages + page) * page_stride + head * (DIM * BITS * 8) + token * (DIM * BITS // 8)
         if FP8:
             x = _float_of_e4m3(tl.load(row + dim, mask=lives, other=0).to(tl.int32))
-            x *= tl.load(step + tl.load(slots) * step_stride + head)
+            x *= tl.load(step + tl.load(states) * step_stride + head)
         else:
             x = tl.zeros((TOKENS, DIM_BLOCK), tl.float32)
             for start in tl.static_range(0, DIM_BLOCK, AT_ONCE):
@@ -155,7 +155,7 @@ def _decode_rows(
             sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * TOKENS + token)
             x *= sizes.to(tl.float32)
         if CENTRED:
-            middle, turns = mean + tl.load(slots) * mean_stride + head * DIM, dim < 2 * HALF
+            middle, turns = mean + tl.load(states) * mean_stride + head * DIM, dim < 2 * HALF
             if INTERLEAVED:
                 pair, other, upper = dim // 2, dim ^ 1, dim % 2 == 1
             else:
@@ -219,9 +219,9 @@ def decoded_latents(
         return tl.load(rows + rank[None, :], mask=wanted, other=0)
 
 
-@triton.jit(do_not_specialize=["first_page", "tiles"], do_not_specialize_on_alignment=["pages", "slots", "starts"])
+@triton.jit(do_not_specialize=["first_page", "tiles"], do_not_specialize_on_alignment=["pages", "states", "starts"])
 def _rebuild_keys(
-    latents, pages, bits, bit, basis, mean, slots, starts, cos, sin, out,
+    latents, pages, bits, bit, basis, mean, states, starts, cos, sin, out,
     page_stride, basis_stride, mean_stride, head_stride, row_stride, first_page, tiles,
     HAS_MEAN: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr, WIDTH: tl.constexpr,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HEADS: tl.constexpr,
@@ -237,12 +237,12 @@ def _rebuild_keys(
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + HALF
-    lives, rests, slot = pair < HALF, other < REST, tl.load(slots)
+    lives, rests, state = pair < HALF, other < REST, tl.load(states)
     start = tl.load(starts) + first_page * TOKENS
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
         rows = latents + tl.load(pages + page) * page_stride + token * WIDTH
-        columns = basis + slot * basis_stride + head * DIM
+        columns = basis + state * basis_stride + head * DIM
         a = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
         b = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
         c = tl.zeros((TOKENS, REST_BLOCK), tl.float32)
@@ -258,7 +258,7 @@ def _rebuild_keys(
                 behind = tl.load(column + 2 * HALF + other, mask=there & rests, other=0.0)
                 c += tl.dot(x, behind, input_precision="ieee")
         if HAS_MEAN:
-            middle = mean + slot * mean_stride + head * DIM
+            middle = mean + state * mean_stride + head * DIM
             a += tl.load(middle + first, mask=lives, other=0.0).to(tl.float32)
             b += tl.load(middle + second, mask=lives, other=0.0).to(tl.float32)
             c += tl.load(middle + 2 * HALF + other, mask=rests, other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ def sketch_keys(
     keys: Tensor,
     mean: Tensor,
     maps: Tensor,
-    slots: Tensor,
+    states: Tensor,
     signs: Tensor,
     rest: Tensor,
     scale: Tensor,
@@ -21,13 +21,13 @@ def sketch_keys(
 
     Args:
         keys: [L, n, 64, H, d], rotated by RoPE.
-        mean: float32 [L, slots, H, d].
-        maps: bfloat16 [L, slots, H, d, d], what the keys of each sequence and kv head are multiplied by.
-        slots: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.
+        mean: float32 [L, states, H, d].
+        maps: bfloat16 [L, states, H, d, d], what the keys of each sequence and kv head are multiplied by.
+        states: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.
         signs, rest: uint8 [L, N, H, 64, S], views over all pages.
         scale: uint8 [L, N, H, 64].
         pages: int64 [n], which of the N take them.
     """
-    centred = (keys - mean[:, slots].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]
-    for field, packed in zip((signs, rest, scale), pack_sketch(centred @ maps[:, slots].float()), strict=True):
+    centred = (keys - mean[:, states].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]
+    for field, packed in zip((signs, rest, scale), pack_sketch(centred @ maps[:, states].float()), strict=True):
         field[:, pages] = packed

@@ -29,7 +29,7 @@ def sketch_keys(
     keys: Tensor,
     mean: Tensor,
     maps: Tensor,
-    slots: Tensor,
+    states: Tensor,
     signs: Tensor,
     rest: Tensor,
     scale: Tensor,
@@ -46,18 +46,18 @@ def sketch_keys(
         return
     width = plane_bytes(dim)
     _sketch_keys[(count, layers, triton.cdiv(heads, HEADS_AT_ONCE))](
-        keys, mean, maps, slots, signs, rest, scale, pages,
+        keys, mean, maps, states, signs, rest, scale, pages,
         *keys.stride()[:4], *mean.stride()[:2], *maps.stride()[:2], signs.stride(0), signs.stride(1),
-        scale.stride(0), scale.stride(1), SHARED=len(slots) == 1, HEADS=heads, AT_ONCE=HEADS_AT_ONCE, DIM=dim,
+        scale.stride(0), scale.stride(1), SHARED=len(states) == 1, HEADS=heads, AT_ONCE=HEADS_AT_ONCE, DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim), WIDTH=width, BYTES=triton.next_power_of_2(width), STEP=STEP / dim**0.5,
         num_warps=WARPS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "pages"])
+@triton.jit(do_not_specialize_on_alignment=["states", "pages"])
 def _sketch_keys(
-    keys, mean, maps, slots, signs, rest, scale, pages,
-    key_layer, key_page, key_token, key_head, mean_layer, mean_slot, map_layer, map_slot,
+    keys, mean, maps, states, signs, rest, scale, pages,
+    key_layer, key_page, key_token, key_head, mean_layer, mean_state, map_layer, map_state,
     plane_layer, plane_page, scale_layer, scale_page,
     SHARED: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr,
@@ -69,18 +69,18 @@ def _sketch_keys(
     used = (column % BYTES < DIM // 8)[None, :]
     entry = dim[:, None] * DIM + (column // BYTES * (DIM // 8) + column % BYTES)[None, :]
     name = tl.load(pages + page)
-    slot = tl.load(slots) if SHARED else tl.load(slots + page)
+    state = tl.load(states) if SHARED else tl.load(states + page)
     byte, bit = tl.arange(0, BYTES)[None, :], tl.arange(0, 8)[None, :, None]
     plane = layer * plane_layer + name * plane_page + token[:, None] * WIDTH + byte
     scale_row = scale + layer * scale_layer + name * scale_page + token
     row = keys + layer * key_layer + page * key_page + token[:, None] * key_token + dim[None, :]
-    centre_row = mean + layer * mean_layer + slot * mean_slot + dim
-    map_of_slot = maps + layer * map_layer + slot * map_slot + entry
+    centre_row = mean + layer * mean_layer + state * mean_state + dim
+    map_of_state = maps + layer * map_layer + state * map_state + entry
     first = tl.program_id(2) * AT_ONCE
     for head in range(first, min(first + AT_ONCE, HEADS)):
         x = tl.load(row + head * key_head, mask=(dim < DIM)[None, :], other=0.0)
         centred = x.to(tl.float32) - tl.load(centre_row + head * DIM, mask=dim < DIM, other=0.0)[None, :]
-        matrix = tl.load(map_of_slot + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
+        matrix = tl.load(map_of_state + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
         if x.dtype == tl.bfloat16:
             # A centred key has more bits than one bfloat16 holds.
             held = centred.to(tl.bfloat16)

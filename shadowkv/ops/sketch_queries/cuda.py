@@ -23,11 +23,11 @@ def supports(case: Case) -> list[str]:
     return sizes + unless(case.group <= GROUP, f"{case.group} query heads a kv head are more than {GROUP}")
 
 
-def sketch_queries(q: Tensor, maps: Tensor, slots: Tensor) -> SketchQueries:
+def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """As the reference, but for coordinates near the middle of two whole numbers: those may become the other one.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256; queries are float32, bfloat16 or float16, up to 8
-    heads a kv head. ``slots`` and ``maps`` are read while the launch before is running.
+    heads a kv head. ``states`` and ``maps`` are read while the launch before is running.
     """
     batch, heads, dim = q.shape
     size = plane_bytes(dim)
@@ -40,5 +40,5 @@ def sketch_queries(q: Tensor, maps: Tensor, slots: Tensor) -> SketchQueries:
         torch.empty(batch, heads, dtype=torch.float32, device=q.device),
     )
     outputs = (queries.whole, queries.unit, queries.sum, queries.planes, queries.plane_sum, queries.length)
-    torch.ops.shadowkv_cuda.sketch_queries(q.contiguous(), maps, slots, *outputs)
+    torch.ops.shadowkv_cuda.sketch_queries(q.contiguous(), maps, states, *outputs)
     return queries

@@ -54,16 +54,16 @@ def in_sixteenths(whole: Tensor) -> Tensor:
     return ((whole + 8) / 16).floor().clamp(max=7)
 
 
-def sketch_queries(q: Tensor, maps: Tensor, slots: Tensor) -> SketchQueries:
+def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """Queries for ``sign_scores`` and ``select_by_sketch``.
 
     Args:
         q: [B, H_q, d] with d a multiple of 8, rotated by RoPE.
-        maps: bfloat16 [slots, H, d, d], what the queries of each sequence and kv head are multiplied by.
-        slots: int64 [B], the rows of ``maps``.
+        maps: bfloat16 [states, H, d, d], what the queries of each sequence and kv head are multiplied by.
+        states: int64 [B], the rows of ``maps``.
     """
     dim, heads = q.shape[-1], maps.shape[1]
-    x = (q.float().unflatten(1, (heads, -1)) @ maps[slots].float()).flatten(1, 2)
+    x = (q.float().unflatten(1, (heads, -1)) @ maps[states].float()).flatten(1, 2)
     step = (x.abs().amax(-1) * (1 / 127)).clamp_min(1e-30)
     length = q.float().norm(dim=-1)
     numbers = (x * step.reciprocal().unsqueeze(-1)).round().to(torch.int8).unflatten(-1, (8, dim // 8))
