@@ -83,7 +83,7 @@ def problem(case: Case) -> list[Call]:
             sides.append(CodedRows(codes, scale, codec, DIM, rotation, pages))
         keys, values = sides
         if centred:
-            coded = {**vars(keys), "slots": row}
+            coded = {**vars(keys), "states": row}
             keys = CentredKeys(**coded, mean=mean, first=torch.zeros_like(row), rotary=rotary)
         q = torch.randn(rows, HEADS * group, DIM, device=device).bfloat16()
         calls.append((q, keys, values, begin, end))

@@ -83,9 +83,9 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
         basis *= (3**0.5 / codec.largest_codes(RANK, device))[:, None, None]
     mean = torch.randn(batch, HEADS, DIM, device=device)
     rotary = RotaryTables(RopeConfig(DIM, theta=500000.0), length, device)
-    slots = torch.randperm(batch, device=device)
-    first, state = torch.zeros_like(slots), (basis.bfloat16(), mean.bfloat16())
-    k = LatentKeys(view["latents"], codec, *state, slots, pages, first, rotary)
+    states = torch.randperm(batch, device=device)
+    first, state = torch.zeros_like(states), (basis.bfloat16(), mean.bfloat16())
+    k = LatentKeys(view["latents"], codec, *state, states, pages, first, rotary)
     v: ValueSource = DenseRows(view["values"], pages)
     if coded:
         rotation = torch.linalg.qr(torch.randn(DIM, DIM, device=device))[0].contiguous()

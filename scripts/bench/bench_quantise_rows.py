@@ -51,8 +51,8 @@ def measure(case: tuple[str, int, torch.dtype]) -> list[Row]:
             some = slice(start, start + AT_ONCE)
             triton.quantise_rows(rows[:, some], codec, rotation, state, codes, pages[some], scale, pages[some])
 
-    slots = torch.zeros(1, dtype=torch.int64, device=device)
-    source = CodedRows(codes[0], scale[0], codec, dim, rotation, pages[None], None, tuple(x[0] for x in state), slots)
+    states = torch.zeros(1, dtype=torch.int64, device=device)
+    source = CodedRows(codes[0], scale[0], codec, dim, rotation, pages[None], None, tuple(x[0] for x in state), states)
     out = torch.empty(HEADS, PAGE * PAGES, dim, dtype=torch.bfloat16, device=device)
     time = microseconds([store] * 3)
     back = microseconds([lambda: rebuild.rebuild_rows(source, 0, out, False)] * 3)

@@ -37,7 +37,7 @@ CASES = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
 
 
 def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
-    """Queries, their maps and slots and the other arguments of a call; rows are full, or of random lengths."""
+    """Queries, their maps and states and the other arguments of a call; rows are full, or of random lengths."""
     columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
@@ -60,8 +60,8 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
 
 def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
     """Ends the program where two rows are off by more than rounding."""
-    q, maps, slots, signs, scale, pages, counts = args
-    queries = queries_reference.sketch_queries(q[:2], maps, slots[:2])
+    q, maps, states, signs, scale, pages, counts = args
+    queries = queries_reference.sketch_queries(q[:2], maps, states[:2])
     exact = reference.sign_scores(queries, signs, scale, pages[:2], counts[:2])
     torch.testing.assert_close(scores[:2], exact, atol=0.02, rtol=1e-3)
 
@@ -70,14 +70,14 @@ def measure(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     """One row of the table."""
     rows, tokens, heads, group, dim, ragged = case
     args = problem(*case)
-    q, maps, slots, *fields = args
+    q, maps, states, *fields = args
 
     def call() -> Tensor:
-        return cuda.sign_scores(queries_cuda.sketch_queries(q, maps, slots), *fields)
+        return cuda.sign_scores(queries_cuda.sketch_queries(q, maps, states), *fields)
 
     check(args, call())
     time = microseconds([call] * 10)
-    queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, slots)] * 10)
+    queries_time = microseconds([lambda: queries_cuda.sketch_queries(q, maps, states)] * 10)
     moved = int(args[6].sum()) * heads * PAGE * (queries_reference.plane_bytes(dim) + 1)
     floor = moved / READ_SPEED * 1e6
     row: Row = {

@@ -54,8 +54,8 @@ def coded(axis: str, codec: RowCodec, rows: Tensor, pages: Tensor) -> CodedRows:
     state = tuple(torch.stack([x]) for x in codec.fit(rows.transpose(1, 2).flatten(0, 1)))
     of_pages = tuple(x.unsqueeze(2) for x in state)  # [1, H, 1, ...]
     codes, scale = codec.for_axis(axis).encode(rows, rotation, of_pages)
-    slots = torch.zeros(len(pages), dtype=torch.int64)
-    return CodedRows(codes.unflatten(2, (8, 8)), scale, codec, dim, rotation, pages, None, state, slots)
+    states = torch.zeros(len(pages), dtype=torch.int64)
+    return CodedRows(codes.unflatten(2, (8, 8)), scale, codec, dim, rotation, pages, None, state, states)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

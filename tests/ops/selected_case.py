@@ -55,7 +55,7 @@ def there(x: Any, device: str, copies: dict[int, Tensor] | None = None) -> Any:
 
 def learned(case: Case, values: CodedRows) -> CodedRows:
     """Codes of vectors with entries that each row has of its own; those of nobody are NaN."""
-    slots = torch.randperm(2 * case.batch)[: case.batch]
+    states = torch.randperm(2 * case.batch)[: case.batch]
     state = []
     for shape in ((case.heads, case.dim), (1, 256, 4)):
         of_slots = torch.full((2 * case.batch, *shape), torch.nan)
@@ -88,7 +88,7 @@ class Case:
         self.selected = self._selection(least)
         self.q = torch.randn(batch, heads * group, dim).to(dtype)
         self.log_weight = torch.rand(self.selected.shape) if sampled else None
-        self.slots = torch.randperm(2 * batch)[:batch]
+        self.states = torch.randperm(2 * batch)[:batch]
         self.keys: KeySource
         if keys in LATENT_CODECS:
             self.keys = self._latents(LATENT_CODECS[keys], rank, dtype, rope or {})
@@ -122,24 +122,24 @@ class Case:
         return DenseRows(rows.masked_fill(~self._used(pages)[..., None, None], torch.nan).to(dtype), pages)
 
     def _latents(self, codec: LatentCodec, rank: int, dtype: torch.dtype, rope: dict[str, Any]) -> LatentKeys:
-        pages, slots = self._pages(), 2 * self.batch
+        pages, count = self._pages(), 2 * self.batch
         rank -= rank % codec.rank_multiple
         latents = torch.randn(self.names, self.per_page, self.chunk, rank)
         basis, mean = (
-            torch.randn(slots, rank, self.heads, self.dim) / rank**0.5,
-            torch.randn(slots, self.heads, self.dim),
+            torch.randn(count, rank, self.heads, self.dim) / rank**0.5,
+            torch.randn(count, self.heads, self.dim),
         )
-        nobody = torch.ones(slots, dtype=torch.bool).index_fill(0, self.slots, False)
+        nobody = torch.ones(count, dtype=torch.bool).index_fill(0, self.states, False)
         basis[nobody] = mean[nobody] = torch.nan
         used = self._used(pages).any(1)[..., None, None]
         widths = None
         if codec.bits:  # 4 on average, others of each state, in any order
             pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8)
-            widths = pairs[torch.randint(3, (slots, rank // 2))].flatten(1)
+            widths = pairs[torch.randint(3, (count, rank // 2))].flatten(1)
             steps, basis = codec.largest / 3 * latents, basis * 3 / codec.largest
             latents = codec.encode(steps, widths[0])
-            for row, slot in zip(pages, self.slots, strict=True):
-                latents[row] = codec.encode(steps[row], widths[slot])
+            for row, state in zip(pages, self.states, strict=True):
+                latents[row] = codec.encode(steps[row], widths[state])
             latents = latents.masked_fill(~used, 99)
         elif codec.largest:
             largest = codec.largest_codes(rank, latents.device) / 3
@@ -149,8 +149,8 @@ class Case:
             latents = latents.masked_fill(~used, torch.nan).to(dtype)
         rotary = RotaryTables(RopeConfig(self.dim, **rope), 64 * (PAGES + 2))
         centred = mean.to(dtype) if codec.largest else None
-        first = 64 * torch.randint(3, self.slots.shape)
-        return LatentKeys(latents, codec, basis.to(dtype), centred, self.slots, pages, first, rotary, widths)
+        first = 64 * torch.randint(3, self.states.shape)
+        return LatentKeys(latents, codec, basis.to(dtype), centred, self.states, pages, first, rotary, widths)
 
     def _codes(self, bits: int) -> CodedRows:
         pages, scale_pages = self._pages(), self._pages()
@@ -172,8 +172,9 @@ class Case:
         row, head, i = (entries >= 0).nonzero(as_tuple=True)
         chosen = self.selected[row, head, i]
         pages = source.pages[row, chosen // self.per_page]
-        buffer[self.slots[row], head, entries[row, head, i]] = rows[pages, head, chosen % self.per_page]
-        return BufferedRows(source, buffer, self.slots, entries)
+        slots = self.states.flip(0)
+        buffer[slots[row], head, entries[row, head, i]] = rows[pages, head, chosen % self.per_page]
+        return BufferedRows(source, buffer, slots, entries)
 
     def field(self, name: str) -> Any:
         """An argument, or a field of its sources, by name."""

@@ -66,15 +66,15 @@ class Stored:
         shape = (2 * batch * PAGES, heads, 64)
         tile = ROW_CODECS[name].tile if name != "rows" else 1
         unread = torch.arange(64 * PAGES, device=DEVICE) // tile * tile >= self.end[:, None]
-        slots, mean, first = torch.randperm(2 * batch, device=DEVICE)[:batch], None, None
+        states, mean, first = torch.randperm(2 * batch, device=DEVICE)[:batch], None, None
         stored = self.rows
         if rope is not None:
             rotary = RotaryTables(rope, 64 * (PAGES + 9), DEVICE)
             mean = torch.full((2 * batch, heads, dim), torch.nan, device=DEVICE)
-            mean[slots] = 3 * torch.randn(batch, heads, dim, device=DEVICE)
+            mean[states] = 3 * torch.randn(batch, heads, dim, device=DEVICE)
             first = 64 * torch.arange(batch, device=DEVICE)
             positions = first[:, None] + torch.arange(64 * PAGES, device=DEVICE)
-            turned = apply_rope(mean[slots][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
+            turned = apply_rope(mean[states][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
             self.rows = self.rows + turned.transpose(1, 2)
         if name == "rows":
             poisoned = self.rows.masked_fill(unread[:, None, :, None], torch.nan)
@@ -88,9 +88,9 @@ class Stored:
         own = pages.flatten()[torch.randperm(pages.numel(), device=DEVICE)].view_as(pages) if chunk == 8 else pages
         coded = self._paged(codes, pages, shape, chunk), self._paged(scale, own, shape, chunk).flatten(2, 3)
         learned = tuple(torch.full((2 * batch, *x.shape), torch.nan, device=DEVICE) for x in state)
-        for of_slots, x in zip(learned, state, strict=True):
-            of_slots[slots] = x
-        self.source = CodedRows(*coded, codec, dim, rotation, pages, own if chunk == 8 else None, learned, slots)
+        for of_states, x in zip(learned, state, strict=True):
+            of_states[states] = x
+        self.source = CodedRows(*coded, codec, dim, rotation, pages, own if chunk == 8 else None, learned, states)
         if rope is not None:
             assert mean is not None and first is not None
             self.source = CentredKeys(**vars(self.source), mean=mean, first=first, rotary=rotary)

@@ -99,10 +99,10 @@ def test_low_rank_keys_and_coded_values(seed, ops, heads, group, dim, latents, m
         stored = (stored * 40).clamp(-127, 127).to(torch.int8)
     config = RopeConfig(dim, scaling="yarn", factor=4.0, original_max_position=64)
     basis, means = torch.randn(7, rank, heads, dim) / 30, torch.randn(7, heads, dim)
-    slots = torch.randperm(7)[:batch]
+    states = torch.randperm(7)[:batch]
     codec, first = Int8Latents() if latents == "int8" else DenseLatents(), 64 * torch.arange(batch)
     rotary = RotaryTables(config, 192 + 64 * batch)
-    keys = LatentKeys(stored, codec, basis, means if mean else None, slots, pages, first, rotary)
+    keys = LatentKeys(stored, codec, basis, means if mean else None, states, pages, first, rotary)
     rotation = orthogonal(dim)
     codes, scale = ROTATED_ROWS[4].encode(torch.randn(20, heads, 8, chunk, dim), rotation)
     values = CodedRows(codes, scale.flatten(2, 3), ROTATED_ROWS[4], dim, rotation, pages)
@@ -117,7 +117,7 @@ def test_low_rank_keys_and_coded_values(seed, ops, heads, group, dim, latents, m
             v.append(torch.empty(len(positions), dim))
             for n, position in enumerate(positions):
                 where = pages[b, position // 64], position % 64 // chunk, position % chunk
-                key = stored[where].double() @ basis[slots[b], :, h].double() + mean * means[slots[b], h].double()
+                key = stored[where].double() @ basis[states[b], :, h].double() + mean * means[states[b], h].double()
                 k[h][n] = turn(key, 64 * b + position, config)
                 v[h][n] = plain[where[0], h, where[1], where[2]]
         rows.append((q[b], k, v))
@@ -150,14 +150,14 @@ def test_no_chunks_at_all_give_zero(ops):
 
 def test_rows_that_select_nothing_leave_the_others_what_they_are(seed, ops):
     batch, heads, dim = 5, 2, 64
-    pages, slots = torch.randperm(20)[: batch * 3].view(batch, 3), torch.randperm(7)[:batch]
+    pages, states = torch.randperm(20)[: batch * 3].view(batch, 3), torch.randperm(7)[:batch]
     rotary = RotaryTables(RopeConfig(dim), 192)
     latents, basis, first = (
         torch.randn(20, 8, 8, 12),
         torch.randn(7, 12, heads, dim),
         torch.zeros(batch, dtype=torch.int64),
     )
-    keys = LatentKeys(latents, DenseLatents(), basis, None, slots, pages, first, rotary)
+    keys = LatentKeys(latents, DenseLatents(), basis, None, states, pages, first, rotary)
     rotation = orthogonal(dim)
     codes, scale = ROTATED_ROWS[3].encode(torch.randn(20, heads, 8, 8, dim), rotation)
     elsewhere = torch.randperm(20)
@@ -169,7 +169,8 @@ def test_rows_that_select_nothing_leave_the_others_what_they_are(seed, ops):
     q, weight = torch.randn(batch, 4, dim), torch.randn(batch, heads, 5)
     entries = torch.rand(batch, heads, 9).argsort(-1)[..., :5]
     exact = torch.randn(20, heads, 8, 8, dim)
-    for values in (coded, BufferedRows(coded, codes[:7, :, 0:1].repeat(1, 1, 9, 1, 1), slots, entries)):
+    slots, buffer = states.flip(0), codes[:7, :, 0:1].repeat(1, 1, 9, 1, 1)
+    for values in (coded, BufferedRows(coded, buffer, slots, entries)):
         for used in (keys, DenseRows(exact, pages)):
             out, lse = ops.attend_selected(q, used, values, selected, weight)
             assert not out[[0, 3]].any()

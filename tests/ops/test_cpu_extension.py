@@ -182,9 +182,9 @@ def test_sign_scores_are_those_of_the_reference_to_the_last_bit(seed):
     signs, _, scale = pack_sketch(keys)
     scale[7] = torch.arange(128, dtype=torch.uint8).view(2, 64)  # every code
     scale[8] = torch.arange(120, 248, dtype=torch.uint8).view(2, 64)
-    maps, slots = torch.linalg.qr(torch.randn(1, 2, 96, 96)).Q, torch.zeros(3, dtype=torch.int64)
+    maps, states = torch.linalg.qr(torch.randn(1, 2, 96, 96)).Q, torch.zeros(3, dtype=torch.int64)
     places = torch.randint(40, (3, 150)), torch.tensor([150, 0, 101])
-    args = sketch_queries(q, maps, slots), signs, scale, *places
+    args = sketch_queries(q, maps, states), signs, scale, *places
     assert torch.equal(cpu_scores.sign_scores(*args), reference_scores.sign_scores(*args))
 
 
@@ -195,8 +195,8 @@ def test_selections_are_those_of_the_reference(seed, dim, chunk):
     signs, rest = arena[..., : plane_bytes(dim)], arena[..., plane_bytes(dim) : 2 * plane_bytes(dim)]
     scale = encode_scale(torch.rand(pages, 2, 64) + 0.5)
     scale[3, 1, 8:24] = EXCLUDED_SCALE
-    maps, slots = torch.linalg.qr(torch.randn(1, 2, dim, dim)).Q, torch.zeros(rows, dtype=torch.int64)
-    queries = sketch_queries(3 * torch.randn(rows, 6, dim), maps, slots)
+    maps, states = torch.linalg.qr(torch.randn(1, 2, dim, dim)).Q, torch.zeros(rows, dtype=torch.int64)
+    queries = sketch_queries(3 * torch.randn(rows, 6, dim), maps, states)
     places = torch.stack([torch.randperm(pages) for _ in range(rows)]), torch.randint(pages + 1, (rows,))
     coarse = reference_scores.sign_scores(queries, signs, scale, *places)
     args = queries, coarse, signs, rest, scale, *places, torch.full((rows,), 40), chunk, 80

@@ -39,17 +39,17 @@ def problem(heads: int, group: int, dim: int, chunk: int = 8) -> Problem:
     dead = ((place < begin[:, None]) | (place >= end[:, None]))[:, None, :, None]
     sources = []
     for field in fields:
-        slots = torch.randperm(2 * batch, device="cuda")[:batch]
+        states = torch.randperm(2 * batch, device="cuda")[:batch]
         state = torch.full((2 * batch, heads, 1), math.nan, device="cuda")
-        state[slots] = (1 + torch.rand(batch, heads, 1, device="cuda")) / 64
+        state[states] = (1 + torch.rand(batch, heads, 1, device="cuda")) / 64
         rows = torch.randn(batch, heads, 64 * pages, dim, device="cuda")
-        codes, scale = codec.encode(rows, None, (state[slots].unsqueeze(2),))
+        codes, scale = codec.encode(rows, None, (state[states].unsqueeze(2),))
         codes = codes.masked_fill(dead, 0x7F)
         table = names[torch.randperm(len(names), device="cuda")][: batch * pages].view(batch, pages)
         view = tier.views(fields)[field.name][0]
         view[table] = codes.unflatten(2, (pages, PAGE // chunk, chunk)).transpose(1, 2)
         table = table.masked_fill(PAGE * torch.arange(pages, device="cuda") >= end[:, None], 2**40)  # never looked at
-        sources.append(CodedRows(view, scale, codec, dim, None, table, None, (state,), slots))
+        sources.append(CodedRows(view, scale, codec, dim, None, table, None, (state,), states))
     q = (2 * torch.randn(batch, heads * group, dim, device="cuda")).bfloat16()
     return q, sources[0], sources[1], begin, end
 

@@ -50,22 +50,22 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
     tier.arena.fill_(-1)
     names = torch.tensor(tier.allocate(2 * batch * PAGES), device="cuda")
     views = {name: view[0] for name, view in tier.views(fields).items()}
-    slots, states = torch.randperm(2 * batch, device="cuda")[:batch], 2 * batch
-    nobody = torch.ones(states, dtype=torch.bool, device="cuda").index_fill(0, slots, False)
-    widths = widths_of(states, rank)
+    states, count = torch.randperm(2 * batch, device="cuda")[:batch], 2 * batch
+    nobody = torch.ones(count, dtype=torch.bool, device="cuda").index_fill(0, states, False)
+    widths = widths_of(count, rank)
     largest = ((1 << widths.int() >> 1) - 1).clamp(min=1)
     step = 3 / largest / rank**0.5 / 50
     step[nobody] = math.nan
-    basis = torch.randint(-127, 128, (states, rank, heads, DIM), device="cuda", dtype=torch.int8)
-    mean = 3 * torch.randn(states, heads, DIM, device="cuda").bfloat16()
+    basis = torch.randint(-127, 128, (count, rank, heads, DIM), device="cuda", dtype=torch.int8)
+    mean = 3 * torch.randn(count, heads, DIM, device="cuda").bfloat16()
     mean[nobody] = math.nan
-    spread = largest[slots][:, None] * torch.randn(batch, PAGE * PAGES, rank, device="cuda") / 3
-    of_value = torch.rand(states, heads, DIM, device="cuda") + 0.1
-    codebook = torch.randn(states, 1, ENTRIES, GROUP, device="cuda").clamp(-1, 1)
+    spread = largest[states][:, None] * torch.randn(batch, PAGE * PAGES, rank, device="cuda") / 3
+    of_value = torch.rand(count, heads, DIM, device="cuda") + 0.1
+    codebook = torch.randn(count, 1, ENTRIES, GROUP, device="cuda").clamp(-1, 1)
     of_value[nobody], codebook[nobody] = math.nan, math.nan
     tables = []
     for field, rows in (
-        ("latents", latent.encode(spread, widths[slots][:, None])),
+        ("latents", latent.encode(spread, widths[states][:, None])),
         ("codes", torch.randint(256, (batch, heads, PAGE * PAGES, DIM // GROUP), device="cuda", dtype=torch.uint8)),
     ):
         table = names[torch.randperm(len(names), device="cuda")][: batch * PAGES].view(batch, PAGES)
@@ -76,10 +76,10 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
     rope = RopeConfig(DIM, theta=5e5, **scaling)
     rotary = RotaryTables(rope, PAGE * (PAGES + 30), torch.device("cuda"))
     first = PAGE * torch.randint(30, (batch,), device="cuda")
-    keys = LatentKeys(views["latents"], latent, basis, mean, slots, tables[0], first, rotary, widths, step)
+    keys = LatentKeys(views["latents"], latent, basis, mean, states, tables[0], first, rotary, widths, step)
     nothing = torch.empty(len(names), heads, PAGE, 0, device="cuda").half()
     turn = vector.rotation_matrix(DIM, "values").cuda()
-    values = CodedRows(views["codes"], nothing, vector, DIM, turn, tables[1], None, (of_value, codebook), slots)
+    values = CodedRows(views["codes"], nothing, vector, DIM, turn, tables[1], None, (of_value, codebook), states)
     return torch.randn(batch, heads * group, DIM, device="cuda").bfloat16(), keys, values, begin, end
 
 

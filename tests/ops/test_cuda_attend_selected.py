@@ -153,13 +153,13 @@ def problem(
     if keys == "rows":
         k = DenseRows(views["keys"], pages)
     else:
-        states = 5 + len(tokens)
-        basis = (step[:, None, None] * torch.randn(states, rank, heads, dim) / rank**0.5).to(DEVICE, torch.bfloat16)
-        means = torch.randn(states, heads, dim).to(DEVICE, torch.bfloat16) if mean else None
-        slots = torch.randperm(states)[: len(tokens)].to(DEVICE)
-        starts = PAGE * torch.randint(0, 4, slots.shape, device=DEVICE)
+        fitted = 5 + len(tokens)
+        basis = (step[:, None, None] * torch.randn(fitted, rank, heads, dim) / rank**0.5).to(DEVICE, torch.bfloat16)
+        means = torch.randn(fitted, heads, dim).to(DEVICE, torch.bfloat16) if mean else None
+        states = torch.randperm(fitted)[: len(tokens)].to(DEVICE)
+        starts = PAGE * torch.randint(0, 4, states.shape, device=DEVICE)
         rotary = RotaryTables(RopeConfig(dim, **rope), (pages.shape[1] + 3) * PAGE, DEVICE)
-        k = LatentKeys(views["latents"], latents, basis, means, slots, pages, starts, rotary)
+        k = LatentKeys(views["latents"], latents, basis, means, states, pages, starts, rotary)
     if codec is None:
         v = DenseRows(views["values"], pages)
     else:

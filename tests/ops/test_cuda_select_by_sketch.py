@@ -19,8 +19,8 @@ if not all(op.available() for op in (cuda, making, scoring)):
 
 
 def queries_of(q: Tensor) -> SketchQueries:
-    slots = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    return sketch_queries(q, torch.eye(q.shape[-1], device=q.device)[None, None], slots)
+    states = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    return sketch_queries(q, torch.eye(q.shape[-1], device=q.device)[None, None], states)
 
 
 def problem(
@@ -313,13 +313,13 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
     counts[1], counts[5], counts[40] = 170, 1, 0
     _, _, *planes, pages, num_pages, budget, _, _ = problem(counts, [1] * rows, 1, heads, group, dim, chunk)
     q, maps = torch.randn(rows, heads * group, dim).cuda(), torch.randn(3, heads, dim, dim).cuda().bfloat16()
-    slots = torch.arange(rows).cuda() % 3
+    states = torch.arange(rows).cuda() % 3
     budget, sampled, seeds = torch.randint(1, 400 // chunk, (3, rows)).cuda()
     sampled[3] = 0
 
     def select(first: int, last: int) -> tuple[Tensor, Tensor]:
         own = slice(first, last)
-        queries = making.sketch_queries(q[own], maps, slots[own])
+        queries = making.sketch_queries(q[own], maps, states[own])
         names = pages[own, : max(1, *counts[first:last])].contiguous()
         coarse = scoring.sign_scores(queries, *planes[::2], names, num_pages[own])
         k = int((budget + sampled)[own].max())

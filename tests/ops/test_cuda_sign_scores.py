@@ -18,8 +18,8 @@ Arguments = tuple[SketchQueries, Tensor, Tensor, Tensor, Tensor]
 
 
 def queries_of(q: Tensor) -> SketchQueries:
-    slots = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    return sketch_queries(q, torch.eye(q.shape[-1], device=q.device)[None, None], slots)
+    states = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    return sketch_queries(q, torch.eye(q.shape[-1], device=q.device)[None, None], states)
 
 
 def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -> Arguments:

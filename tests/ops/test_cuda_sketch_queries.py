@@ -24,10 +24,10 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 119, **options))
 
 
-def maps_of(heads: int, dim: int, slots: int = 3) -> Tensor:
-    """Maps of every slot and kv head, near rotations; slots have gaps between them."""
+def maps_of(heads: int, dim: int, states: int = 3) -> Tensor:
+    """Maps of every state and kv head, near rotations; states have gaps between them."""
     maps = (
-        random_rotation(dim, "sketch").cuda() + 0.3 * torch.randn(slots, 2, heads, dim, dim, device="cuda") / dim**0.5
+        random_rotation(dim, "sketch").cuda() + 0.3 * torch.randn(states, 2, heads, dim, dim, device="cuda") / dim**0.5
     )
     return maps.bfloat16()[:, 1]
 
@@ -43,15 +43,15 @@ def whole_in(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 def check(q: Tensor, heads: int) -> None:
     """Exact where there is nothing to round; otherwise about a coordinate in a thousand may be off by one."""
-    slots = torch.randint(0, 3, (len(q),), device="cuda")
-    args = *whole_in(q, heads), slots
+    states = torch.randint(0, 3, (len(q),), device="cuda")
+    args = *whole_in(q, heads), states
     made, expected = cuda.sketch_queries(*args), reference.sketch_queries(*args)
     for name in ("whole", "planes", "sum", "plane_sum"):
         assert torch.equal(getattr(made, name), getattr(expected, name))
     torch.testing.assert_close(made.unit, expected.unit, atol=0, rtol=1e-6)
     torch.testing.assert_close(made.length, expected.length, atol=0, rtol=1e-6)
 
-    args = q, maps_of(heads, q.shape[-1]), slots
+    args = q, maps_of(heads, q.shape[-1]), states
     made, expected = cuda.sketch_queries(*args), reference.sketch_queries(*args)
     for field in dataclasses.fields(SketchQueries):
         own, wanted = getattr(made, field.name), getattr(expected, field.name)
@@ -81,12 +81,12 @@ def test_any_number_of_queries(seed, batch, heads, group, dim):
     check(torch.randn(batch, heads * group, dim, device="cuda").bfloat16(), heads)
 
 
-def two_slots(batch: int) -> Tensor:
+def two_states(batch: int) -> Tensor:
     return torch.arange(batch, device="cuda") % 2
 
 
 def test_queries_with_gaps_between_them(seed):
-    q, rest = torch.randn(6, 3, 4, 128, device="cuda")[:, 1], (maps_of(2, 128), two_slots(6))
+    q, rest = torch.randn(6, 3, 4, 128, device="cuda")[:, 1], (maps_of(2, 128), two_states(6))
     made, expected = cuda.sketch_queries(q, *rest), cuda.sketch_queries(q.contiguous(), *rest)
     assert torch.equal(made.whole, expected.whole)
     assert torch.equal(made.unit, expected.unit)
@@ -94,21 +94,21 @@ def test_queries_with_gaps_between_them(seed):
 
 @pytest.mark.parametrize(("heads", "dim"), [(4, 192), (18, 128)])
 def test_other_head_dims_and_groups_are_refused(seed, heads, dim):
-    args = torch.randn(2, heads, dim, device="cuda"), maps_of(2, dim), two_slots(2)
+    args = torch.randn(2, heads, dim, device="cuda"), maps_of(2, dim), two_states(2)
     with pytest.raises(RuntimeError, match=r"18 query heads for 2 kv heads|rows of 24 bytes"):
         cuda.sketch_queries(*args)
 
 
 @pytest.mark.parametrize("length", [1e-12, 1e-3, 1e4])
 def test_whole_numbers_do_not_depend_on_the_length(seed, length):
-    q, rest = torch.randn(4, 8, 128, device="cuda"), (maps_of(2, 128), two_slots(4))
+    q, rest = torch.randn(4, 8, 128, device="cuda"), (maps_of(2, 128), two_states(4))
     made, expected = cuda.sketch_queries(length * q, *rest), reference.sketch_queries(q, *rest)
     assert (made.whole.int() - expected.whole.int()).abs().max() <= 1
     torch.testing.assert_close(made.unit, expected.unit, atol=0, rtol=1e-5)
 
 
 def test_queries_of_zero_have_unit_zero(seed):
-    made = cuda.sketch_queries(torch.zeros(2, 8, 128, device="cuda"), maps_of(2, 128), two_slots(2))
+    made = cuda.sketch_queries(torch.zeros(2, 8, 128, device="cuda"), maps_of(2, 128), two_states(2))
     assert not made.whole.any() and not made.planes.any() and not made.unit.any() and not made.sum.any()
 
 
@@ -116,14 +116,14 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
     """Each of many layers in a captured graph, whose launches overlap, against the same calls one at a time."""
     monkeypatch.undo()  # filled outputs would come between the launches
     layers, heads, pages, k = 12, 8, 96, 64
-    maps, slots = maps_of(heads, 128), torch.tensor([2, 0, 1, 0], device="cuda")
+    maps, states = maps_of(heads, 128), torch.tensor([2, 0, 1, 0], device="cuda")
     signs, rest, scale = pack_sketch(torch.randn(4 * pages, heads, 64, 128, device="cuda"))
     names = torch.randperm(4 * pages, device="cuda").view(4, pages)
     q = torch.randn(layers, 4, 4 * heads, 128, device="cuda").bfloat16()
     counts, budget = torch.tensor([pages, 1, 0, 50]).cuda(), torch.tensor([k, 3, k, 40]).cuda()
 
     def search(layer: int, pause: bool) -> Tensor:
-        queries = cuda.sketch_queries(q[layer], maps, slots)
+        queries = cuda.sketch_queries(q[layer], maps, states)
         if pause:
             torch.cuda.synchronize()
         coarse = scoring.sign_scores(queries, signs, scale, names, counts)
@@ -148,4 +148,4 @@ def test_ops_that_begin_early_see_what_the_one_before_wrote(seed, monkeypatch):
 
 def test_wrong_arguments_are_named(seed):
     with pytest.raises(RuntimeError, match="maps has dtype"):
-        cuda.sketch_queries(torch.randn(1, 8, 64, device="cuda"), maps_of(2, 64).double(), two_slots(1))
+        cuda.sketch_queries(torch.randn(1, 8, 64, device="cuda"), maps_of(2, 64).double(), two_states(1))

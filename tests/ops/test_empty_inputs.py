@@ -84,8 +84,8 @@ def nothing_selected(ops: Ops) -> None:
     values, rank = floats(N, H, 8, 8, D), 12
     latents, basis, rotary = floats(N, 8, 8, rank), floats(3, rank, H, D), RotaryTables(RopeConfig(D), 64 * N, DEVICE)
     for rows in (B, 0):
-        some, slots = DenseRows(values, whole(rows, N)), whole(rows)
-        keys = LatentKeys(latents, LATENT_CODECS["low-rank"], basis, None, slots, whole(rows, N), slots, rotary)
+        some, states = DenseRows(values, whole(rows, N)), whole(rows)
+        keys = LatentKeys(latents, LATENT_CODECS["low-rank"], basis, None, states, whole(rows, N), states, rotary)
         found = ops.attend_selected(floats(rows, H * G, D), keys, some, whole(rows, H, 0))
         returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
 

@@ -105,7 +105,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         skip_what_compiles_for_long(dim, dtype)
         codec, pages = ROW_CODECS[name], names()
         rotation = random_rotation(dim, "keys").to(DEVICE) if codec.rotated else None
-        rows, slots = torch.randn(PAGES, heads, 64, dim, device=DEVICE), torch.tensor([4], device=DEVICE)
+        rows, states = torch.randn(PAGES, heads, 64, dim, device=DEVICE), torch.tensor([4], device=DEVICE)
         rows[FIRST, 0, 9:18] *= torch.logspace(-4, 0, 9, device=DEVICE)[:, None]
         rows[FIRST, 0, 5] = torch.nan
         state = tuple(
@@ -120,7 +120,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         scale_pages = names() if codec.scales(dim) else None
         if scale_pages is not None:
             scale[scale_pages[0]] = sizes
-        source = CodedRows(codes, scale, codec, dim, rotation, pages, scale_pages, state, slots)
+        source = CodedRows(codes, scale, codec, dim, rotation, pages, scale_pages, state, states)
         if rope is not None:
             mean = torch.full((9, heads, dim), torch.nan, device=DEVICE)
             mean[4] = torch.randn(heads, dim, device=DEVICE)
@@ -151,7 +151,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
     ) -> None:  # fmt: skip
         skip_what_compiles_for_long(dim, dtype)
         config = RopeConfig(dim, rotary_dim=rotary_dim, interleaved=interleaved)
-        pages, slots = names(), torch.tensor([4], device=DEVICE)
+        pages, states = names(), torch.tensor([4], device=DEVICE)
         rank, quantised = rank - rank % codec.rank_multiple, codec.largest is not None
         width, stored = codec.field(rank, dtype)
         latents = arena(64 // chunk, chunk, width, dtype=stored)
@@ -166,7 +166,7 @@ if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
         mean = torch.full((9, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
         mean[4] = torch.randn(heads, dim, device=DEVICE)
         rotary, first = RotaryTables(config, PAGES * 64 + 128, DEVICE), torch.tensor([128], device=DEVICE)
-        source = LatentKeys(latents, codec, basis, mean if quantised else None, slots, pages, first, rotary, widths)
+        source = LatentKeys(latents, codec, basis, mean if quantised else None, states, pages, first, rotary, widths)
         out = rebuilt(source, heads, dim, dtype, False)
         wide = latents if quantised else latents.float()
         fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantised else None)

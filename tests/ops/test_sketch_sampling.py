@@ -106,8 +106,8 @@ def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Te
     scale = scale.masked_fill(excluded, EXCLUDED_SCALE)
     q = torch.randn(1, 6, dim)  # longer ones have logits whose estimates have heavy tails
     logits = torch.einsum("hgd,phtd->hgpt", q.view(2, 3, dim), keys).flatten(2) * dim**-0.5
-    eye, slots = torch.eye(dim).bfloat16().expand(1, 2, -1, -1), torch.zeros(times, dtype=torch.int64)
-    queries = sketch_queries(q.expand(times, -1, -1), eye, slots)
+    eye, states = torch.eye(dim).bfloat16().expand(1, 2, -1, -1), torch.zeros(times, dtype=torch.int64)
+    queries = sketch_queries(q.expand(times, -1, -1), eye, states)
     names = torch.randperm(pages)
     logits = logits.unflatten(-1, (pages, 64))[:, :, names].flatten(2)
     excluded = excluded.transpose(0, 1)[:, names].flatten(1)

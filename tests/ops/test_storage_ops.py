@@ -57,9 +57,9 @@ def test_rebuilt_keys_are_the_rotated_product_of_latents_and_basis(seed, config,
     chunk = 64 // chunks
     latents = torch.randn(11, chunks, chunk, rank).to(dtype)
     basis = (torch.randn(5, rank, heads, config.head_dim) / rank**0.5).to(dtype)
-    slots = torch.tensor([4, 0, 3])
+    states = torch.tensor([4, 0, 3])
     first, rotary = torch.tensor([0, 128, 64]), RotaryTables(config, 320)
-    keys = LatentKeys(latents, DenseLatents(), basis, None, slots, pages, first, rotary)
+    keys = LatentKeys(latents, DenseLatents(), basis, None, states, pages, first, rotary)
     out = gather_selected(keys, selected)
     assert out.shape == (3, heads, k * chunk, config.head_dim)
     assert out.dtype == dtype
@@ -69,7 +69,7 @@ def test_rebuilt_keys_are_the_rotated_product_of_latents_and_basis(seed, config,
         for h in range(heads):
             for i, number in enumerate(selected[b, h].tolist()):
                 for t in range(chunk if number >= 0 else 0):
-                    latent, own = latents[pages[b, number // chunks], number % chunks, t], basis[slots[b], :, h]
+                    latent, own = latents[pages[b, number // chunks], number % chunks, t], basis[states[b], :, h]
                     position = int(first[b]) + number * chunk + t
                     wanted.append(out[b, h, i * chunk + t])
                     exact.append(turn(latent.double() @ own.double(), position, config))

@@ -212,7 +212,7 @@ if ON_GPU or INTERPRETED:
         heads: int, dim: int, rank: int, chunk: int, shared: bool, dtype: torch.dtype
     ) -> None:
         codec, x = MixedLatents(), pages_of(heads, dim, dtype)
-        slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
+        states = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
         pairs = torch.tensor([[8, 0], [6, 2], [4, 4], [4, 0]], dtype=torch.uint8, device=DEVICE)
         widths = pairs[torch.randint(4, (LAYERS, 9, rank // 2), device=DEVICE)].flatten(2)
         most = ((1 << widths.int() >> 1) - 1).clamp(min=1)
@@ -223,20 +223,22 @@ if ON_GPU or INTERPRETED:
         products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
         got, wanted = (arena(64 // chunk, chunk, codec.field(rank, dtype)[0], dtype=torch.uint8) for _ in range(2))
         pages = names()
-        latents_triton.project_latents(x, codec, basis, products, step, slots, got, pages, widths)
-        latents_reference.project_latents(x, codec, basis, products, step, slots, wanted, pages, widths)
+        latents_triton.project_latents(x, codec, basis, products, step, states, got, pages, widths)
+        latents_reference.project_latents(x, codec, basis, products, step, states, wanted, pages, widths)
         untouched(got, pages)
-        own = widths[:, slots].unsqueeze(2)
+        own = widths[:, states].unsqueeze(2)
         spare = 4 * rank // 8 - -(-own.int().sum(3) // 8)  # bytes behind the last code, in rows of 64 tokens
         last = got[:, pages].flatten(2, 3).flip(3).cumsum(3)[..., : int(spare.max())]
         behind = torch.arange(last.shape[3], device=DEVICE) < spare.unsqueeze(3)
         assert (last.masked_fill(~behind, 0) == 0).all()
         ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank, own).double() for field in (got, wanted))
-        exact = (x.double() - mean[:, slots].double().unsqueeze(2)).flatten(3)
+        exact = (x.double() - mean[:, states].double().unsqueeze(2)).flatten(3)
         exact = (
-            exact @ basis[:, slots].double().flatten(3).transpose(2, 3) / step[:, slots].double().square().unsqueeze(2)
+            exact
+            @ basis[:, states].double().flatten(3).transpose(2, 3)
+            / step[:, states].double().square().unsqueeze(2)
         )
-        assert (exact.abs() > most[:, slots].unsqueeze(2)).any()
+        assert (exact.abs() > most[:, states].unsqueeze(2)).any()
         differing(ours, theirs, exact, offset=0.5)
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,14 +250,14 @@ if ON_GPU or INTERPRETED:
         maps = (rotation + 0.3 * torch.randn(LAYERS, 9, heads, dim, dim, device=DEVICE) / dim**0.5).bfloat16()
         mean = 0.5 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)
         mean[0, 4, 0] = 0
-        slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
+        states = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
         signs, rest, wanted_signs, wanted_rest = (
             arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(4)
         )
         scale, wanted_scale = (arena(heads, 64, dtype=torch.uint8) for _ in range(2))
         pages = names()
-        sketch_triton.sketch_keys(x, mean, maps, slots, signs, rest, scale, pages)
-        sketch_reference.sketch_keys(x, mean, maps, slots, wanted_signs, wanted_rest, wanted_scale, pages)
+        sketch_triton.sketch_keys(x, mean, maps, states, signs, rest, scale, pages)
+        sketch_reference.sketch_keys(x, mean, maps, states, wanted_signs, wanted_rest, wanted_scale, pages)
         for field in (signs, rest, scale):
             untouched(field, pages)
         codes = [
@@ -264,8 +266,8 @@ if ON_GPU or INTERPRETED:
         ]
         assert (signs[:, pages][..., dim // 8 :] == 0).all()
         assert (rest[:, pages][..., dim // 8 :] == 0).all()
-        centred = x.double() - mean[:, slots].unsqueeze(2).double()
-        mapped = (centred.transpose(2, 3) @ maps[:, slots].double()).transpose(2, 3)
+        centred = x.double() - mean[:, states].unsqueeze(2).double()
+        mapped = (centred.transpose(2, 3) @ maps[:, states].double()).transpose(2, 3)
         sigma = mapped.norm(dim=-1, keepdim=True) / dim**0.5
         differing(*codes, mapped / (STEP * sigma).clamp(min=1e-30))
         same = (codes[0] == codes[1]).all(-1).transpose(2, 3)
@@ -283,9 +285,9 @@ if ON_GPU or INTERPRETED:
         maps = random_rotation(dim, "sketch").to(DEVICE).bfloat16().expand(LAYERS, 1, heads, -1, -1).contiguous()
         signs, rest = (arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(2))
         scale, wanted_scale = (arena(heads, 64, dtype=torch.uint8) for _ in range(2))
-        slots, pages = torch.tensor([0], device=DEVICE), names()
-        sketch_triton.sketch_keys(x, mean, maps, slots, signs, rest, scale, pages)
-        sketch_reference.sketch_keys(x, mean, maps, slots, signs.clone(), rest.clone(), wanted_scale, pages)
+        states, pages = torch.tensor([0], device=DEVICE), names()
+        sketch_triton.sketch_keys(x, mean, maps, states, signs, rest, scale, pages)
+        sketch_reference.sketch_keys(x, mean, maps, states, signs.clone(), rest.clone(), wanted_scale, pages)
         assert scale[0, pages[1], 0, 7:10].tolist() == wanted_scale[0, pages[1], 0, 7:10].tolist() == [1, 1, 1]
         found, expected = scale[:, pages].int(), wanted_scale[:, pages].int()
         assert (found >= 1).all() and (found <= 247).all()
@@ -308,24 +310,24 @@ if ON_GPU or INTERPRETED:
         step = (6 + 6 * torch.rand(LAYERS, 9, rank, device=DEVICE)) / largest
         basis = (directions * step.unsqueeze(3)).unflatten(3, (heads, dim)).to(dtype).contiguous()
         mean = (3 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)).to(dtype)
-        slots = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
+        states = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
         products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
         extra = (products, step) if codec.largest else (None, None)
         width, stored = codec.field(rank, dtype)
         got, wanted = (arena(64 // chunk, chunk, width, dtype=stored) for _ in range(2))
         pages = names()
-        latents_triton.project_latents(x, codec, basis, *extra, slots, got, pages)
-        latents_reference.project_latents(x, codec, basis, *extra, slots, wanted, pages)
+        latents_triton.project_latents(x, codec, basis, *extra, states, got, pages)
+        latents_reference.project_latents(x, codec, basis, *extra, states, wanted, pages)
         untouched(got, pages)
         ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank).double() for field in (got, wanted))
-        rows = basis[:, slots].double().flatten(3).transpose(2, 3)
+        rows = basis[:, states].double().flatten(3).transpose(2, 3)
         if not codec.largest:
             exact = x.double().flatten(3) @ rows
             allowed = 2 * (theirs - exact).abs().max() + 1e-6
             assert (ours - exact).abs().max() <= allowed
             return
-        exact = (x.double() - mean[:, slots].double().unsqueeze(2)).flatten(3) @ rows
-        exact /= step[:, slots].double().square().unsqueeze(2)
+        exact = (x.double() - mean[:, states].double().unsqueeze(2)).flatten(3) @ rows
+        exact /= step[:, states].double().square().unsqueeze(2)
         assert (exact[0, 1, 9].abs() > 2 * largest).any()
         # A mean far from zero, as here, costs digits: sums in float32 are off by up to 1e-6 of its products.
         differing(ours, theirs, exact, offset=0.5)

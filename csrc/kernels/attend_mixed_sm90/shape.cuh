@@ -18,10 +18,10 @@ constexpr int kTurningWarps = kMixedHalf / 32; // a thread for each frequency
 
 // Strides count bytes between consecutive page names, and elements between consecutive states.
 struct MixedInputs {
-  const __nv_bfloat16* q;   // [batch, heads * group, 128]
-  const char* latents;      // pages of [64, rank / 2] bytes
-  const char* codes;        // pages of [heads, 64, 32] bytes
-  const int64_t* key_pages; // [batch, entries]
+  const __nv_bfloat16* q;    // [batch, heads * group, 128]
+  const char* latents;       // pages of [64, rank / 2] bytes
+  const char* codes;         // pages of [heads, 64, 32] bytes
+  const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
   const int64_t* key_states; // [batch]
   const int64_t* value_states;

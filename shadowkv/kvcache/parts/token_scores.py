@@ -37,7 +37,7 @@ def projected_scores(
 
     Args:
         q: [B, H_q, d].
-        basis: float32 [slots, H, d, w].
+        basis: float32 [states, H, d, w].
         keys: [N, H, C, c, w], in it.
     """
     projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.states]  # [B, H, G, w]

@@ -39,7 +39,7 @@ def attend_selected(
     Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantised.
 
     Raises:
-        IndexError: a page, slot, entry, chunk or position that does not exist, of what is selected.
+        IndexError: a page, state, slot, entry, chunk or position that does not exist, of what is selected.
         RuntimeError: an unknown codec, other dtypes, shapes that do not fit, or chunks whose tokens do not lie
             together.
     """
