@@ -58,10 +58,10 @@ def learned(case: Case, values: CodedRows) -> CodedRows:
     states = torch.randperm(2 * case.batch)[: case.batch]
     state = []
     for shape in ((case.heads, case.dim), (1, 256, 4)):
-        of_slots = torch.full((2 * case.batch, *shape), torch.nan)
-        of_slots[slots] = torch.rand(case.batch, *shape) + 0.1
-        state.append(of_slots)
-    return replace(values, scale=values.scale[..., :0], state=tuple(state), states=slots)
+        of_states = torch.full((2 * case.batch, *shape), torch.nan)
+        of_states[states] = torch.rand(case.batch, *shape) + 0.1
+        state.append(of_states)
+    return replace(values, scale=values.scale[..., :0], state=tuple(state), states=states)
 
 
 class Case:
