@@ -131,12 +131,7 @@ def load_model(
     if load_format == "dummy":
         if adapter is not None:
             raise SettingsError("an adapter has no meaning with load_format='dummy'", ["load_format"])
-        config = runnable(load_config(source, max_model_len, rope_theta))
-        shard = Shard(config, group.rank, group.size)
-        check_memory(Decoder(shard.config, weights_dtype, "meta", group=group), device)
-        model = Decoder(shard.config, weights_dtype, device, group=group)
-        fill_dummy(model)
-        return LoadedModel(config, shard, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
+        return _dummy(runnable(load_config(source, max_model_len, rope_theta)), weights_dtype, device, group, name)
     if is_hub_id(source):
         # What cannot be run is refused before gigabytes of its weights are fetched.
         runnable(load_config(source, max_model_len, rope_theta))
@@ -165,6 +160,15 @@ def load_model(
     if files.in_fp8 is not None:
         notes = files.in_fp8.notes(quantised(model, targets))
     return LoadedModel(config, shard, model, files.tokenizer, name, notes, sampling)
+
+
+def _dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, name: str) -> LoadedModel:
+    """A model of random weights, whose tokens are bytes."""
+    shard = Shard(config, group.rank, group.size)
+    check_memory(Decoder(shard.config, dtype, "meta", group=group), device)
+    model = Decoder(shard.config, dtype, device, group=group)
+    fill_dummy(model)
+    return LoadedModel(config, shard, model, byte_tokenizer(config.vocab_size, config.eos_token_ids), name)
 
 
 @dataclass(frozen=True)

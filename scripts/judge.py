@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import httpx
+from judge_bodies import MESSAGE, TEMPLATE, sampling_rules, shared_rules
 from judge_conversations import ill_formed, messages_body, prompt_rules, responses_body
 from judge_rules import (
     Rule,
@@ -22,15 +23,10 @@ from judge_rules import (
     given,
     integer,
     loads,
-    number,
-    response_format,
     save_name,
     short,
-    snapshot_name,
     some,
     text,
-    tool,
-    tool_call,
     tool_choice,
     utf8,
 )
@@ -56,63 +52,8 @@ class Judge:
     @cached_property
     def rules(self) -> dict[str, Rule]:
         """By route, what a body has to be, each parameter for itself."""
-        token = integer(0, self.vocab - 1)
-        named = {str(token) for token in range(self.vocab)}
-        model = {"model": lambda name: name == self.model}
-        part = fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text")
-        roles = ("system", "developer", "user", "assistant", "tool")
-        message = fields(
-            {
-                "role": lambda role: role in roles,
-                "content": either(utf8, some(part)),
-                "name": short(256),
-                "tool_calls": some(tool_call),
-                "tool_call_id": short(256),
-                "reasoning_content": utf8,
-            },
-            "role",
-        )
-        template = {"tools": some(tool), "chat_template_kwargs": lambda value: isinstance(value, dict)}
-        shared: dict[str, Rule] = {
-            **model,
-            "min_tokens": integer(0),
-            "temperature": number(0, 100),
-            "top_p": number(0, 1, above=0),
-            "top_k": integer(-1),
-            "min_p": number(0, 1),
-            "repetition_penalty": number(0, 100, above=0),
-            "presence_penalty": number(-2, 2),
-            "frequency_penalty": number(-2, 2),
-            "logit_bias": lambda bias: (
-                isinstance(bias, dict)
-                and len(bias) <= 1024
-                and {*bias} <= named
-                and all(map(number(-100, 100), bias.values()))
-            ),
-            "stop_token_ids": some(token, most=1024),
-            "ignore_eos": boolean,
-            "cache_prompt": boolean,
-            "cache_salt": short(256, least=1),
-            "seed": integer(-(2**63), 2**63 - 1),
-            "stream": boolean,
-        }
-        sampling = {
-            **shared,
-            "n": integer(1, 128),
-            "best_of": integer(1, 128),
-            "max_tokens": integer(0),
-            "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
-            "response_format": response_format,
-            "stream_options": fields({"include_usage": boolean}),
-            "return_selections": boolean,
-            "kv_transfer_params": fields(
-                {
-                    "do_remote_decode": boolean,
-                    "do_remote_prefill": boolean,
-                    "remote_snapshots": some(snapshot_name, most=4096),
-                }
-            ),
-        }
+        shared = shared_rules(self.model, self.vocab)
+        model, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, self.vocab - 1)
         tokens = some(token, 1)
         prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
         return {
@@ -122,8 +63,8 @@ class Judge:
             "/v1/chat/completions": fields(
                 {
                     **sampling,
-                    **template,
-                    "messages": some(message, 1),
+                    **TEMPLATE,
+                    "messages": some(MESSAGE, 1),
                     "tool_choice": tool_choice,
                     "parallel_tool_calls": boolean,
                     "max_completion_tokens": integer(1),
@@ -139,9 +80,9 @@ class Judge:
             "/tokenize": fields(
                 {
                     **model,
-                    **template,
+                    **TEMPLATE,
                     "prompt": utf8,
-                    "messages": some(message),
+                    "messages": some(MESSAGE),
                     "add_special_tokens": boolean,
                     "add_generation_prompt": boolean,
                     "parse_special": boolean,
@@ -152,10 +93,10 @@ class Judge:
             "/cache/save": fields(
                 {
                     **model,
-                    **template,
+                    **TEMPLATE,
                     "name": save_name,
                     "prompt": either(utf8, tokens, some(either(utf8, tokens), 1, 1)),
-                    "messages": some(message, 1),
+                    "messages": some(MESSAGE, 1),
                     "parse_special": boolean,
                     "cache_salt": short(256, least=1),
                 },

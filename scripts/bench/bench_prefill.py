@@ -129,7 +129,7 @@ def main() -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only so many of the shapes")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="measure only the first N shapes")
     parser.add_argument("--rounds", type=int, default=3, help="prefills of the policy and of full")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -46,7 +46,7 @@ def run(text: str, available: bool, cases: Sequence[Case], measure: Callable[[Ca
     """
     parser = argparse.ArgumentParser(description=text.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--cases", type=int, default=len(cases), help="measure only so many of the shapes")
+    parser.add_argument("--cases", type=int, default=len(cases), help="measure only the first N shapes")
     args = parser.parse_args()
     if not available:
         raise SystemExit("needs a GPU and the CUDA ops (csrc/build_cuda.py)")

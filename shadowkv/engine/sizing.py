@@ -220,8 +220,8 @@ def _device_bytes(
     free, total = torch.cuda.mem_get_info(device)
     working = working_bytes(model, layout, config.max_num_seqs, offload_bytes(config, layout) > 0)
     return int(total * share) - (total - free) - working, (
-        f" ({in_words(int(total * share))} of the GPU may be used, {in_words(total - free)} are, by whatever "
-        f"process, and {in_words(working)} are left for prefill and decode steps)"
+        f" ({in_words(int(total * share))} of the GPU may be used, {in_words(total - free)} are in use by all "
+        f"processes, and {in_words(working)} are left for prefill and decode steps)"
     )
 
 

@@ -32,7 +32,7 @@ PREFIX_COUNTERS = {
     "hit_tokens": ("hit_tokens", "Prompt tokens that were found there, and not computed anew."),
     "evictions": ("evictions", "Sequences, copies or files that made room for others."),
     "copied_bytes": ("copied_bytes", "Bytes of copies made there."),
-    "refused_copies": ("refused", "Copies that were not made there, for want of room or after an error."),
+    "refused_copies": ("refused", "Copies that were not made there, because there was no room or after an error."),
     "restored_bytes": ("restored_bytes", "Bytes that went from there to the next tier above."),
     "corrupt_files": ("corrupt", "Files that were not what was written, and were not served."),
     "write_errors": ("write_errors", "Files that could not be written."),

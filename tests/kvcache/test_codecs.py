@@ -105,7 +105,7 @@ def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None
     for _ in range(70):
         decode(cache, streams)
     for stream in streams:
-        cache.extend(stream.sequence, stream.length + 90, stream.length + 100)
+        cache.extend(stream.sequence, stream.length + 90, stream.length + 101)  # and one more
     prefill(cache, [(stream, 90) for stream in streams], block=170)
     for _ in range(10):
         decode(cache, streams)
@@ -113,9 +113,9 @@ def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None
 
 def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
     """All sealed pages of a sequence of one segment."""
-    (places,) = cache.prefill._places([(stream.sequence, 0)])
-    (segment,) = places.cached
-    return segment.row
+    row = cache.decode_batch(cache.plan_decode([stream.sequence])).sealed
+    assert row is not None
+    return row
 
 
 def rotated_keys(stream: Stream, layer: int) -> Tensor:

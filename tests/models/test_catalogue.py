@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,7 @@ def test_dummy_weights_are_finite_and_repeatable() -> None:
 
 
 def test_fetched_once(smollm2_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_download(*_: object) -> Path:
-        raise AssertionError("downloaded again")
-
-    monkeypatch.setattr(catalogue, "_download", no_download)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # nothing can be downloaded
     assert catalogue.fetch("smollm2-135m-instruct") == smollm2_file
 
 
@@ -61,16 +60,20 @@ def test_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import zipfile
-
-    def wrong(wheel: catalogue.WheelFile, folder: Path) -> Path:
-        archive = folder / "wrong.whl"
-        with zipfile.ZipFile(archive, "w") as opened:
-            opened.writestr(wheel.member, "not the model")
-        return archive
-
-    monkeypatch.setenv("SHADOWKV_CACHE", str(tmp_path))
-    monkeypatch.setattr(catalogue, "_download", wrong)
+    package, cache = tmp_path / "package", tmp_path / "cache"
+    package.mkdir()
+    wheel = replace(catalogue.CATALOGUE["smollm2-135m-instruct"], package="shadowkv-wrong", version="1")
+    with zipfile.ZipFile(package / "shadowkv_wrong-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(wheel.member, "not the model")
+        for name, lines in (
+            ("METADATA", ("Metadata-Version: 2.1", "Name: shadowkv-wrong", "Version: 1")),
+            ("WHEEL", ("Wheel-Version: 1.0", "Root-Is-Purelib: true", "Tag: py3-none-any")),
+            ("RECORD", ()),
+        ):
+            archive.writestr(f"shadowkv_wrong-1.dist-info/{name}", "\n".join(lines))
+    for name, value in (("SHADOWKV_CACHE", cache), ("PIP_NO_INDEX", 1), ("PIP_FIND_LINKS", package)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setitem(catalogue.CATALOGUE, "wrong", wheel)
     with pytest.raises(OSError, match="has sha256"):
-        catalogue.fetch("smollm2-135m-instruct")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        catalogue.fetch("wrong")
+    assert not [path for path in cache.rglob("*") if path.is_file()]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from captured import check_captured
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import MixedLatents
@@ -143,18 +144,7 @@ def test_what_is_not_a_number_shows(seed: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_captured_in_a_graph_it_gives_the_same_bits(seed: int) -> None:
-    args = problem(8, 4, 192)
-    begin, end = args[3:]
-    cuda_mixed.attend_coded(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = cuda_mixed.attend_coded(*args)
-    for shorter in (0, 3):  # lengths are read on the device
-        end.sub_(shorter)
-        begin.add_(shorter)
-        graph.replay()
-        for found, expected in zip(captured, cuda_mixed.attend_coded(*args), strict=True):
-            assert torch.equal(found, expected)
+    check_captured(cuda_mixed.attend_coded, *problem(8, 4, 192))
 
 
 def test_other_sources_are_refused(seed: int) -> None:

@@ -153,19 +153,26 @@ def problem(
     if keys == "rows":
         k = DenseRows(views["keys"], pages)
     else:
-        fitted = 5 + len(tokens)
-        basis = (step[:, None, None] * torch.randn(fitted, rank, heads, dim) / rank**0.5).to(DEVICE, torch.bfloat16)
-        means = torch.randn(fitted, heads, dim).to(DEVICE, torch.bfloat16) if mean else None
-        states = torch.randperm(fitted)[: len(tokens)].to(DEVICE)
-        starts = PAGE * torch.randint(0, 4, states.shape, device=DEVICE)
-        rotary = RotaryTables(RopeConfig(dim, **rope), (pages.shape[1] + 3) * PAGE, DEVICE)
-        k = LatentKeys(views["latents"], latents, basis, means, states, pages, starts, rotary)
+        k = latent_keys(views["latents"], latents, step, pages, (heads, dim), mean, RopeConfig(dim, **rope))
     if codec is None:
         v = DenseRows(views["values"], pages)
     else:
         turned = None if rotation is None else rotation.to(DEVICE)
         v = CodedRows(views["codes"], views["scale"], codec, dim, turned, pages)
     return q, k, buffered(v, selected) if in_buffer else v, selected
+
+
+def latent_keys(
+    stored: Tensor, codec: LatentCodec, step: Tensor, pages: Tensor, head: tuple[int, int], mean: bool, rope: RopeConfig
+) -> LatentKeys:
+    """Random states of which each row has another, behind up to three pages; ``step`` is folded into the basis."""
+    fitted = 5 + len(pages)
+    basis = (step[:, None, None] * torch.randn(fitted, len(step), *head) / len(step) ** 0.5).to(DEVICE, torch.bfloat16)
+    means = torch.randn(fitted, *head).to(DEVICE, torch.bfloat16) if mean else None
+    states = torch.randperm(fitted)[: len(pages)].to(DEVICE)
+    starts = PAGE * torch.randint(0, 4, states.shape, device=DEVICE)
+    rotary = RotaryTables(rope, (pages.shape[1] + 3) * PAGE, DEVICE)
+    return LatentKeys(stored, codec, basis, means, states, pages, starts, rotary)
 
 
 def log_weights(selected: Tensor) -> Tensor:
