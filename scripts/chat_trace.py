@@ -1,4 +1,4 @@
-"""A trace of chats over documents, a few of them at a time: the same for whatever engine answers it."""
+"""A trace of chats over documents, a few of them at a time: the same for every engine that answers it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class TraceShape(NamedTuple):
-    """So many ``chats`` of ``turns`` over ``documents`` of ``shortest`` to ``longest`` tokens, ``at_once`` of them; a
-    turn brings ``own`` tokens of a question."""
+    """``chats`` of ``turns`` turns on ``documents`` of ``shortest`` to ``longest`` tokens, ``at_once`` at a time; each
+    turn adds a question of ``own`` tokens."""
 
     chats: int = 40
     turns: int = 4
@@ -21,10 +21,10 @@ class TraceShape(NamedTuple):
 
 
 class ChatTrace:
-    """Turns in a fixed order; each chat has its next one when the one before is answered.
+    """Turns in a fixed order; each chat has its next one when the previous one is answered.
 
     Args:
-        prompt: random tokens, as many as it is told, with one draw of the generator for each.
+        prompt: random tokens, of a given number, with one draw of the generator for each.
 
     Attributes:
         lengths: of the documents, in tokens.
@@ -40,7 +40,7 @@ class ChatTrace:
         self._busy: set[int] = set()
 
     def due(self) -> Iterator[tuple[int, list[int]]]:
-        """Chats that ask now, and what: all that was said before, and a question."""
+        """Chats with a turn due, and its prompt: all that was said before, and a question."""
         while len(self._busy) < self._shape.at_once:
             chat = next((number for number in self._order if number not in self._busy), None)
             if chat is None:
@@ -51,7 +51,7 @@ class ChatTrace:
             yield chat, list(self._histories[chat])
 
     def came(self, chat: int, tokens: list[int], ended: bool) -> None:
-        """Tokens of an answer."""
+        """Records tokens of an answer."""
         self._histories[chat] += tokens
         if ended:
             self._busy.remove(chat)

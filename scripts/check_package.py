@@ -1,4 +1,4 @@
-"""Builds the source distribution and a wheel of that, installs it in an empty folder, and imports every module there.
+"""Builds the source distribution and a wheel of it, installs that in an empty folder, and imports every module there.
 
     python scripts/check_package.py
 
@@ -38,7 +38,7 @@ print(f"{count} modules import; not here: {optional or 'none'}")
 
 
 def run(*command: object, **options: Any) -> str:
-    """What a command says; ends the script where it fails."""
+    """Output of a command; ends the script if it fails."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -46,7 +46,7 @@ def run(*command: object, **options: Any) -> str:
 
 
 def tracked() -> list[str]:
-    """Files of the packages that are under version control, new ones that are not ignored included."""
+    """Files of the packages that are under version control, including new ones that are not ignored."""
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS, cwd=ROOT).splitlines()
     return [name for name in listed if (ROOT / name).is_file()]
 

@@ -1,6 +1,6 @@
-"""Which clients can do what: asks a server of the small real model with each that is installed; makes docs/clients.md.
+"""Which clients can do what: queries a server of the small real model with each one installed; makes docs/clients.md.
 
-    python scripts/client_matrix.py --out docs/clients.md   # starts a server of its own
+    python scripts/client_matrix.py --out docs/clients.md   # starts its own server
     clients/bin/python scripts/client_matrix.py --base-url http://localhost:8000/v1   # another environment's clients
 
 A yes means the client parsed the answer correctly; the model's quality is not judged.
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
 
 
 def _called(name: str, arguments: dict[str, Any]) -> str:
-    """What the tool answers; raises AssertionError where the call does not fit it."""
+    """The tool's answer; raises AssertionError if the call does not match it."""
     assert name == "weather", name
     assert arguments["city"] in CITIES, arguments
     return weather(**arguments)
@@ -162,7 +162,7 @@ def with_litellm(url: str, model: str) -> Cases:
 
 
 def with_llm(url: str, model: str) -> Cases:
-    """Simon Willison's llm, told of the server by extra-openai-models.yaml."""
+    """Simon Willison's llm, configured for the server by extra-openai-models.yaml."""
     folder = Path(tempfile.mkdtemp(prefix="llm-"))
     entry = {
         "model_id": "served",
@@ -178,7 +178,7 @@ def with_llm(url: str, model: str) -> Cases:
     served = llm.get_model("served")
 
     def tools() -> None:
-        # It cannot ask for a call: the model chooses, and this one never does.
+        # It cannot force a call: the model chooses, and this one never does.
         assert served.chain(QUESTION, tools=[weather], options=OPTIONS, stream=False).text()
 
     def structured() -> None:
@@ -233,7 +233,7 @@ def outcomes(client: str, url: str, model: str) -> dict[str, str]:
 
 
 def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) -> str:
-    """The table that people read."""
+    """The table to read."""
     lines = [
         "# Clients",
         "",
@@ -272,7 +272,7 @@ def server() -> Iterator[str]:
 
 
 def main() -> int:
-    """Command line; returns the exit status: 1 where some case is a no."""
+    """Command line; returns the exit status: 1 if any case is a no."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", metavar="URL", help="a server with --tool-call-parser hermes (default: our own)")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="(default: %(default)s)")

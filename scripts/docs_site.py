@@ -1,8 +1,8 @@
-"""What mkdocs is told of this repository: pages that are not in docs/, and links that lead out of it.
+"""What mkdocs needs to know about this repository: pages that are not in docs/, and links that lead out of it.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages, too. Links between pages are those of the repository, so that
-they work where the files are read; what they lead to besides, such as results and code, is no part of the site, and
-only their text is kept.
+they work where the files are read; other targets, such as results and code, are not part of the site, and only the
+link text is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""Files of the repository's root, and what they are called on the site."""
+"""Files of the repository's root, and their names on the site."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if not (ROOT / path).exists():
-            return match[0]  # mkdocs finds it broken
+            return match[0]  # mkdocs reports it as broken
         linked = PAGES.get(path, path.removeprefix("docs/"))
         if not files.get_file_from_path(linked):
             return text

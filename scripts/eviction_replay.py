@@ -1,9 +1,9 @@
-"""Policies of ``--eviction`` on made-up traces of chats, without a model: what share of prompt tokens is found where.
+"""Policies of ``--eviction`` on made-up traces of chats, without a model: which share of prompt tokens is found where.
 
-The scheduler, the prefix cache and its tiers are the engine's, with a KV cache of a few bytes a token; nothing is
-attended to. Every chat starts with the one system prompt, then has a document, popular as in Zipf's law, and up to so
-many turns, all numbers alike. Chats come at random; a turn's prompt is all that was said before, the last answer
-included, and a question.
+The scheduler, the prefix cache and its tiers are the engine's, with a KV cache of a few bytes per token; nothing is
+attended to. Every chat starts with the same system prompt, followed by a document, whose popularity follows Zipf's law,
+and up to ``turns`` turns, all numbers equally likely. Chats arrive at random; a turn's prompt is all that was said
+before, the last answer included, and a question.
 
     python scripts/eviction_replay.py --out results/eviction_replay.csv
 """
@@ -40,24 +40,24 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
-"""Pages of the system prompt, of a document, of a question with the answer before."""
+"""Pages of the system prompt, of a document (from, to), and of a question with the preceding answer."""
 
 THINKING = 30.0
-"""Seconds between the turns of a chat, in the mean."""
+"""Mean seconds between the turns of a chat."""
 
 SLOTS = 8
-"""Sequences that the device keeps."""
+"""Number of sequences that the device keeps."""
 
 COLUMNS = ("policy", "seed", "turns", "requests_per_s", "host_share", "hit_rate_device", "hit_rate_host")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What is asked.
+    """The requests.
 
     Attributes:
-        turns: of a chat, at the most.
-        rate: requests a second.
+        turns: most turns of a chat.
+        rate: requests per second.
     """
 
     seed: int
@@ -87,7 +87,7 @@ class Trace:
 
     @property
     def document_tokens(self) -> int:
-        """Of all documents, in the mean of all seeds."""
+        """Tokens of all documents, averaged over all seeds."""
         return self.documents * PAGE * (SHORTEST + LONGEST) // 2
 
 

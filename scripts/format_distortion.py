@@ -1,4 +1,4 @@
-"""What formats leave of the keys and values of a text: the squared error of rows as attention reads them."""
+"""What formats preserve of the keys and values of a text: the squared error of rows as attention reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def distortions(
     """D of keys and of values for each policy: ||x - x'||^2 / ||x||^2, the mean over all rows that are sealed.
 
     A row is a kv head's key after RoPE, or its value, of one token in one layer, as exact prefill made it; x' is what
-    decode attends to in its place. Sink, outliers and the exact tail are no such rows. 0 where nothing is sealed.
+    decode attends to in its place. Sink, outliers and the exact tail are not such rows. 0 if nothing is sealed.
 
     Args:
         prompts: token ids, computed once for all policies.

@@ -1,4 +1,4 @@
-"""Plots of ``formats_table.py``: score against tokens per second, and KL against bytes, with what nothing beats."""
+"""Plots of ``formats_table.py``: score against tokens per second, and KL against bytes, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Point = tuple[float, float]
 
 
 def score_by_speed(lines: Lines, out: Path) -> Path | None:
-    """Writes ``score_by_speed.png``, of the RULER length that most policies have; returns its path, or None where no
+    """Writes ``score_by_speed.png``, for the RULER length that most policies have; returns its path, or None if no
     policy has both figures.
 
     Args:
-        lines: of summary.csv.
+        lines: lines of summary.csv.
     """
     at = {length: _points(lines, "tokens_per_s_60k", f"ruler_{length}k_difference") for length in (32, 16)}
     length = max(at, key=lambda length: len(at[length]))
@@ -39,12 +39,12 @@ def kl_by_bytes(lines: Lines, out: Path) -> Path | None:
 
 
 def _points(lines: Lines, x: str, y: str) -> dict[str, Point]:
-    """Of the policies that have both figures."""
+    """Points of the policies that have both figures."""
     return {line["kv"]: (float(line[x]), float(line[y])) for line in lines if line[x] and line[y]}
 
 
 def _best(points: dict[str, Point], x_sign: int, y_sign: int) -> list[Point]:
-    """Points that no other is at least as good as in both, from left to right; a sign of 1 is more is better."""
+    """Points that no other matches or exceeds in both figures, from left to right; a sign of 1 means more is better."""
     kept: list[Point] = []
     for x, y in sorted(points.values(), key=lambda point: (-x_sign * point[0], -y_sign * point[1])):
         if not kept or y_sign * y > y_sign * kept[-1][1]:
@@ -79,7 +79,7 @@ def _draw(
 
 
 def _name(axis: Any, points: dict[str, Point]) -> None:
-    """Names the points, each at the nearest place that is free."""
+    """Labels the points, each at the nearest free place."""
     from matplotlib.transforms import Bbox
 
     renderer = axis.figure.canvas.get_renderer()

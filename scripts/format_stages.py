@@ -1,4 +1,4 @@
-"""The stages of ``formats_table.py``: each appends the rows that its file has not yet.
+"""The stages of ``formats_table.py``: each appends the rows that its file is missing.
 
 Policies of a stage share what they can: the model, and the prefill of the same prompts.
 """
@@ -43,11 +43,11 @@ CONTEXTS = (61440, 124928)
 """Tokens of a sequence where bytes and speed are measured."""
 
 LENGTHS = (16384, 32768)
-"""Of RULER's prompts and answers."""
+"""Tokens of RULER's prompts and answers."""
 
 
 def measure_bytes(args: argparse.Namespace, rows: Rows) -> None:
-    """What a token of a sequence of 60K takes, scales, states and buffers included, as the planner counts."""
+    """Bytes per token of a sequence of 60K, scales, states and buffers included, as the planner counts."""
     config, context = load_config(args.speed_model), CONTEXTS[0]
     for kv in args.kv:
         cell: Cell = {"model": args.speed_model, "kv": kv, "context": context}
@@ -88,7 +88,7 @@ def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
-    """KL and top-1 against ``full`` along its own continuations, by ``shadowkv.eval``, whose files stay."""
+    """KL and top-1 against ``full`` along its own continuations, by ``shadowkv.eval``, whose files are kept."""
     name, config = _quality_model(args)
     cell: Cell = {
         "model": name,
@@ -101,7 +101,7 @@ def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
         return
     folder = args.out / "fidelity"
     counts = [f"--{one.replace('_', '-')}={cell[one]}" for one in ("prompts", "prompt_tokens", "new_tokens")]
-    # Of attention nothing is asked here: it is compared once, at the first step.
+    # Attention is not needed here: it is compared once, at the first step.
     texts = ["--text", *map(str, args.text)] if args.text else []
     _evaluate("fidelity", args, missing, folder, [*counts, f"--measure-every={args.new_tokens}", *texts])
     measured = read_measured(folder / "fidelity.json")
@@ -115,7 +115,7 @@ def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
-    """Scores in per cent and what they are less than ``full``'s on the same samples, by ``shadowkv.eval``."""
+    """Scores in per cent and how much they are below ``full``'s on the same samples, by ``shadowkv.eval``."""
     name, config = _quality_model(args)
     tasks, folder = tuple(args.tasks or TASKS), args.out / "ruler"
     shown = ",".join(args.tasks) if args.tasks else "all"
@@ -127,7 +127,7 @@ def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
             if not rows.has(cell):
                 missing[length, count][kv] = cell
     for (length, count), cells in sorted(missing.items()):
-        # Those that get more samples get these first, from the same prefill.
+        # Policies that get more samples get these first, from the same prefill.
         together = [kv for (other, most), some in missing.items() if other == length and most >= count for kv in some]
         flags = ["--length", str(length), "--samples", str(count)]
         if args.tasks:
@@ -140,7 +140,7 @@ def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: Sequence[str]) -> Cell:
-    """A policy's mean score of a length and its difference to ``full`` on the samples that both have, in per cent,
+    """A policy's mean score at a length and its difference to ``full`` on the samples that both have, in per cent,
     with standard errors."""
     own, full = (
         {one.sample: one.score for one in answers if (one.policy, one.length) == (policy, length) and one.task in tasks}
@@ -158,9 +158,9 @@ def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: 
 
 
 def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
-    """Decode at the largest batch, by ``throughput_sweep.py``, whose files stay; at 122K of ``--long-kv`` alone.
+    """Decode at the largest batch, by ``throughput_sweep.py``, whose files are kept; at 122K for ``--long-kv`` only.
 
-    Raises RuntimeError without a GPU, and in the end for policies that failed.
+    Raises RuntimeError without a GPU, and at the end for policies that failed.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("throughput is measured on a GPU, and there is none")
@@ -179,7 +179,7 @@ def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
             try:
                 throughput_sweep.main([*flags, "--context", str(context), "--kv", *left])
                 left = []
-            except RuntimeError as error:  # of the first that has no file; the others may yet be well
+            except RuntimeError as error:  # for the first that has no file; the others may still work
                 number = next(number for number, kv in enumerate(left) if not files[kv].exists())
                 failed.append(f"{left[number]} at {context}: {str(error).splitlines()[0]}")
                 left = left[number + 1 :]
@@ -201,7 +201,7 @@ STAGES: dict[str, tuple[Kind, Stage]] = {
     "ruler": (RULER, measure_ruler),
     "throughput": (THROUGHPUT, measure_throughput),
 }
-"""What is measured, in the order of what it takes; each has ``<name>.csv``."""
+"""The stages, ordered by their cost; each has ``<name>.csv``."""
 
 
 def open_rows(out: Path, stage: str) -> Rows:
@@ -210,7 +210,7 @@ def open_rows(out: Path, stage: str) -> Rows:
 
 
 def _evaluate(suite: str, args: argparse.Namespace, policies: Sequence[str], folder: Path, flags: list[str]) -> None:
-    """Runs a suite of ``shadowkv.eval``; raises RuntimeError where it fails, having said why."""
+    """Runs a suite of ``shadowkv.eval``; raises RuntimeError if it fails, after printing why."""
     model = [f"--model={args.model}", f"--load-format={args.load_format}", f"--device={args.device}"]
     model += [
         f"--{name}={value}" for name, value in (("adapter", args.adapter), ("rope-theta", args.rope_theta)) if value
@@ -220,18 +220,18 @@ def _evaluate(suite: str, args: argparse.Namespace, policies: Sequence[str], fol
 
 
 def _quality_model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
-    """Name, the adapter's with it, and config of the model whose answers are judged."""
+    """Name, including the adapter's, and config of the model whose answers are judged."""
     name = Path(args.model).name
     return f"{name}+{Path(args.adapter).name}" if args.adapter else name, load_config(args.model)
 
 
 def _label(kv: str, config: ModelConfig) -> str:
-    """The policy's in files of ``shadowkv.eval``."""
+    """The policy's label in files of ``shadowkv.eval``."""
     return local_policies([kv], (), config.shape)[0].label
 
 
 def _device(name: str) -> str:
-    """What a row says of where it was measured."""
+    """What a row says about where it was measured."""
     return torch.cuda.get_device_name() if device_of(name).type == "cuda" else "cpu"
 
 

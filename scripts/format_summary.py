@@ -1,4 +1,4 @@
-"""What ``formats_table.py`` makes of its stages' rows: one CSV of a line per policy, the same for people, and plots."""
+"""What ``formats_table.py`` makes of its stages' rows: a CSV with one line per policy, a table to read, and plots."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COLUMNS = {
     "batch_122k": ("throughput", {"context": "124928"}, "batch"),
     "tokens_per_s_122k": ("throughput", {"context": "124928"}, "tokens_per_s"),
 }
-"""Of summary.csv after ``kv``: the file, what its rows must have, and the figure."""
+"""Columns of summary.csv after ``kv``: the file, what its rows must have, and the figure."""
 
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-"""Lines between which the table stands."""
+"""Lines that enclose the table."""
 
 Rows = dict[str, list[dict[str, str]]]
 
@@ -36,7 +36,7 @@ Rows = dict[str, list[dict[str, str]]]
 def summarise(out: Path, docs: Path) -> None:
     """Joins the stages' files of ``out``: writes summary.csv and plots there, and the table into ``docs``.
 
-    The last row of a policy counts. Raises ValueError where ``docs`` has no place for a table.
+    The last row of a policy counts. Raises ValueError if ``docs`` has no place for a table.
     """
     files = ("bytes", "distortion", "fidelity", "ruler", "throughput")
     rows: Rows = {name: read(path) if (path := out / f"{name}.csv").exists() else [] for name in files}
@@ -57,12 +57,12 @@ def summarise(out: Path, docs: Path) -> None:
 
 
 def policies(rows: Rows) -> list[str]:
-    """All that any file has, in order of appearance."""
+    """All policies in any file, in order of appearance."""
     return list(dict.fromkeys(row["kv"] for some in rows.values() for row in some))
 
 
 def find(rows: Rows, kv: str, file: str, wanted: dict[str, str]) -> dict[str, str]:
-    """The last row of a policy in a file that has all that is ``wanted``; empty where there is none."""
+    """The last row of a policy in a file that has all that is ``wanted``; empty if there is none."""
     found = [row for row in rows[file] if row["kv"] == kv and wanted.items() <= row.items()]
     return found[-1] if found else {}
 
@@ -77,7 +77,7 @@ def join(rows: Rows) -> list[dict[str, str]]:
 
 
 def markdown(rows: Rows) -> str:
-    """The table for people."""
+    """The table to read."""
     head = ["`--kv`", "bytes a token", "D of keys", "of values", "KL, nats/token", "top-1, %", "RULER 16K", "32K"]
     head += [f"{context}: {name}" for context in ("60K", "122K") for name in ("batch", "ms a step", "tokens/s")]
     lines = [head, ["---", *(["---:"] * (len(head) - 1))]]
@@ -100,7 +100,7 @@ def markdown(rows: Rows) -> str:
 
 
 def sources(rows: Rows) -> list[str]:
-    """Where each file's figures are from, in words: a list."""
+    """Where each file's figures come from, in words: a list."""
     counts = {"prompts": "{} prompts", "prompt_tokens": "{} tokens each", "new_tokens": "{} generated"}
     counts |= {"length": "{} tokens", "samples": "{} samples a task", "context": "{} tokens"}
     told = []
@@ -128,7 +128,7 @@ def _with_error(row: dict[str, str], name: str, scale: float, form: str) -> str:
 
 
 def _paired(row: dict[str, str]) -> str:
-    """A score, and what it is more than ``full``'s on the same samples."""
+    """A score, and its difference to ``full``'s on the same samples."""
     if not row or row["kv"] == "full":
         return _shown(row, "score", "{:.1f}".format)
     error = f" ± {float(row['difference_stderr']):.1f}" if row["difference_stderr"] else ""

@@ -1,7 +1,7 @@
 """One table of all formats and policies: bytes, distortion, fidelity, RULER and decode throughput, by one command.
 
-Stages are measured one after the other, each into ``<stage>.csv`` of ``--out``; rows that are there are not measured
-again, so that the command goes on where it ended, and parts of it may run on other machines (``--stages``, ``--kv``).
+Stages are measured one after the other, each into ``<stage>.csv`` of ``--out``; existing rows are not measured again,
+so that the command continues where it stopped, and parts of it may run on other machines (``--stages``, ``--kv``).
 ``table`` joins what there is: ``summary.csv``, the table in ``--docs``, and plots. What was not measured stays empty.
 
     python scripts/formats_table.py --adapter DIR --rope-theta 4e6 --out benchmarks/results/h200/formats
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def samples(text: str) -> tuple[str | None, int]:
-    """A number of samples, after a policy's name or of all others; raises ArgumentTypeError for what is none."""
+    """A number of samples, after a policy's name or for all others; raises ArgumentTypeError for anything else."""
     kv, named, count = text.rpartition("=")
     if not count.isdecimal() or not int(count):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples, as 25, or of a policy, as turbo=50")

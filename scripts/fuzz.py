@@ -1,8 +1,8 @@
-"""Throws bodies at the server's application that are right, nearly right, and garbage; nothing may break.
+"""Sends bodies to the server's application that are right, nearly right, and garbage; nothing may break.
 
-``fuzz_cases.py`` makes them. A small real engine answers, in this process. Every answer must be well-formed, no status
-5xx but a full queue's 503, no 200 for what ``judge.py`` finds to be nonsense; and the server must be as well
-afterwards.
+``fuzz_cases.py`` makes them. A small real engine answers, in this process. Every answer must be well-formed, with no
+status 5xx except a full queue's 503, and no 200 for what ``judge.py`` considers nonsense; and the server must still be
+healthy afterwards.
 
     python scripts/fuzz.py --bodies 100000
 """
@@ -46,7 +46,7 @@ SERVER = {
 IN_FLIGHT = 24
 ANSWER_SECONDS = 60
 EXAMPLES, MAX_FAULTS = 3, 1000
-"""They tell the story."""
+"""Reported faults: the first ones are informative enough."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Fuzz:
     """One run.
 
     Args:
-        client: talks to the application.
-        cases: what it is asked.
-        judge: what it is held against.
+        client: sends requests to the application.
+        cases: the requests.
+        judge: what answers are checked against.
     """
 
     client: httpx.AsyncClient
@@ -68,7 +68,7 @@ class Fuzz:
     slowest: tuple[float, int] = (0.0, -1)
 
     async def run(self, bodies: int, seconds: float) -> None:
-        """Asks until there have been enough, or time is up."""
+        """Sends requests until there have been enough, or time is up."""
         start, numbers = time.monotonic(), itertools.count()
 
         async def work() -> None:
@@ -116,7 +116,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of a run, and whether all was well."""
+    """All figures of a run, and whether it passed."""
     torch.set_num_threads(1)  # tiny tensors gain nothing from a second one
     with tiny_model(vocab_size=VOCAB) as folder:
         engine = AsyncEngine(EngineConfig(model=str(folder), kv_disk_dir=str(folder / "cache"), **SERVER))
@@ -129,7 +129,7 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _fuzz(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]:
     app, process = build_app(engine, MODEL), psutil.Process()
-    # Exceptions that nobody catches become a status of 500, as behind a real server.
+    # Uncaught exceptions become a status of 500, as behind a real server.
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://fuzz") as client:
 
@@ -167,7 +167,7 @@ async def _fuzz(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]
 
 def main() -> int:
     """Command line; returns the exit status."""
-    faulthandler.enable()  # a crash in native code says where
+    faulthandler.enable()  # a crash in native code reports its place
     args = parse()
     summary = fuzz(args)
     codes = sorted({status for counts in summary["statuses"].values() for status in counts})

@@ -1,8 +1,8 @@
 """Bodies for the fuzzer that are right, nearly right, and garbage.
 
 They are made from the server's own OpenAPI schema, then changed: types swapped, numbers pushed to their bounds, keys
-dropped, added, doubled, trees nested too deep, texts cut, bytes flipped, the wrong content type. Each one depends on
-the seed and its number alone.
+dropped, added, doubled, trees nested too deep, texts cut, bytes flipped, the wrong content type. Each one depends only
+on the seed and its number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from judge_rules import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 
 MODEL = "tiny"
-"""The name that the server knows its model by."""
+"""The model's name on the server."""
 
 OPTIONAL = 0.15
-"""How likely a body has a parameter that it need not have."""
+"""Probability that a body has an optional parameter."""
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
@@ -79,7 +79,7 @@ TYPICAL: dict[str, tuple[Any, ...]] = {
     "tokens": ([], [72, 105]),
     "name": ("a", "b.C-1_"),
 }
-"""What the schema does not tell: values of its parameters that mean something."""
+"""What the schema does not say: meaningful values of its parameters."""
 
 LONG_ENOUGH: tuple[Any, ...] = ("x" * 80, [5] * 100)
 """Prompts that can be saved."""
@@ -124,7 +124,7 @@ class Cases:
 
     Args:
         openapi: the application's schema.
-        seed: with a case's number, all that the case depends on.
+        seed: everything that a case depends on, together with its number.
     """
 
     def __init__(self, openapi: dict[str, Any], seed: int) -> None:
@@ -134,7 +134,7 @@ class Cases:
         self.bodies = {path: one["application/json"] for path, one in contents.items() if "application/json" in one}
 
     def make(self, number: int) -> Case:
-        """The case of that number."""
+        """The case with that number."""
         self._random = rng = random.Random(f"{self._seed} {number}")
         path, content = rng.choice([*self.bodies.items()])
         tree = self._valid(content["schema"])
@@ -151,7 +151,7 @@ class Cases:
     # -- bodies ----------------------------------------------------------------------------------------------------
 
     def _valid(self, schema: dict[str, Any], name: str = "") -> Any:
-        """A value that follows the schema, if not all that the server asks of it."""
+        """A value that follows the schema, though not always all of the server's requirements."""
         rng = self._random
         if name in TYPICAL and rng.random() < 0.8:
             return rng.choice(TYPICAL[name])
@@ -179,7 +179,7 @@ class Cases:
         )
 
     def _changed(self, tree: Any) -> Any:
-        """``tree`` with one change at a random place of it."""
+        """``tree`` with one change at a random place."""
         rng = self._random
         tree = json.loads(json.dumps(tree))  # typical values are shared
         places = list(_places(tree))
@@ -206,7 +206,7 @@ class Cases:
         return tree
 
     def _garbled(self, raw: bytes) -> bytes:
-        """``raw`` with a change that makes it no JSON, mostly."""
+        """``raw`` with a change that usually makes it invalid JSON."""
         rng = self._random
         at, length = rng.randrange(len(raw) + 1), rng.randrange(1, 20)
         colons = [i for i, byte in enumerate(raw) if byte == ord(":")] or [0]
@@ -236,7 +236,7 @@ class Cases:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of a tree that holds a value: its container and its key there. Of long lists the first ten."""
+    """Every place of a tree that holds a value: its container and its key there. Of long lists only the first ten."""
     items: list[tuple[Any, Any]] = []
     if isinstance(tree, dict):
         items = list(tree.items())

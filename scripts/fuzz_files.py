@@ -1,9 +1,9 @@
 """Changes model files, chat templates and JSON bodies at random; whatever reads them must refuse in its documented way.
 
-Starts from small good ones, then flips, cuts, doubles and inserts bytes, puts in numbers at the bounds, and pieces of
-other cases. Each case depends on the seed, its target and its number alone. Reading must end within a few seconds and
-little memory, either well or with the exception that its docstring names; of a model's file that is one line that
-says where.
+Starts from small valid ones, then flips, cuts, doubles and inserts bytes, inserts numbers at the bounds, and pieces of
+other cases. Each case depends only on the seed, its target and its number. Reading must end within a few seconds and
+little memory, either successfully or with the exception that its docstring names; for a model's file that is one line
+that says where.
 
     python scripts/fuzz_files.py --cases 100000 --seconds 600
 """
@@ -42,7 +42,7 @@ from shadowkv.models.registry import config_from_hf, family
 from shadowkv.serve.strict_json import parse as parse_json
 
 CASE_SECONDS, MEMORY = 20, 2 << 30
-"""Most that a case may take; hostile templates are stopped after two seconds of their own time."""
+"""Limits of a case; hostile templates are stopped after two seconds of their own time."""
 
 MAX_FAULTS = 100
 TEMPLATES = (
@@ -65,7 +65,7 @@ MESSAGES = ({"role": "user", "content": " Hi "}, {"role": "assistant", "content"
 
 
 def read_json(raw: bytes) -> None:
-    """What is read can be written back."""
+    """Reads; the result can be written back."""
     value = parse_json(raw)
     assert parse_json(json.dumps(value, allow_nan=False).encode()) == value
 
@@ -76,7 +76,7 @@ def read_template(raw: bytes) -> None:
 
 
 def file_reader(folder: Path, name: str) -> Callable[[bytes], None]:
-    """Loads the model of ``folder``, after its file ``name`` got other content."""
+    """Loads the model of ``folder``, after the content of its file ``name`` was replaced."""
 
     def read(raw: bytes) -> None:
         path = folder / name
@@ -142,10 +142,10 @@ class Target:
     """What is fuzzed.
 
     Attributes:
-        read: given bytes; raises ``documented``, or an exception that is a fault.
-        seeds: good ones.
-        documented: what it may raise; of files the message is a line that says where.
-        folder: of the model, where it is a file of one. Where two files disagree, either may be named.
+        read: takes bytes; raises ``documented``, or an exception that is a fault.
+        seeds: valid inputs.
+        documented: exceptions it may raise; for files, the message is a line that says where.
+        folder: of the model, if the target is one of its files. Where two files disagree, either may be named.
     """
 
     read: Callable[[bytes], None]
@@ -154,7 +154,7 @@ class Target:
     folder: Path | None = None
 
     def fault(self, raw: bytes) -> str | None:
-        """What is wrong with how ``raw`` is read, None if nothing; "" where it was refused, as it may be."""
+        """What is wrong with how ``raw`` is read, None if nothing; "" if it was refused as documented."""
         try:
             self.read(raw)
         except self.documented as error:
@@ -164,7 +164,7 @@ class Target:
             return ""
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # all others are findings; a panic of the tokenizers library is no Exception
+        except BaseException as error:  # all others are findings; a panic of the tokenizers library is not an Exception
             return f"{type(error).__name__}: {error}"[:300]
         return None
 
@@ -188,7 +188,7 @@ def all_targets() -> Iterator[dict[str, Target]]:
 
 
 def generator(seed: int, target: str, number: int) -> random.Random:
-    """All that a case depends on."""
+    """Random numbers for a case, from all that it depends on."""
     return random.Random(f"{seed} {target} {number}")
 
 
@@ -232,7 +232,7 @@ class Found:
 
 
 def confine() -> tuple[int, int]:
-    """Allows this process one thread and ``MEMORY`` more bytes; returns the limits of its memory as they were."""
+    """Limits this process to one thread and ``MEMORY`` more bytes; returns the previous limits of its memory."""
     torch.set_num_threads(1)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MEMORY, limits[1]))
@@ -240,7 +240,7 @@ def confine() -> tuple[int, int]:
 
 
 def fuzz(args: argparse.Namespace) -> dict[str, Found]:
-    """Figures of all targets that were asked for, which take turns."""
+    """Figures of all requested targets, which take turns."""
     limits = confine()
     end = time.monotonic() + args.seconds
     try:
@@ -260,7 +260,7 @@ def fuzz(args: argparse.Namespace) -> dict[str, Found]:
 
 def _one(name: str, target: Target, number: int, seed: int, found: Found) -> None:
     raw = changed(target, generator(seed, name, number))
-    # What never ends is only found from outside: says where it is and ends the process with status 1.
+    # Endless reads are only detected from outside: this prints where they are and ends the process with status 1.
     faulthandler.dump_traceback_later(10 * CASE_SECONDS, exit=True)
     start = time.monotonic()
     fault = target.fault(raw)
@@ -288,7 +288,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Command line; returns the exit status."""
-    faulthandler.enable()  # a crash in native code says where
+    faulthandler.enable()  # a crash in native code reports its place
     found = fuzz(parse())
     print(f"{'target':24}{'cases':>8}{'refused':>9}{'faults':>8}  slowest")
     for name, one in found.items():

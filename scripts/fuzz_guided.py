@@ -1,7 +1,7 @@
-"""Feeds the targets of fuzz_files.py what coverage guides to: libFuzzer keeps what reaches new code, and changes that.
+"""Feeds the targets of fuzz_files.py by coverage: libFuzzer keeps what reaches new code, and mutates that.
 
-Python code of the engine, jinja2 and gguf is instrumented by the atheris library; native code is not seen. Each target
-has a process of its own, starts from its good files, and has a dictionary of pieces. Bytes that are a fault are saved.
+Python code of the engine, jinja2 and gguf is instrumented by the atheris library; native code is not. Each target runs
+in a separate process, starts from its valid files, and has a dictionary of pieces. Bytes that cause a fault are saved.
 
     python scripts/fuzz_guided.py --seconds 20 --out benchmarks/results/cpu/fuzz_guided.json
 """
@@ -30,7 +30,7 @@ from shadowkv.eval.provenance import provenance
 
 
 def guide(name: str, seconds: int, faults: Path, folder: Path) -> None:
-    """Fuzzes the target ``name`` and ends the process; ``folder / "log"`` says how it went."""
+    """Fuzzes the target ``name`` and ends the process; ``folder / "log"`` has the outcome."""
     corpus, words = folder / "corpus", folder / "words"
     os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     fuzz_files.confine()
@@ -60,7 +60,7 @@ def guide(name: str, seconds: int, faults: Path, folder: Path) -> None:
 
 
 def figures(log: str, status: int | None) -> dict[str, Any]:
-    """What a log says: cases, edges and features of coverage, cases that reached new code, faults."""
+    """Figures in a log: cases, edges and features of coverage, cases that reached new code, faults."""
     runs = [int(count) for count in re.findall(r"^stat::number_of_executed_units: (\d+)$", log, re.M)]
     reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", log) or [(0, 0, 0)]
     faults = re.findall(r"^fault: (.*)$", log, re.M) + re.findall(r"Test unit written to (.*)$", log, re.M)

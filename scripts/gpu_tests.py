@@ -29,10 +29,10 @@ FOLDERS = (
 )
 """Longest tests first, so that none is left to run alone."""
 FOR_A_GPU = re.compile(r"cuda|^from driver import", re.MULTILINE)
-"""What files name whose tests run on a GPU where there is one; the others are in ``make test`` alone."""
+"""What files contain whose tests run on a GPU if there is one; the others run in ``make test`` only."""
 PROCESSES = min(12, os.cpu_count() or 1)
 TEST_SECONDS, ALL_SECONDS = 90, 410
-"""Limits; after the second no other test is begun. With the build, ten minutes are enough whatever hangs."""
+"""Limits; after the second no other test is started. With the build, ten minutes are enough whatever hangs."""
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -43,10 +43,10 @@ def files() -> list[str]:
 
 
 def run(report: Path, more: list[str]) -> int:
-    """Runs pytest, which writes ``report``; returns its exit status, or -1 where it had to be stopped."""
+    """Runs pytest, which writes ``report``; returns its exit status, or -1 if it had to be stopped."""
     command = [
         *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=12"),
-        # Tests are handed out one by one.
+        # Tests are distributed one by one.
         *("-n", str(PROCESSES), "--dist=load", "--maxschedchunk=1", f"--junitxml={report}"),
         *(f"--timeout={TEST_SECONDS}", "--timeout-method=thread", f"--session-timeout={ALL_SECONDS}"),
         *(more if any(not word.startswith("-") for word in more) else [*files(), *more]),
@@ -56,7 +56,7 @@ def run(report: Path, more: list[str]) -> int:
     try:
         return process.wait(ALL_SECONDS + TEST_SECONDS + 15)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # which still writes the report
+        process.send_signal(signal.SIGINT)  # it still writes the report then
         with suppress(subprocess.TimeoutExpired):
             process.wait(15)
         return -1
@@ -66,7 +66,7 @@ def run(report: Path, more: list[str]) -> int:
 
 
 def summary(report: Path) -> tuple[list[str], Counter[str]]:
-    """A line for each file and each test that failed, and how many tests came to what."""
+    """A line for each file and each failed test, and the number of tests by outcome."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     seconds: Counter[str] = Counter()
     failures = []

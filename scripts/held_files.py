@@ -1,4 +1,4 @@
-"""What a directory of snapshots holds of prompts, every byte of it read."""
+"""What a directory of snapshots holds of prompts, with every byte read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Held:
     """What is in a directory.
 
     Attributes:
-        origin: what names of pages build on; empty where there is no file.
+        origin: what names of pages build on; empty without a file.
         pages: names of the pages that usable files hold.
         files: names of all files.
-        bad: of those that are not what was written.
-        half_written: temporary ones, and their bytes.
+        bad: names of those that are not what was written.
+        half_written: temporary files, and their bytes.
     """
 
     origin: str
@@ -50,6 +50,6 @@ class Held:
         return cls(origin, frozenset(pages), files, frozenset(bad), (len(temporary), sum(temporary)))
 
     def tokens(self, prompt: list[int]) -> int:
-        """How many of a prompt's tokens files hold, but for the last, which is always computed."""
+        """How many of a prompt's tokens files hold, except the last, which is always computed."""
         names = PageNames(self.origin).extend_to(prompt[:-1]) if self.origin else []
         return PAGE * next((number for number, name in enumerate(names) if name not in self.pages), len(names))

@@ -1,10 +1,10 @@
-"""Sends a live server bodies that are made to cost, and measures what everybody else notices of them.
+"""Sends a live server bodies that are costly by design, and measures how they affect other clients.
 
-For each attack, several clients at a time send the same body, from a process of their own. Meanwhile /health is asked
-every few milliseconds, and a small chat request one after another. The figures: the time that /health takes, the
+For each attack, several clients at a time send the same body, from a separate process. Meanwhile /health is requested
+every few milliseconds, and a small chat is requested repeatedly. The figures: the time that /health takes, the
 server's resident memory (its own and that of its processes for long bodies), and the time of a small request.
 
-It starts a server of its own, with a tiny model:
+It starts its own server, with a tiny model:
 
     python scripts/hostile.py --out benchmarks/results/cpu/hostile.json
 """
@@ -34,9 +34,9 @@ from shadowkv.serve.settings import ServerSettings
 
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 EVERY = 0.005
-"""Seconds between two questions to /health."""
+"""Seconds between two requests to /health."""
 SECONDS = 600
-"""An attack has to be over by then."""
+"""Limit for an attack."""
 SMALL = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -50,13 +50,13 @@ def schema(rules: dict[str, Any]) -> bytes:
 
 
 def strings(count: int, longest: int) -> dict[str, Any]:
-    """An object of strings, each with a length of its own."""
+    """An object of strings, each with a different length."""
     properties = {f"p{i}": {"type": "string", "maxLength": longest + i} for i in range(count)}
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 def references(count: int) -> dict[str, Any]:
-    """A chain of references in no order, and a name that nothing may have."""
+    """A chain of references in random order, and a name that cannot have a value."""
     rules = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in Random(0).sample(range(count), count)}
     properties = {"a": {"$ref": "#/$defs/0"}, "b": False}
     return {"properties": properties, "required": ["a", "b"], "$defs": {**rules, str(count): {}}}
@@ -82,11 +82,11 @@ ATTACKS: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "strings of few lengths": (TEXT, lambda size: schema(strings(8, 900))),
     "a chain of references": (TEXT, lambda size: schema(references(3_000))),
 }
-"""By name, where to send which body, of about so many bytes."""
+"""By name, where to send which body, of about the given size in bytes."""
 
 
 def attack(url: str, name: str, size: int, clients: int) -> dict[str, int]:
-    """Sends an attack's body from so many clients at a time; returns how often each status came."""
+    """Sends an attack's body from ``clients`` clients at a time; returns how often each status came."""
     path, make = ATTACKS[name]
     content, headers = make(size), {"Content-Type": "application/json"}
 
@@ -101,11 +101,11 @@ def attack(url: str, name: str, size: int, clients: int) -> dict[str, int]:
 
 
 class Watch:
-    """What others notice while something is under way.
+    """Measures what other clients see while something is running.
 
     Args:
-        url: of the server.
-        under_way: what that is.
+        url: the server's.
+        under_way: what is running.
     """
 
     def __init__(self, url: str, under_way: Future[Any]) -> None:
@@ -115,7 +115,7 @@ class Watch:
         self.memory = [0, 0]
 
     def run(self) -> None:
-        """Watches until it is over."""
+        """Measures until it is over."""
         threads = [threading.Thread(target=one) for one in (self._ask_small, self._weigh)]
         for thread in threads:
             thread.start()

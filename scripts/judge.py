@@ -1,4 +1,4 @@
-"""What the fuzzer holds against the server: which bodies are nonsense, and which answers are not well-formed.
+"""The fuzzer's judge: which bodies are nonsense, and which answers are not well-formed.
 
 Written from the API's documents (OpenAI's, vLLM's for its extra parameters, docs/design/server.md for limits), not from
 the server's code. It is lenient where they leave room: it need not find all nonsense, but what it finds must not be
@@ -32,10 +32,10 @@ from judge_rules import (
 )
 
 ENDS = (["stop"], ["length"], ["tool_calls"])
-"""Of a choice, in all of its chunks."""
+"""Finish reasons of a choice, in all of its chunks."""
 
 CONVERSATIONS = ("/v1/responses", "/v1/messages")
-"""Routes of other APIs than that of chats."""
+"""Routes of APIs other than that of chats."""
 
 PAGE = 64
 """Tokens that are saved together."""
@@ -43,7 +43,7 @@ PAGE = 64
 
 @dataclass(frozen=True)
 class Judge:
-    """Knows what is served: the model's name, its longest sequence and its number of tokens; every byte is one."""
+    """Knows what is served: the model's name, its longest sequence and its number of tokens; each byte is a token."""
 
     model: str
     limit: int
@@ -51,7 +51,7 @@ class Judge:
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """By route, what a body has to be, each parameter for itself."""
+        """By route, what a body has to be, parameter by parameter."""
         shared = shared_rules(self.model, self.vocab)
         model, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, self.vocab - 1)
         tokens = some(token, 1)
@@ -108,7 +108,7 @@ class Judge:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def nonsense(self, path: str, content_type: str | None, raw: bytes) -> str | None:
-        """Why this request must not be answered with 200, if so."""
+        """Why this request must not be answered with 200, if that is so."""
         kind = (content_type or "").split(";")[0].strip().lower()
         if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
             return "the content type is not JSON"
@@ -128,7 +128,7 @@ class Judge:
         return self._contradiction(body, "messages" in body) if path.endswith("completions") else None
 
     def _unsavable(self, body: dict[str, Any]) -> str | None:
-        """What does not go together in a prompt to be saved: it needs a page, and a token behind that."""
+        """Contradictions in a prompt to be saved: it needs a page, and a token after that."""
         if ("prompt" in body) == ("messages" in body):
             return "neither or both of prompt and messages"
         if body.get("parse_special") and "prompt" in body:
@@ -139,7 +139,7 @@ class Judge:
         return "longer than the context" if longest + 1 > self.limit else None
 
     def _contradiction(self, body: dict[str, Any], chat: bool) -> str | None:
-        """What does not go together in a request for text."""
+        """Contradictions in a request for text."""
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         least = 0 if body.get("echo") and not chat else 1
         asked = min(limits, default=1)
@@ -164,7 +164,7 @@ class Judge:
 
     @staticmethod
     def _length(prompt: str | list[int]) -> int:
-        """Tokens of a prompt; those of a chat at the least: its template adds some."""
+        """Tokens of a prompt; for a chat a lower bound: its template adds some."""
         return len(prompt) if isinstance(prompt, list) else len(prompt.encode())
 
     # -- answers ---------------------------------------------------------------------------------------------------
@@ -220,12 +220,12 @@ class Judge:
         if form in ("json_object", "json_schema") and not (body.get("stop") or body.get("stop_token_ids")):
             for index, end in ends.items():
                 if end == ["stop"] and not body.get("echo"):
-                    loads(said[index].encode())  # or it cannot be read
+                    loads(said[index].encode())  # raises if it cannot be read
         return None
 
 
 def prompts(body: dict[str, Any]) -> list[Any]:
-    """Every prompt of a good body; of a chat, all of its text."""
+    """Every prompt of a valid body; of a chat, all of its text."""
     if "messages" in body:
         contents = [message.get("content") or "" for message in body["messages"]]
         return ["".join(c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents)]

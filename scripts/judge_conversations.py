@@ -1,7 +1,7 @@
-"""What the fuzzer holds against ``/v1/responses`` and ``/v1/messages``: bodies that are nonsense, answers ill-formed.
+"""The fuzzer's judge for ``/v1/responses`` and ``/v1/messages``: bodies that are nonsense, answers ill-formed.
 
-Written from the two APIs' documents, as ``judge.py`` is from those of chats, and as lenient: what does not go together
-is the server's to find.
+Written from the two APIs' documents, as ``judge.py`` is from those of chats, and as lenient: finding contradictions is
+left to the server.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def responses_body(sampling: dict[str, Rule]) -> Rule:
 
 
 def prompt_rules() -> dict[str, Rule]:
-    """Of both routes of ``/v1/messages``."""
+    """Rules for both routes of ``/v1/messages``."""
     part = fields({"type": one_of("text"), "text": utf8, "citations": anything}, "type", "text")
     block = either(
         part,
@@ -95,7 +95,7 @@ def messages_body(sampling: dict[str, Rule]) -> Rule:
 
 
 def ill_formed(path: str, body: dict[str, Any], response: httpx.Response) -> str | None:
-    """What is wrong with the form of an answer of these routes, if anything is; raises ValueError or KeyError too."""
+    """What is wrong with the form of an answer of these routes, if anything; may raise ValueError or KeyError, too."""
     if response.status_code != 200:
         return _error(path, response)
     if path.endswith("/count_tokens"):

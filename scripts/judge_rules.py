@@ -1,4 +1,4 @@
-"""Rules that ``judge.py`` is made of: what a value, a list or an object has to be, and which fields have no effect."""
+"""Rules that ``judge.py`` is built from: what a value, list or object has to be, and which fields have no effect."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def number(low: float, high: float, above: float = -math.inf) -> Rule:
 
 
 def some(rule: Rule, least: int = 0, most: float = math.inf) -> Rule:
-    """A list of so many."""
+    """A list of ``least`` to ``most`` items."""
     return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
 
 
 def short(most: int, least: int = 0) -> Rule:
-    """A text of so many characters."""
+    """A text of ``least`` to ``most`` characters."""
     return lambda value: isinstance(value, str) and least <= len(value) <= most
 
 
@@ -57,7 +57,7 @@ def either(*rules: Rule) -> Rule:
 
 
 def fields(rules: dict[str, Rule], *required: str) -> Rule:
-    """An object whose fields follow the rules; null is the same as left out."""
+    """An object whose fields follow the rules; null is the same as omitted."""
 
     def check(value: Any) -> bool:
         if not isinstance(value, dict) or any(value.get(name) is None for name in required):
@@ -72,12 +72,12 @@ def given(value: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def harmless(name: str, value: Any) -> bool:
-    """Whether a parameter that is not supported asks for nothing: one that nobody knows is a hint to somebody else."""
+    """Whether an unsupported parameter has no effect: an unknown one is a hint for other servers."""
     neutral = [value == other and type(value) is type(other) for other in NEUTRAL.get(name, ())]
     return name in WITHOUT_EFFECT or any(neutral) or (name not in NEUTRAL and name not in WITH_EFFECT)
 
 
-# On purpose not those of shadowkv/serve/request_schema.py: a list that is wrong there must differ from this one.
+# Deliberately not those of shadowkv/serve/request_schema.py: a list that is wrong there must differ from this one.
 WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     + ("prediction", "include_obfuscation")
@@ -128,7 +128,7 @@ def response_format(value: Any) -> bool:
 
 
 def json_object(value: Any) -> bool:
-    """The text of one; an empty one is taken for that of no arguments."""
+    """JSON text of an object; an empty text counts as one without arguments."""
     try:
         return not value.strip() or isinstance(loads(value.encode()), dict)
     except (AttributeError, ValueError, RecursionError):
@@ -155,7 +155,7 @@ tool_call = fields(
 
 
 def loads(raw: bytes) -> Any:
-    """JSON, without the NaN and Infinity that Python lets pass."""
+    """JSON, without the NaN and Infinity that Python accepts."""
     return json.loads(raw, parse_constant=_refuse)
 
 

@@ -1,15 +1,15 @@
-"""Servers that are killed under load, again and again, and started on what they left on the disk: does it serve?
+"""Kills servers under load, again and again, and restarts them on what they left on the disk: do they still serve?
 
-Clients ask questions about documents, opened by a long question each, whose prompt computes the document. A server that
-nobody kills says what every question is answered, with as much of it cached; with nothing cached where answers must not
-depend on that (``full``). Compressed, they depend on the company in a batch, too: requests run one at a time, unless
-``--batch`` says otherwise, and others wait.
+Clients ask questions about documents, each opened by a long question whose prompt computes the document. A server that
+is not killed gives the expected answer to every question, with the same part of it cached; with nothing cached where
+answers must not depend on that (``full``). Compressed, they also depend on the other requests in a batch: requests run
+one at a time, unless ``--batch`` says otherwise, and others wait.
 
 Then a server with a directory is killed (SIGKILL) at a random moment, every other time while a file is being written,
-and the next one started on the same directory, so many times:
+and the next one started on the same directory, a given number of times:
 
-- answers must be those, log-probabilities within ``--tolerance``;
-- no token may be computed again that an intact file held when the server started;
+- answers must be the expected ones, log-probabilities within ``--tolerance``;
+- no token may be recomputed that an intact file held when the server started;
 - no file may be bad, and none may be gone; half-written ones are counted.
 
     python scripts/kill_sweep.py --kv full turbo:dense_below=0 --out results/kills.json
@@ -45,11 +45,11 @@ from shadowkv.kvcache.spec import PAGE
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12
-"""An opening question is longer than what stays exact behind a document, which is then sealed as its prompt is."""
+"""An opening question is longer than what stays exact after a document, which is then sealed as its prompt is."""
 LEAST_SECONDS, LOOK_SECONDS = 0.2, 0.002
 
 Question = tuple[int, int]
-"""A document's number, and that of a question about it; 0 opens it."""
+"""A document's number, and that of a question about it; 0 opens the document."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Sweep:
     """All runs of a policy.
 
     Attributes:
-        known: what questions are answered, with so many tokens cached; with 0 for any number where answers must not
+        known: expected answers of questions by number of cached tokens; 0 stands for any number where answers must not
             depend on it.
         prompts: tokens of questions.
     """
@@ -93,15 +93,15 @@ class Sweep:
         return " ".join(self.random.choices(WORDS, k=words))
 
     def flags(self, directory: Path | None) -> dict[str, Any]:
-        """Of a server."""
+        """Flags of a server."""
         args = self.args
         found = {"model": args.model, "load_format": args.load_format, "device": args.device, "kv": self.kv}
         found |= {"max_num_seqs": args.batch, "max_cached_seqs": args.cached, "max_model_len": args.max_model_len}
-        found["max_num_batched_tokens"] = 1024  # documents are computed one after another: some are before a kill
+        found["max_num_batched_tokens"] = 1024  # documents are computed one after another: some are done before a kill
         return found | ({} if directory is None else {"kv_disk_dir": directory, "kv_disk_gib": 8})
 
     def run(self, directory: Path) -> None:
-        """Servers one after another, the first of which is not killed."""
+        """Servers one after another; the first is not killed."""
         self._serve(None, self.learn)
         held = Held.of(directory)
         for kill in range(self.args.kills):
@@ -115,7 +115,7 @@ class Sweep:
         self._left(directory, held)
 
     def _left(self, directory: Path, before: Held) -> Held:
-        """What a server has left."""
+        """What a server has left behind."""
         held = Held.of(directory)
         self.counts["bad files"] += len(held.bad)
         self.counts["files gone"] += len(before.files - held.files)
@@ -124,7 +124,7 @@ class Sweep:
         return held
 
     def _serve(self, directory: Path | None, use: Any) -> None:
-        """Starts a server, and has it used; whoever uses it says whether it is to be killed."""
+        """Starts a server, and calls ``use`` on it, which says whether it is to be killed."""
         start = time.monotonic()
         process, url = start_server(self.flags(directory))
         self.slowest_start = max(self.slowest_start, time.monotonic() - start)
@@ -146,7 +146,7 @@ class Sweep:
     # -- what servers are asked ------------------------------------------------------------------------------------
 
     async def learn(self, client: SoakClient) -> None:
-        """Answers with nothing cached; and, where they depend on that, with a document, then with the question too."""
+        """Answers with nothing cached; and, if they depend on that, with a document cached, then the question too."""
         for question, messages in self.messages.items():
             self.prompts[question] = (await client.post("/tokenize", {"messages": messages}))["tokens"]
         if self.kv == "full":
@@ -166,7 +166,7 @@ class Sweep:
         return 0 if self.kv == "full" else tokens
 
     async def load(self, client: SoakClient, directory: Path, held: Held) -> None:
-        """Clients ask until the server is killed."""
+        """Clients send questions until the server is killed."""
         opened = [asyncio.Lock() for _ in range(self.args.documents)]
         done = set[int]()
         clients = [
@@ -179,8 +179,8 @@ class Sweep:
         await asyncio.gather(*clients)
 
     async def _moment(self, directory: Path) -> None:
-        """Waits for the moment of a kill: any, or every other time one at which something has been answered and a file
-        is half written, if that comes."""
+        """Waits for the moment of a kill: any, or every other time one when something has been answered and a file
+        is half written, if that occurs."""
         if self.counts["kills"] % 2 == 0:
             await asyncio.sleep(self.random.uniform(LEAST_SECONDS, self.args.seconds))
             return
@@ -205,13 +205,13 @@ class Sweep:
                     return
 
     async def ask_all(self, client: SoakClient, held: Held) -> None:
-        """Every question once, of a server that is told to end."""
+        """Every question once, to a server that is then told to end."""
         for question in self.messages:
             await self.ask(client, question, held)
         self.counts["files found corrupt"] = int(await client.gauge("shadowkv:prefix_cache_corrupt_files_total"))
 
     async def ask(self, client: SoakClient, question: Question, held: Held) -> bool:
-        """Asks and judges; returns whether the server is still there."""
+        """Asks and checks; returns whether the server is still there."""
         self.counts["requests"] += 1
         try:
             turn = await client.turn(self.messages[question])
@@ -225,7 +225,7 @@ class Sweep:
         return True
 
     def judge(self, question: Question, cached: int, answer: Answer, held: int) -> None:
-        """Counts an answer with so many tokens cached, of which files ``held`` so many."""
+        """Counts an answer with ``cached`` tokens cached, of which files held ``held``."""
         tokens = len(self.prompts[question])
         self.counts.update({"answered": 1, "prompt tokens": tokens, "cached": cached, "held by files": held})
         if cached < held:
@@ -248,12 +248,12 @@ class Sweep:
             self.fault("{} wrong by {:.4f}: {!r} for {!r}".format(where, difference, *texts))
 
     def fault(self, text: str) -> None:
-        """Notes what must not be."""
+        """Records a fault."""
         self.faults.append(text[:300])
         print(f"{self.kv}: {self.faults[-1]}", file=sys.stderr, flush=True)
 
     def summary(self) -> dict[str, Any]:
-        """All figures, and whether all was well."""
+        """All figures, and whether the run passed."""
         names = ("kills", "starts", "requests", "answered", "cut off", "same", "near-ties", "wrong", "cached otherwise")
         names += ("went on with another's tail",)
         names += ("prompt tokens", "cached", "held by files", "computed again", "files", "bad files", "files gone")
@@ -293,9 +293,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs it; returns 1 unless all was well."""
+    """Runs it; returns 1 if anything failed."""
     args = parse(argv)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was started in the background
     results: list[dict[str, Any]] = []
     for kv in args.kv:
         sweep = Sweep(args, kv)

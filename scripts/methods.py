@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = {"cpu": "C++", "triton": "Triton", "cuda": "CUDA"}
-"""What backends of ops run in besides their references, by the first word of their files' names."""
+"""Languages of ops' backends besides their references, by the first word of their files' names."""
 
 
 class Method(NamedTuple):
@@ -17,9 +17,9 @@ class Method(NamedTuple):
         name: of the method.
         modules: in ``shadowkv``.
         ops: folders in ``shadowkv/ops``.
-        sources: where reading its C++ and CUDA begins, in ``csrc``.
+        sources: where reading its C++ and CUDA starts, in ``csrc``.
         tests: in ``tests``, which lead to those on GPUs.
-        without: pairs of an op and a language whose backend of it takes none of this method's formats.
+        without: pairs of an op and a language whose backend supports none of this method's formats.
     """
 
     name: str
@@ -207,7 +207,7 @@ def _listed(paths: tuple[str, ...]) -> str:
 
 
 def _with_backends(op: str, without: tuple[tuple[str, str], ...]) -> str:
-    """An op and what its backends run in, of those that have files, less those of ``without``."""
+    """An op and the languages of its backends that have files, less those in ``without``."""
     words = {file.stem.partition("_")[0] for file in (ROOT / "shadowkv/ops" / op).glob("*.py")}
     found = [name for word, name in LANGUAGES.items() if word in words and (op, name) not in without]
     return f"`{op}` ({', '.join(found)})" if found else f"`{op}`"

@@ -1,4 +1,4 @@
-"""What requests notice of a long prompt: gaps between tokens of those that decode, and how long a short one waits."""
+"""How a long prompt affects requests: gaps between tokens of those that decode, and how long a short one waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sweep_engine import greedy, random_prompt, seconds_to_first_token, step
 from shadowkv.engine.engine import Engine
 
 SETTLED = 32
-"""Tokens that every request has before the long prompt comes: captures of their graphs are over by then. The graph of
-the batch that it joins is captured in the last gap, as in a server."""
+"""Tokens that every request has before the long prompt arrives: captures of their graphs are over by then. The graph
+of the batch that it joins is captured in the last gap, as in a server."""
 
 LEFT = 8
-"""Tokens of a long prompt's answer: it is still there when the step of its first one is over."""
+"""Tokens of a long prompt's answer: it is still running when the step of its first one is over."""
 
 
 class GapCase(NamedTuple):
@@ -40,9 +40,9 @@ GAP_CASE = GapCase(16, 61440, 512, 124928)
 
 
 def measure_gaps(engine: Engine, case: GapCase) -> dict[str, float]:
-    """Figures of both; the engine is left empty."""
+    """Figures of both; the engine is left empty afterwards."""
     draw = random.Random(0)
-    seconds_to_first_token(engine, random_prompt(engine, case.behind, draw))  # what its shapes need once is there
+    seconds_to_first_token(engine, random_prompt(engine, case.behind, draw))  # creates all that its shapes need once
     gaps = gaps_beside(engine, case, draw)
     print("gaps of a request, ms:", *(f"{1e3 * gap:.1f}" for gap in gaps[0]), flush=True)
     p50, p99 = np.percentile(1e3 * np.concatenate(gaps), (50, 99)).tolist()
@@ -50,8 +50,8 @@ def measure_gaps(engine: Engine, case: GapCase) -> dict[str, float]:
 
 
 def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list[float]]:
-    """Seconds between the tokens of each request that decodes, from the moment a long prompt is offered to its first
-    token, in order. Raises RuntimeError where answers end before that, or leave the prompt no room."""
+    """Seconds between the tokens of each decoding request, from the moment a long prompt is submitted to its first
+    token, in order. Raises RuntimeError if answers end before that, or leave the prompt no room."""
     times: dict[str, list[float]] = {str(number): [] for number in range(case.decoding)}
     for name in times:
         engine.add_request(name, random_prompt(engine, case.prompt, draw), greedy(case.answer))
@@ -71,7 +71,7 @@ def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list
 
 
 def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:
-    """A step; notes when tokens came, and returns whose."""
+    """A step; records when tokens arrived, and returns for which requests."""
     names, now = {output.request_id for output in step(engine)}, time.perf_counter()
     for name in names & times.keys():
         times[name].append(now)
@@ -79,7 +79,7 @@ def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:
 
 
 def wait_behind(engine: Engine, case: GapCase, draw: random.Random) -> float:
-    """Seconds to the first token of a short prompt that comes while a long one is computed alone."""
+    """Seconds to the first token of a short prompt that arrives while a long one is computed alone."""
     prompt, probe = (random_prompt(engine, tokens, draw) for tokens in (case.probe_behind, case.probe))
     start = time.perf_counter()
     engine.add_request("long", prompt, greedy(LEFT))

@@ -1,9 +1,9 @@
-"""Requests at once, short and long: throughput, times to first token and per token, through ``Engine.step``.
+"""Concurrent requests, short and long: throughput, times to first token and per token, through ``Engine.step``.
 
-A case is requests x prompt + answer tokens, all offered together, greedy, to the last token. Each has an engine of its
-own, for as many sequences at once as the case has requests, or as ``--max-num-seqs`` says. With ``--gaps`` there are no
-cases, but what those that decode notice of a long prompt, and what a short prompt does. Rows that the file has are not
-measured again.
+A case is requests x prompt + answer tokens, all submitted together, greedy, to the last token. Each has its own engine,
+for as many concurrent sequences as the case has requests, or as ``--max-num-seqs`` says. With ``--gaps`` there are no
+cases; it measures how a long prompt affects decoding requests and a short prompt. Rows that the file already has are
+not measured again.
 
     python scripts/mixed_sweep.py --model llama-3.1-8b --load-format dummy --kv full turbo --out results/mixed.csv
     python scripts/mixed_sweep.py --model llama-3.1-8b --load-format dummy --gaps --out results/gaps.csv
@@ -38,11 +38,11 @@ from sweep_rows import GAPS, MIXED, Rows
 from shadowkv.engine.engine import Engine
 
 WARM_UP = 16384
-"""Prompt tokens, of 16 requests at the most, that an engine is given before those that count."""
+"""Prompt tokens, from at most 16 requests, that an engine is given before those that count."""
 
 
 class Case(NamedTuple):
-    """So many requests of ``input`` tokens that are answered with ``output``."""
+    """``requests`` requests of ``input`` tokens that are answered with ``output`` tokens each."""
 
     requests: int
     input: int
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def case(text: str) -> Case:
-    """A case as it is written; raises ArgumentTypeError for what is none."""
+    """Parses a case; raises ArgumentTypeError for anything else."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not requests x prompt + answer tokens, as 64x8192+128")
@@ -93,14 +93,14 @@ def sweep(args: argparse.Namespace, cell: Cell, one: Case | GapCase) -> None:
 
 
 def measure(engine: Engine, one: Case) -> dict[str, float | None]:
-    """Figures of a case, after a few of its requests that do not count."""
+    """Figures of a case, after a few of its requests as warm-up."""
     few = max(1, min(one.requests, 16, WARM_UP // one.input))
     serve(engine, one._replace(requests=few, output=min(8, one.output)), seed=1)
     return serve(engine, one, seed=0)
 
 
 def serve(engine: Engine, one: Case, seed: int) -> dict[str, float | None]:
-    """Runs all requests; seconds are from the moment before the first was offered."""
+    """Runs all requests; seconds count from just before the first was submitted."""
     draw, ends = random.Random(seed), []
     prompts = [random_prompt(engine, one.input, draw) for _ in range(one.requests)]
     start = time.monotonic()

@@ -1,8 +1,8 @@
-"""How many blocks of keys a sparse prefill attends to, by what stands before them: of RULER prompts, as a JSON file.
+"""How many blocks of keys a sparse prefill attends to, by position, for RULER prompts, as a JSON file.
 
-Shares are of the blocks up to each tile, as ``--replay`` of the sweeps takes them; the file's ``replay`` is that flag's
-value. ``--extrapolate`` adds longer prompts: a tile keeps about as many blocks wherever it is, as many as those of the
-longest prompts that were measured did in the mean.
+Shares refer to the blocks up to each tile, as in ``--replay`` of the sweeps; the file's ``replay`` is that flag's
+value. ``--extrapolate`` adds longer prompts: a tile keeps about the same number of blocks wherever it is, so the mean
+number for the longest measured prompts is used.
 
     python scripts/prefill_density.py --adapter smollm2-135m-64k --rope-theta 4e6 --length 16384 32768 61440 \\
         --extrapolate 124928 249856 --out results/prefill/density.json
@@ -35,7 +35,7 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 TASKS = ("niah_multivalue", "vt", "qa_1", "fwe", "niah_multikey_3")
 
 Kept = dict[int, float]
-"""By a tile's place, counted from the prompt's start: blocks that it attended to, in the mean of layers and heads."""
+"""By a tile's position, counted from the prompt's start: blocks that it attended to, averaged over layers and heads."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,9 +85,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(loaded: LoadedModel, prompt: list[int]) -> Kept:
-    """Of one prompt; raises ValueError where none of its blocks is sparse."""
+    """Blocks kept for one prompt; raises ValueError if none of its blocks is sparse."""
     cache = open_cache(loaded, preset("full:prefill=sparse"), len(prompt) + 1)
-    seen: defaultdict[int, list[Tensor]] = defaultdict(list)  # by the place of the first tile
+    seen: defaultdict[int, list[Tensor]] = defaultdict(list)  # by the position of the first tile
 
     def hook(layer: int, q: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         seen[indices.shape[2] - indices.shape[1]].append(counts.float().mean(0))
@@ -102,13 +102,13 @@ def measure(loaded: LoadedModel, prompt: list[int]) -> Kept:
 
 
 def mean(prompts: Sequence[Kept]) -> Kept:
-    """Tile by tile, of the prompts that have it."""
+    """Mean tile by tile, over the prompts that have it."""
     tiles = sorted({tile for one in prompts for tile in one})
     return {tile: float(np.mean([one[tile] for one in prompts if tile in one])) for tile in tiles}
 
 
 def density(kept: Kept, first: int = 0, stop: int | None = None) -> float:
-    """Share of the blocks up to each tile from ``first`` to before ``stop``, each block as much as any other."""
+    """Share of the blocks up to each tile from ``first`` to before ``stop``, with equal weight for each block."""
     tiles = [tile for tile in kept if tile >= first and (stop is None or tile < stop)]
     return sum(kept[tile] for tile in tiles) / sum(tile + 1 for tile in tiles)
 
@@ -120,7 +120,7 @@ def blocks_per_tile(kept: Kept) -> float:
 
 
 def extrapolated(blocks: float, length: int, block_tokens: int) -> float:
-    """Density of a prompt of ``length`` tokens whose tiles keep ``blocks`` each, behind a first block of queries that
+    """Density of a prompt of ``length`` tokens whose tiles keep ``blocks`` each, after a first block of queries that
     attends to everything without choosing."""
     tiles = -(-length // BLOCK)
     dense = sparse_prefill.DENSE_LAST // BLOCK
@@ -129,7 +129,7 @@ def extrapolated(blocks: float, length: int, block_tokens: int) -> float:
 
 
 def summary(found: dict[int, dict[str, Kept]], longer: Sequence[int], block_tokens: int) -> dict[str, object]:
-    """What the file says of prompts by length and task."""
+    """Content of the file, for prompts by length and task."""
     together = {length: mean(list(tasks.values())) for length, tasks in found.items()}
     step = block_tokens // BLOCK
     by_end = {

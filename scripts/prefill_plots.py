@@ -16,7 +16,7 @@ from throughput_plots import COLOURS
 DASHES = {"dense": "-", "sparse": "--", "auto": "-."}
 MARKERS = {"none": "o", "fp8": "s"}
 OTHERS = "tab:purple"
-"""Colour of other engines than this one."""
+"""Colour of engines other than this one."""
 
 
 def plot(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Times to first token of short prompts: the default policy against ``full``, in turns on one model's weights."""
+"""Times to first token of short prompts: the default policy against ``full``, alternating on one model's weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shadowkv.engine.loading import load_from_config
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 
 SHARE = 0.5
-"""Of the device's memory, what weights and the first of the two engines take."""
+"""Share of the device's memory that weights and the first of the two engines take."""
 
 
 def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: Rows) -> None:
-    """A row for each length: medians of ``repeats`` prompts that both engines are given, after one that is not timed.
+    """A row for each length: medians of ``repeats`` prompts given to both engines, after an untimed one.
 
-    The engines are as they are by default, for the longest sequences of the model too.
+    The engines have their defaults, including the model's longest sequences.
     """
     cell = {"kv": EngineConfig.kv, "prefill": EngineConfig.prefill, "quantization": "none"}
     default, full = config_of(args, cell), config_of(args, cell | {"kv": "full"}, gpu_memory_utilization=SHARE)

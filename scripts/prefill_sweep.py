@@ -1,9 +1,10 @@
-"""Times to first token by prompt length, of one request alone, through ``Engine.step``.
+"""Times to first token by prompt length, for a single request, through ``Engine.step``.
 
-One engine for each combination of ``--kv``, ``--prefill`` and ``--quantization``, in a process of its own, and one row
+One engine for each combination of ``--kv``, ``--prefill`` and ``--quantization``, in a separate process, and one row
 for each of its lengths: ``first_ttft_s`` is that of its first prompt of a length (for the shortest: of the process's
-first prompt), ``ttft_s`` the median of ``--repeats`` more. Rows that the file has are not measured again; a plot goes
-beside it. ``--short`` compares the default policy with ``full`` on short prompts, in turns, in one process.
+first prompt), ``ttft_s`` the median of ``--repeats`` more. Rows that the file already has are not measured again; a
+plot is written beside it. ``--short`` compares the default policy with ``full`` on short prompts, alternating in one
+process.
 
     python scripts/prefill_sweep.py --model llama-3.1-8b --load-format dummy --kv full turbo \\
         --contexts 61440,124928,249856 --out results/prefill/summary.csv
@@ -37,10 +38,10 @@ from sweep_engine import (
 from sweep_rows import PREFILL, SHORT, Rows
 
 BATCH = 4
-"""Sequences that an engine is for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
+"""Sequences that an engine is sized for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
 
 BEHIND = 64
-"""Tokens that a sequence has room for beside the longest prompt."""
+"""Tokens that a sequence has room for in addition to the longest prompt."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lengths(text: str) -> list[int]:
-    """Numbers of tokens with commas between them, the shortest first; raises ArgumentTypeError for what is none."""
+    """Numbers of tokens separated by commas, the shortest first; raises ArgumentTypeError for anything else."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of tokens, as 61440,124928")
@@ -90,7 +91,7 @@ def lengths(text: str) -> list[int]:
 
 
 def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | None]]) -> None:
-    """All rows of one engine: of prompt lengths and densities."""
+    """All rows of one engine: prompt lengths and densities."""
     rows, draw = Rows(args.out, PREFILL), random.Random(0)
     engine = opened(config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND))
     for context, density in left:

@@ -1,15 +1,15 @@
-"""What a hit answers: distributions behind a document that is cached, against those of the prompt computed afresh.
+"""What a hit answers: distributions after a document that is cached, against those of a freshly computed prompt.
 
-Prompts are cut from texts: a document and a short question, which are the text's own next tokens. A leader, the
-document and other text behind it, computes the document; where nothing can be forked within what was compressed
+Prompts are cut from texts: a document and a short question, which is the text's own next tokens. A leader, the
+document followed by other text, computes the document; where nothing can be forked within what was compressed
 together (policies with outliers), the document alone. All are led along the tokens that ``full`` generates when it
 computes everything, and KL is in nats per token:
 
     full fresh > fresh     what the policy costs without a hit
     full fresh > hit       and with one
     fresh > hit            what changes
-    hit > from host        the same hit after its pages were in host memory alone
-    hit > from disk        and in files alone, with another engine
+    hit > from host        the same hit after its pages were only in host memory
+    hit > from disk        and only in files, with another engine
 
     python scripts/prefix_hits.py --text FILE --kv full turbo:dense_below=0 --out results/hits.csv
 """
@@ -44,15 +44,15 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.models.loader import LoadedModel
 
 QUESTION, OTHER = 48, 192
-"""Tokens: no page is full of a question, so that what is asked twice hits no more than the document; what a leader has
-behind that is longer than what stays exact."""
+"""Tokens: a question fills no page, so that asking it twice hits no more than the document; what follows a leader's
+document is longer than what stays exact."""
 COLUMNS = ("kv", "pair", "leader", "cached_tokens", "prompts", "document", "steps")
 FIGURES = ("mean_kl", "mean_kl_stderr", "max_kl", "top1_agreement", "largest_logit_difference")
 ABOUT = ("commit", "command", "device", "spec")
 
 
 class Led(Sampler):
-    """Notes the logits of a request that is alone, and chooses the tokens of an ``answer`` where there is one."""
+    """Records the logits of a single request, and chooses the tokens of an ``answer`` if there is one."""
 
     answer: list[int]
     seen: list[Tensor]
@@ -67,7 +67,7 @@ class Led(Sampler):
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the one that computes its document."""
+    """A prompt, and the leader that computes its document."""
 
     prompt: list[int]
     leader: list[int]
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Logits [steps, V] after a prompt, of which so many tokens were cached, and the tokens that were chosen."""
+    """Logits [steps, V] after a prompt, the number of its tokens that were cached, and the tokens that were chosen."""
 
     logits: Tensor
     tokens: list[int]
@@ -83,7 +83,7 @@ class Found:
 
 
 def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None = None, cache: bool = True) -> Found:
-    """One request alone, led along an answer where there is one."""
+    """One request alone, led along an answer if there is one."""
     engine.runner.sampler = sampler = Led(engine.cache.ops)
     sampler.answer, sampler.seen = answer or [], []
     params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, logprobs=0, cache_prompt=cache)
@@ -97,7 +97,7 @@ def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None 
 
 
 def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedModel | None) -> Engine:
-    """An engine, once it knows what is on the disk."""
+    """An engine, once the contents of the disk are known."""
     longest = args.document + OTHER + args.steps + PAGE
     config = EngineConfig(
         kv=kv,
@@ -115,7 +115,7 @@ def opened(args: argparse.Namespace, kv: str, directory: str, loaded: LoadedMode
 
 
 def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Found]) -> list[dict[str, Any]]:
-    """Rows of a policy; the first, which must be ``full``, adds what it answers afresh to ``full``."""
+    """Rows of a policy; the first, which must be ``full``, adds its freshly computed answers to ``full``."""
     fresh, hits, host, disk = list[Found](), list[Found](), list[Found](), list[Found]()
     with TemporaryDirectory(prefix="hits-") as directory:
         engine = opened(args, kv, directory, None)
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Fou
                 full.append(fresh[-1])
             answer = full[number].tokens
             ask(engine, case.leader[: args.document] if alone else case.leader, 1)
-            if alone:  # the first goes on with the leader itself, exact tail and all
+            if alone:  # the first continues the leader itself, including its exact tail
                 ask(engine, case.prompt, args.steps, answer)
             hits.append(ask(engine, case.prompt, args.steps, answer))
             forget_device(engine)
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Fou
 
 
 def expect(tokens: int, wanted: int, where: str) -> None:
-    """Raises RuntimeError where not all hits came from there."""
+    """Raises RuntimeError if not all hits came from there."""
     if tokens != wanted or not tokens:
         raise RuntimeError(f"{tokens} tokens came {where}, not {wanted}")
 
@@ -174,7 +174,7 @@ def compare(ones: list[Found], others: list[Found]) -> dict[str, float]:
 
 
 def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
-    """Prompts, and leaders with text from elsewhere behind their documents."""
+    """Prompts, and leaders with text from elsewhere after their documents."""
     pieces = cut_prompts(read_texts(args.text), engine.tokenizer, args.prompts, args.document + QUESTION + OTHER)
     for number, piece in enumerate(pieces):
         document, other = piece.tokens[: args.document], pieces[number - 1].tokens[-OTHER:]
@@ -182,7 +182,7 @@ def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which model, where."""
+    """The flags that select the model and the device."""
     parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
     parser.add_argument("--adapter", metavar="DIR", help="PEFT LoRA directory, merged at load")
     parser.add_argument("--rope-theta", type=float, help="overrides the model's own")
@@ -219,13 +219,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.document % PAGE:
         parser.error(f"--document {args.document} is not a multiple of {PAGE}")
-    if QUESTION + args.steps <= PAGE:  # it could be gone on with where it is asked again, which is another hit
+    if QUESTION + args.steps <= PAGE:  # else it could be continued where it is asked again: another kind of hit
         parser.error(f"--steps {args.steps} must be more than {PAGE - QUESTION}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 where a hit from another tier is not, bit by bit, what it was."""
+    """Returns 1 if a hit from another tier is not bitwise identical."""
     args = parse(argv)
     with TemporaryDirectory(prefix="hits-") as directory:
         engine = opened(args, "full", directory, None)

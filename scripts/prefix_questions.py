@@ -1,7 +1,8 @@
-"""RULER's ``niah_multiquery``, its keys asked for one after the other: scores behind a cached document and without.
+"""RULER's ``niah_multiquery``, its keys asked for one after the other: scores after a cached document and without.
 
-With reuse the first question computes the document, and the others hit it; without, each prompt is computed afresh. The
-first is computed either way, and asked once. A score is the share of questions whose value is in the answer.
+With reuse the first question computes the document, and the others hit it; without, each prompt is computed from
+scratch. The first is computed either way, and asked once. A score is the share of questions whose value is in the
+answer.
 
     python scripts/prefix_questions.py --kv full turbo:dense_below=0 --length 4096 --out results/questions.csv
 """
@@ -27,13 +28,13 @@ from shadowkv.eval.ruler.needles import ONE
 from shadowkv.eval.statistics import mean_and_error
 
 ANSWER = 16
-"""Tokens: more than a number has."""
+"""Tokens of an answer: more than a number has."""
 COLUMNS = ("kv", "length", "samples", "questions", "score_reuse", "score_fresh", "difference", "difference_stderr")
 COLUMNS += ("same_answers", "hit_rate", "ttft_reuse_s", "ttft_fresh_s")
 
 
 def questions(prompt: str) -> list[tuple[str, str]]:
-    """A sample's keys asked for one by one: prompts, and the values that answer them."""
+    """A sample's keys asked for one by one: prompts, and the expected values."""
     document = prompt.rpartition("\nWhat are all")[0]
     behind = "".join(ONE).partition("{context}")[2]
     needles = re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", document)
@@ -52,7 +53,7 @@ def ask(engine: Engine, prompt: str, cache: bool) -> tuple[str, float, float]:
 
 
 def measure(args: argparse.Namespace, kv: str) -> Iterator[dict[str, Any]]:
-    """A row of a policy, again and again: over one sample more each time."""
+    """Yields a policy's row repeatedly, each time over one more sample."""
     engine = Engine(EngineConfig(kv=kv, max_num_seqs=2, max_model_len=args.length, **model_of(args)))
     scores, rows, same = list[tuple[float, float]](), list[tuple[float, float, float]](), list[bool]()
     for sample in samples("niah_multiquery", engine.tokenizer, args.length, args.samples, args.seed):

@@ -1,9 +1,9 @@
 """One model on several GPUs against one: time to first token, single sequences and largest batches, by ``Engine.step``.
 
 One engine for each of ``--gpus``, ``--quantization``, ``--prefill``, ``--kv``, ``--context`` and ``--batch``, in a
-process of its own, and two rows: of prompts alone, and of decode steps of the batch, which is filled up with random
-keys and values on every rank. A row's ``ratio`` says how often as fast it is as the same on one GPU, or, where that was
-not measured, as ``full`` on as many. Rows that the file has are not measured again.
+separate process, and two rows: one for single prompts, one for decode steps of the batch, which is filled up with
+random keys and values on every rank. A row's ``ratio`` is its speed relative to the same on one GPU, or, if that was
+not measured, to ``full`` on the same number. Rows that the file already has are not measured again.
 
     python scripts/ranks_sweep.py --model llama-3.1-8b --load-format dummy --gpus 1 2 --kv full turbo \\
         --context 124928 --batch auto 1 --replay 61440=0.06,124928=0.03 --out results/h200x2/summary.csv
@@ -50,10 +50,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from harness import begin, scatter
 
 UTILIZATION = 0.97
-"""Of a GPU's memory; the rest is left for activations, what NCCL needs and captured graphs."""
+"""Share of a GPU's memory; the rest is left for activations, NCCL and captured graphs."""
 
 FEWEST = 4
-"""Sequences that an engine is for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
+"""Sequences that an engine is sized for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
 
 WARM_STEPS = 16
 
@@ -85,14 +85,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def row_of(args: argparse.Namespace, cell: Cell, what: str) -> Cell:
-    """First columns of a cell's row of ``what``."""
+    """First columns of a cell's row for ``what``."""
     weights = "" if cell["quantization"] == "none" else f" {cell['quantization']}"
     case = f"{Path(args.model).name}{weights}, {cell['prefill']} prefill, {what}"
     return {name: cell[name] for name in ("gpus", "kv", "context", "replayed_density")} | {"case": case}
 
 
 def of_batch(cell: Cell) -> str:
-    """What a cell's second row is of."""
+    """Name of a cell's second row."""
     return "largest batch" if cell["asked"] == "auto" else f"batch of {cell['asked']}"
 
 
@@ -128,14 +128,14 @@ def measure(args: argparse.Namespace, cell: Cell) -> None:
 
 
 def engine_config(args: argparse.Namespace, cell: Cell, batch: int, tokens: int) -> EngineConfig:
-    """The engine of a cell."""
+    """Config of a cell's engine."""
     share = UTILIZATION if torch.cuda.is_available() else None
     many = {"max_num_seqs": batch, "tensor_parallel_size": cell["gpus"], "gpu_memory_utilization": share}
     return config_of(args, cell, max_model_len=tokens, **many)
 
 
 def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
-    """Sequences of ``tokens`` that a GPU of this machine holds of its part of the model, as the planner counts."""
+    """Sequences of ``tokens`` that a GPU of this machine holds with its part of the model, as the planner counts."""
     total = torch.cuda.get_device_properties(0).total_memory
     quantization = None if cell["quantization"] == "none" else cell["quantization"]
     shard = Shard(load_config(args.model, quantization=quantization), 0, cell["gpus"])
@@ -145,7 +145,7 @@ def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
 
 
 def window(engine: Engine, steps: int, count: int) -> float:
-    """Seconds a step of ``count`` sequences, over so many."""
+    """Seconds per step of ``count`` sequences, over ``steps`` steps."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -157,7 +157,7 @@ def window(engine: Engine, steps: int, count: int) -> float:
 
 
 def ratio(out: Path, ours: Cell, found: dict[str, Any]) -> float | None:
-    """How often as fast as the same on one GPU, or as ``full`` on as many; None where the file has neither."""
+    """Speed relative to the same on one GPU, or to ``full`` on the same number; None if the file has neither."""
     if not out.exists():
         return None
     same = [row for row in read(out) if (row["case"], row["context"]) == (ours["case"], str(ours["context"]))]

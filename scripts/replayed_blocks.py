@@ -1,4 +1,4 @@
-"""Blocks of keys for sparse prefills of models that have none to choose: random weights attend to everything alike."""
+"""Blocks of keys for sparse prefills of models that cannot choose any: random weights attend to everything equally."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS
 
 
 def replayed(density: float, seed: int = 0) -> BlockHook:
-    """A hook that gives tiles the blocks that they always attend to and random others for each head, together a share
-    ``density`` of all. What it replaces has been computed."""
+    """A hook that gives tiles the blocks that they always attend to and random others for each head, in total a share
+    ``density`` of all. The selection that it replaces is still computed."""
     found: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def hook(layer: int, q: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,13 +25,12 @@ def replayed(density: float, seed: int = 0) -> BlockHook:
 
 
 def replay(runner: Runner, sequences: list[CachedSequence], density: float | None) -> None:
-    """Gives sparse prefills their blocks from now on, or leaves them to choose, on every rank
-    (``Runner.collective_rpc``)."""
+    """Gives sparse prefills their blocks from now on, or lets them choose, on all ranks (``Runner.collective_rpc``)."""
     runner.cache.block_hook = None if density is None else replayed(density)
 
 
 def random_blocks(like: Tensor, density: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices int32 [H_q, tiles, blocks] as ``like``, the last tile of which ends with the last block, and counts [H_q,
+    """Indices int32 [H_q, tiles, blocks] like ``like``, whose last tile ends with the last block, and counts [H_q,
     tiles]."""
     heads, tiles, blocks = like.shape
     generator = torch.Generator(like.device).manual_seed(seed)

@@ -1,6 +1,6 @@
-"""Decode steps of a full batch while its prompts are copied below the device, and with nothing beside them.
+"""Decode steps of a full batch while its prompts are copied below the device, and without copies.
 
-The batch is prefilled without copies. Then, a few sequences at a time, steps alone alternate with steps beside copies
+The batch is prefilled without copies. Then, a few sequences at a time, steps alone alternate with steps during copies
 of those sequences, so that both see the same lengths.
 """
 
@@ -15,22 +15,22 @@ from sweep_engine import greedy, random_prompt, step
 from shadowkv.engine.engine import Engine
 
 ROUNDS = 8
-"""Parts of the batch that are copied one after the other."""
+"""Parts of the batch that are copied one after another."""
 
 ANSWER = 32
-"""Tokens that a sequence has room for, in those of the steps that are measured alone."""
+"""Tokens that a sequence has room for, as a multiple of the steps that are measured alone."""
 
 
 @dataclass
 class Steps:
-    """Decode steps of one kind: how many, their tokens, and seconds."""
+    """Decode steps of one kind: their number, tokens, and seconds."""
 
     count: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def take(self, engine: Engine) -> None:
-        """One more step; raises ValueError where a request ends with it."""
+        """One more step; raises ValueError if a request ends with it."""
         start = time.monotonic()
         outputs = step(engine)
         self.seconds += time.monotonic() - start
@@ -45,11 +45,11 @@ class Steps:
 
 
 def copies(engine: Engine, document: int, output: int) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Columns of two rows: of steps alone, and of steps beside copies.
+    """Columns of two rows: for steps alone, and for steps during copies.
 
     Args:
         document: tokens of each prompt; the prompts have nothing in common.
-        output: steps to measure alone. There are as many beside copies as these take.
+        output: steps to measure alone. During copies there are as many as these take.
     """
     draw, batch, prefixes = random.Random(0), engine.config.max_num_seqs, engine.scheduler.prefix_cache
     for number in range(batch):

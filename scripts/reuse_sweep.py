@@ -1,11 +1,11 @@
 """What prompts cost that were computed before: many questions about one document, restores, and a trace of chats.
 
-Prompts are random token ids; TTFT is from the moment a request is offered. Each case has an engine of its own.
+Prompts are random token ids; TTFT counts from the moment a request is submitted. Each case has its own engine.
 
-    shared      requests at once, of one document and tokens of their own each
-    one-by-one  the same one after the other, the document in host memory alone
-    restore     a document comes back from host memory, and nothing else is asked
-    disk        the same from disk, the page cache emptied; and a plain read of as many bytes
+    shared      concurrent requests, each with one document and its own tokens
+    one-by-one  the same one after the other, with the document in host memory only
+    restore     a document comes back from host memory, with no other requests
+    disk        the same from disk, with the page cache emptied; and a plain read of the same number of bytes
     trace       chats of several turns over documents, a few at a time; the device keeps a quarter as many
     copies      decode steps of a full batch, in one engine: while its prompts are copied to host memory, and to --disk
                 where that is given (reuse on), and with nothing beside them (off)
@@ -49,12 +49,12 @@ from shadowkv.engine.engine import Engine
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace", "copies")
 COMPARED = ("shared", "one-by-one", "trace")
-"""Cases that there are without reuse, too."""
+"""Cases that are also measured without reuse."""
 
 
 @dataclass
 class Asked:
-    """What became of requests.
+    """Outcome of requests.
 
     Attributes:
         to_first: seconds to their first tokens.
@@ -149,7 +149,7 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
 
 
 def ask(engine: Engine, prompts: list[list[int]], output: int, first: int = 0) -> Asked:
-    """Offers all prompts at once, and waits for the last token."""
+    """Submits all prompts at once, and waits for the last token."""
     asked, start = Asked([]), time.monotonic()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(first + number), prompt, greedy(output))
@@ -178,7 +178,7 @@ def forget_device(engine: Engine) -> None:
 
 
 def figures(engine: Engine, asked: Asked, wall: float, before: dict[str, int]) -> dict[str, float | None]:
-    """Columns of a row; hit rates are of prompt tokens."""
+    """Columns of a row; hit rates count prompt tokens."""
     p50, p99 = np.percentile(asked.to_first, (50, 99)).tolist()
     hits = engine.scheduler.prefix_cache.counts.hit_tokens
     rates = {f"hit_rate_{tier}": (hits[tier] - before[tier]) / asked.prompt for tier in hits}
@@ -221,7 +221,7 @@ def one_by_one(engine: Engine, args: argparse.Namespace) -> dict[str, float | No
 
 
 def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
-    """A document and a token more, several times; ``wall_s`` is of the restore alone, from its launch."""
+    """A document and one more token, several times; ``wall_s`` is the restore alone, from its launch."""
     document = random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
     before, asked, counts, walls = hits(engine), Asked([]), engine.scheduler.prefix_cache.counts, []
@@ -238,7 +238,7 @@ def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
 
 
 def from_disk(engine: Engine, directory: Path, tokens: int) -> dict[str, float | None]:
-    """A document that only the disk has: the engine is opened anew, and the page cache holds nothing of its file."""
+    """A document that only the disk has: the engine is opened anew, and the page cache has nothing of its file."""
     document = random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
     settle(engine)

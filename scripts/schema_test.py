@@ -1,8 +1,8 @@
-"""Holds a server against its own OpenAPI schema with Schemathesis: right and wrong data for every route.
+"""Tests a server against its own OpenAPI schema with Schemathesis: right and wrong data for every route.
 
 Answers must have a status, a media type and a body that the schema names, no status 5xx, and no 200 for data that the
-schema excludes. What the schema allows may be refused: which parameters go together it does not say, nor what is a
-token of the model. The server is one of its own, with a tiny model. Schemathesis is no dependency:
+schema excludes. What the schema allows may be refused: it does not say which parameters go together, nor what is a
+token of the model. The script starts its own server, with a tiny model. Schemathesis is not a dependency:
 
     pip install schemathesis
     python scripts/schema_test.py --seconds 300
@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from soak_server import own_server
 
 BODY_MIB = 1
-"""Beyond it the answer is a 413, soon; the longest texts of the schema have 8 MiB."""
+"""Beyond this the answer is an immediate 413; the longest texts of the schema have 8 MiB."""
 
 CONFIG = """
 [checks]
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Command line; returns the exit status of Schemathesis, which is not 0 where it has found anything."""
+    """Command line; returns the exit status of Schemathesis, which is not 0 if it has found anything."""
     args = parse()
     command = Path(sys.executable).with_name("schemathesis")
     if not command.exists():
@@ -56,7 +56,7 @@ def main() -> int:
             "generation-database": "none",
         }
         options = [f"--{name}={value}" for name, value in flags.items()]
-        # Tests of its own in the folder where it starts would be loaded.
+        # Otherwise tests in the folder where it starts would be loaded.
         run = [command, f"--config-file={config}", "run", "--continue-on-failure", *options, f"{url}/openapi.json"]
         return subprocess.run(run, cwd=folder, env={**os.environ, "PYTHONWARNINGS": "ignore"}).returncode
 

@@ -1,7 +1,7 @@
 """Selection at a set rate: computed as usual, then replaced by chunks of which a set share repeats from step to step.
 
-Random weights and random keys select hardly anything twice, so their hit rate means nothing; what fetching costs at a
-given one can still be measured.
+Random weights and random keys hardly ever select a chunk twice, so their hit rate means nothing; the cost of fetching
+at a given one can still be measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.spec import PAGE
 
 STEPS = 64
-"""Steps of the script; after the last comes the first again, of which the buffer has forgotten most."""
+"""Steps of the script; after the last it restarts with the first, most of which the buffer has evicted by then."""
 
 
 def repeating(
@@ -33,14 +33,14 @@ def repeating(
 
 
 class ScriptedSelection:
-    """A ``selection_hook``; may be captured in a graph, whose replays go on in the script.
+    """A ``selection_hook``; may be captured in a graph, whose replays continue the script.
 
-    Rows that fill a captured batch up belong to nobody's segment, the last, for which nothing is selected. A model has
-    two layers or more.
+    Padding rows of a captured batch belong to the last segment, which is unused and for which nothing is selected. A
+    model must have at least two layers.
 
     Args:
-        tokens: of context, of the shortest sequence; none that decodes may be shorter.
-        share: of the chunks of a step that the step before selected too.
+        tokens: of context, of the shortest sequence; no decoding sequence may be shorter.
+        share: of a step's chunks that the previous step selected too.
     """
 
     def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
@@ -48,7 +48,7 @@ class ScriptedSelection:
         spec, heads = cache.spec, cache.shape.num_kv_heads
         self._rows, chunks = cache.total["segment_slots"] + 1, spec.sealed_pages(tokens) * PAGE // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
-        # Row of the script where the step at work begins.
+        # Row of the script where the current step begins.
         self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)
         self._script = torch.full((STEPS, self._rows, heads, 2 * k), -1, device=cache.device)
         for step, chosen in enumerate(repeating((self._rows, heads, chunks), k, share, STEPS, cache.device)):
@@ -56,7 +56,7 @@ class ScriptedSelection:
         self._script = self._script.flatten(0, 1)
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
-        """That of the step at work, which begins where a layer comes after a later one."""
+        """The current step's selection; a step begins where a layer follows a later one."""
         width = selected.chunks.shape[-1]
         if layer < self._layer:
             self._first.add_(self._rows).remainder_(len(self._script))

@@ -1,7 +1,7 @@
-"""Bytes of the files that a prompt's segments travel as, by policy: of a prompt of random tokens, on two layers
+"""Bytes of the files that a prompt's segments are transferred as, by policy: a prompt of random tokens, on two layers
 
-The attention is of Llama-3.1-8B's shape (8 kv heads of 128 dimensions), the weights are random and bytes do not depend
-on them. Layers are alike: a model of 32 has as many times the bytes.
+The attention has Llama-3.1-8B's shape (8 kv heads of 128 dimensions), the weights are random and bytes do not depend
+on them. Layers are alike: a model of 32 has 16 times the bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(model: Path, policy: str, length: int) -> tuple[int, int]:
-    """Bytes of the files of a prompt, and how many of its tokens they hold."""
+    """Bytes of a prompt's files, and how many of its tokens they hold."""
     prompt = random.Random(0).choices(range(1, 128), k=length)
     with TemporaryDirectory() as directory:
         settings = {

@@ -1,13 +1,13 @@
-"""Mixed load on a live server of this machine: nothing lost, nothing wrong, nothing left over; stops by itself.
+"""Mixed load on a live server on this machine: nothing lost, nothing wrong, nothing left over; stops by itself.
 
 Good requests (whole and streamed, 1 token to the limit, chats of several turns), clients that hang up, and hostile ones
-(bad and giant bodies, half requests, silence, streams that nobody reads), in random order; the load comes and goes, so
-that queues fill up and cached sequences live on. /health is asked beside it, and the summary says how long that took.
-Greedy answers must be those that the same requests get alone with as many of their tokens cached (prompts before the
+(bad and giant bodies, half requests, silence, streams that are not read), in random order; the load comes and goes, so
+that queues fill up and cached sequences survive. /health is requested meanwhile, and the summary says how long it took.
+Greedy answers must be those that the same requests get alone with the same number of cached tokens (prompts before the
 load, turns of chats after it): log-probabilities within ``--tolerance``. Where two tokens were that close, rounding may
-choose the other one, and that is counted as a near-tie.
+choose the other one, which is counted as a near-tie.
 
-    python scripts/soak.py                # starts a server of its own, with a tiny model
+    python scripts/soak.py                # starts its own server, with a tiny model
     python scripts/soak.py --base-url http://127.0.0.1:8000 --tolerance 0.1 --requests 300
 """
 
@@ -40,11 +40,11 @@ WEIGHTS = {"whole": 33, "stream": 28, "hang up": 10, "bad": 9, "chat": 8}
 WEIGHTS |= {"slow reader": 3, "silent": 2, "half header": 2, "half body": 2, "giant body": 3}
 TURNS = 3
 FILLING_ANSWER = 200
-"""Of as many requests as there are slots: longer ones would have to hold more fitted states than there are."""
+"""Answer length when every slot is filled: longer ones would need more fitted states than there are."""
 TIDE = 250
-"""Requests between high water, when every client works, and low water, when every fourth one does."""
+"""Requests between high tide, when every client works, and low tide, when every fourth one does."""
 MAX_FAULTS = 100
-"""They tell the story."""
+"""Reported faults: the first ones are informative enough."""
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 
 RETRY_SECONDS = 2
@@ -71,7 +71,7 @@ class Soak(HostileClients):
         text = " ".join(self.random.choice(WORDS) for _ in range(self.limit))
         self.tokens = (await self.post("/tokenize", {"prompt": text}))["tokens"]
         self.asked = [self.greedy(share / (self.args.prompts - 1)) for share in range(self.args.prompts)]
-        # The second time, the first one's tokens are cached; what is compressed answers from its codes then.
+        # The second time, the first one's tokens are cached; what is compressed is then answered from its codes.
         self.alone = [dict([await self.whole(body), await self.whole(body)]) for body in self.asked]
         self.start = time.monotonic()
         await self.sample()
@@ -87,7 +87,7 @@ class Soak(HostileClients):
         return self.summary(seconds, left, pools) | probe.summary()
 
     def stop(self, number: int) -> None:
-        """Lets what has begun come to its end; the second signal does not."""
+        """Lets running requests finish; a second signal does not."""
         asyncio.get_running_loop().remove_signal_handler(number)
         self.stopped = True
 
@@ -143,7 +143,7 @@ class Soak(HostileClients):
         self.chats.append(turns)
 
     async def replay(self, chat: list[Turn]) -> None:
-        """A chat once more, alone; what was computed afresh then is now, and the rest is on its earlier turn."""
+        """Repeats a chat alone; turns that were computed fresh are again, and the others follow their earlier turn."""
         for turn in chat:
             try:
                 again = await (self.turn if turn.cached else self.fresh_turn)(turn.messages)
@@ -154,7 +154,7 @@ class Soak(HostileClients):
     # -- judgement -------------------------------------------------------------------------------------------------
 
     def compare_as_cached(self, alone: dict[int, Answer], cached: int, answer: Answer) -> None:
-        """Compares an answer with the one that had as many of its tokens cached."""
+        """Compares an answer with the one that had the same number of cached tokens."""
         if cached in alone:
             self.compare(alone[cached], answer)
         else:
@@ -172,12 +172,12 @@ class Soak(HostileClients):
             self.faults.append("wrong by {:.4f}: {!r} for {!r}".format(difference, *texts)[:300])
 
     async def sample(self) -> None:
-        """Notes the server's resident memory."""
+        """Records the server's resident memory."""
         mib = await self.gauge("process_resident_memory_bytes") / 2**20
         self.memory.append((round(time.monotonic() - self.start), round(mib)))
 
     async def left_over(self) -> int:
-        """Requests that the server still has, after a while of rest."""
+        """Requests that the server still has, after a rest."""
         for _ in range(60):
             left = await self.gauge("shadowkv:num_requests_running") + await self.gauge("shadowkv:num_requests_waiting")
             if not left:
@@ -186,9 +186,9 @@ class Soak(HostileClients):
         return int(left)
 
     async def fill_and_empty(self) -> dict[str, int]:
-        """Sequences that run when every slot is asked for at once, and bytes of the KV cache in use when they are gone.
+        """Sequences that run when every slot is requested at once, and bytes of the KV cache in use when they are gone.
 
-        They leave no room for finished sequences, so whatever is left then was lost on the way.
+        They leave no room for finished sequences, so whatever is left then has leaked.
         """
         body = self.body([1], max_tokens=FILLING_ANSWER, ignore_eos=True, stream=True)
         lines: list[AsyncIterator[str]] = []
@@ -210,7 +210,7 @@ class Soak(HostileClients):
         print(f"{done}, {passed:.0f} s, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     def summary(self, seconds: float, left: int, pools: dict[str, int]) -> dict[str, Any]:
-        """All figures, and whether all was well."""
+        """All figures, and whether the run passed."""
         mib = [size for _, size in self.memory]
         early, late = max(mib[: len(mib) // 2 + 1]), mib[-1]
         flat = late <= 1.03 * early + 16

@@ -1,4 +1,4 @@
-"""What one greedy request of a soak said, put together from the choices of its response."""
+"""The answer to one greedy request of a soak, assembled from the choices of its response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What one greedy request said."""
+    """The answer to one greedy request."""
 
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -16,7 +16,7 @@ class Answer:
     finish_reason: str | None = None
 
     def add(self, choice: dict[str, Any], skip: int = 0) -> None:
-        """Takes in a choice, or a part of it, without its first ``skip`` tokens."""
+        """Adds a choice, or a part of it, without its first ``skip`` tokens."""
         part = choice.get("logprobs") or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         self.tokens += part["tokens"][skip:]
         self.logprobs += part["token_logprobs"][skip:]
@@ -25,7 +25,7 @@ class Answer:
 
     @classmethod
     def of_chat(cls, choice: dict[str, Any]) -> Answer:
-        """The answer that a chat completion's choice is."""
+        """The answer in a chat completion's choice."""
         steps = choice["logprobs"]["content"]
         top = [{other["token"]: other["logprob"] for other in step["top_logprobs"]} for step in steps]
         return cls([step["token"] for step in steps], [step["logprob"] for step in steps], top, choice["finish_reason"])
@@ -33,16 +33,16 @@ class Answer:
 
 def compare(expected: Answer, answer: Answer, tolerance: float) -> tuple[str, float]:
     """Whether an answer is the "same" as expected, one of two "near-ties", or "wrong"; and by how much
-    log-probabilities differ before the first other token.
+    log-probabilities differ before the first different token.
 
-    The same are within ``tolerance``; where two tokens were that close, rounding may have chosen the other one.
+    Equal ones are within ``tolerance``; where two tokens were that close, rounding may have chosen the other one.
     """
     difference, verdict = 0.0, "same" if len(answer.tokens) == len(expected.tokens) else "wrong"
     for token, other, top, one, two in zip(
         answer.tokens, expected.tokens, expected.top, answer.logprobs, expected.logprobs, strict=False
     ):
         if token != other:
-            # Both may be off by the tolerance: so far apart may two tokens be that change places.
+            # Both may be off by the tolerance, so tokens that swap places may be twice that apart.
             close = two - top.get(token, float("-inf")) < 2 * tolerance
             verdict = "near-ties" if close else "wrong"
             break

@@ -22,7 +22,7 @@ TURN_TOKENS = 16
 
 @dataclass
 class Turn:
-    """What a chat said so far, how many tokens of it the server had cached, and what it answered."""
+    """What a chat has said so far, how many of its tokens the server had cached, and the answer."""
 
     messages: list[dict[str, str]]
     cached: int
@@ -30,7 +30,7 @@ class Turn:
 
 
 class Lost(Exception):
-    """A good request without a good answer, or a bad one that got one."""
+    """A good request without a good answer, or a bad one with one."""
 
 
 @dataclass
@@ -50,14 +50,14 @@ class SoakClient:
     tokens: list[int] = field(default_factory=list)
 
     def prompt(self, share: float, answer: int) -> list[int]:
-        """Token ids of a prompt, of 1 token (0) to as many as the context has room for beside the answer (1)."""
+        """Token ids of a prompt, from 1 token (0) to the most that the context has room for beside the answer (1)."""
         longest = min(self.limit - answer, len(self.tokens))
         length = max(1, round(longest**share))
         begin = self.random.randrange(len(self.tokens) - length + 1)
         return self.tokens[begin : begin + length]
 
     def greedy(self, share: float) -> dict[str, Any]:
-        """A request with a prompt as long as ``prompt`` says and an answer of any length."""
+        """A request with a prompt from ``prompt`` and an answer of any length."""
         answer = round(LONGEST_ANSWER ** self.random.random())
         return self.body(self.prompt(share, answer), max_tokens=answer)
 
@@ -112,7 +112,7 @@ class SoakClient:
 
     @asynccontextmanager
     async def open(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
-        """A good answer, still to be read; a full queue is asked again."""
+        """A good answer, still to be read; retries while the queue is full."""
         while True:
             async with self.client.stream("POST", path, json=body) as response:
                 if response.status_code == 200:

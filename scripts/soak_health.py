@@ -1,4 +1,4 @@
-"""How long a server takes to say that it is well while it is under load."""
+"""How long a server under load takes to answer /health."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL_SECONDS = 0.05
 
 
 class HealthProbe:
-    """Asks /health again and again, on a thread and a connection of its own, while its context is open.
+    """Requests /health repeatedly, on its own thread and connection, while its context is open.
 
     Args:
         url: the server's.

@@ -1,7 +1,7 @@
 """Hostile and broken clients of a soak: bad and giant bodies, half requests, answers never read.
 
-Each is over in seconds, whatever the server does. A server that answers one of them as if it were a good one is at
-fault.
+Each is over in seconds, whatever the server does. It is a fault if a server answers one of them as if it were a good
+one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from soak_client import Lost, SoakClient
 
 HOLD_SECONDS = 3.0
-"""The longest that a connection is held with nothing sent; half as long again with nothing read."""
+"""The longest that a connection is held without sending; half as long again without reading."""
 
 RECEIVE_BUFFER = 4096
-"""Bytes that the system takes for a client that does not read."""
+"""Bytes that the system buffers for a client that does not read."""
 
 BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
     ("temperature", "hot"),
@@ -36,7 +36,7 @@ BAD_PARAMETERS: tuple[tuple[str, Any], ...] = (
 
 
 class HostileClients(SoakClient):
-    """What they do, one of them a method."""
+    """Their behaviours, one per method."""
 
     async def do_bad(self) -> None:
         good = json.dumps(self.body([1, 2, 3]))
@@ -78,7 +78,7 @@ class HostileClients(SoakClient):
         await self.hold(request[: self.random.randrange(request.index(b"\r\n\r\n") + 4, len(request))])
 
     async def do_slow_reader(self) -> None:
-        """A long stream of which nothing is read."""
+        """A long stream that is never read."""
         body = self.body(self.prompt(self.random.random(), 1), ignore_eos=True, stream=True)
         body["max_tokens"] = self.limit - len(body["prompt"])
         async with self.connection(self.raw_request(body)) as connection:
@@ -92,7 +92,7 @@ class HostileClients(SoakClient):
                 pass
 
     async def hold(self, request: bytes) -> None:
-        """Sends part of a request and waits; if the server says something meanwhile, it must not be a good answer."""
+        """Sends part of a request and waits; if the server answers meanwhile, it must not be a good answer."""
         async with self.connection(request) as connection:
             receive = asyncio.get_running_loop().sock_recv(connection, 2**16)
             try:
@@ -104,7 +104,7 @@ class HostileClients(SoakClient):
             raise Lost(f"half a request got {answer[:200]!r}")
 
     def raw_request(self, body: dict[str, Any]) -> bytes:
-        """A request for a completion, as it goes over the line."""
+        """A request for a completion, as raw bytes."""
         content = json.dumps(body).encode()
         return (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self.client.base_url.host}\r\n"
@@ -114,7 +114,7 @@ class HostileClients(SoakClient):
 
     @asynccontextmanager
     async def connection(self, request: bytes) -> AsyncIterator[socket.socket]:
-        """A connection of its own that has sent the request, and reads nothing by itself."""
+        """A new connection that has sent the request, and reads nothing by itself."""
         loop, url = asyncio.get_running_loop(), self.client.base_url
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)

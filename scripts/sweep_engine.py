@@ -1,4 +1,4 @@
-"""What sweeps of whole engines share: their command line, an engine for each combination it asks for, and its drive."""
+"""What sweeps of whole engines share: their command line, an engine for each combination, and how it is driven."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def densities_of(text: str) -> dict[int | None, float]:
-    """Densities by prompt length, None for any; raises ArgumentTypeError for what is none."""
+    """Densities by prompt length, None for any; raises ArgumentTypeError for anything else."""
     found: dict[int | None, float] = {}
     try:
         for part in text.split(","):
@@ -70,27 +70,27 @@ def densities_of(text: str) -> dict[int | None, float]:
 
 
 def replayed_density(densities: dict[int | None, float], tokens: int) -> float | None:
-    """That of a prompt."""
+    """The density for a prompt."""
     return densities.get(tokens, densities.get(None))
 
 
 def replay_blocks(engine: Engine, density: float | None) -> None:
-    """Gives sparse prefills of ``engine`` their blocks from now on, or leaves them to choose."""
+    """Gives sparse prefills of ``engine`` their blocks from now on, or lets them choose."""
     if engine.cache.spec.prefill == "sparse":
         engine.runner.collective_rpc(replay, [], density)
 
 
 def combinations(args: argparse.Namespace) -> Iterator[Cell]:
-    """First columns of the rows that were asked for, engine by engine."""
+    """First columns of the requested rows, engine by engine."""
     for quantization, prefill, kv in itertools.product(args.quantization, args.prefill, args.kv):
         yield {"engine": ENGINE, "kv": kv, "prefill": prefill, "quantization": quantization}
 
 
 def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineConfig:
-    """The engine of a combination; ``settings`` are further fields of its config."""
+    """Config of a combination's engine; ``settings`` are further fields of it."""
     chosen = {"prefill": cell["prefill"], "quantization": None if cell["quantization"] == "none" else "fp8"}
     if args.load_format == "dummy" and settings.get("max_model_len"):
-        settings["rope_theta"] = 1e7  # random weights have no context that they were made for
+        settings["rope_theta"] = 1e7  # random weights were not trained for any context
     shared = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "skip_warmup")}
     return EngineConfig(kv=cell["kv"], **{"max_cached_seqs": 0, **settings}, **shared, **chosen)
 
@@ -103,7 +103,7 @@ def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
 
 
 def engine_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> Engine:
-    """The engine of a combination, which replays the blocks of sparse prefills where it is asked to."""
+    """The engine of a combination, which replays the blocks of sparse prefills if requested."""
     engine = opened(config_of(args, cell, **settings))
     replay_blocks(engine, cell.get("replayed_density"))
     return engine
@@ -117,8 +117,8 @@ def about(engine: Engine) -> Cell:
 
 
 def in_fresh_process(function: Callable[..., None], *args: Any) -> bool:
-    """Calls ``function`` where nothing has been compiled, planned or kept; False where it died, lacked memory or its
-    engine was refused, which is said."""
+    """Calls ``function`` in a process where nothing has been compiled, planned or kept; False if it died, lacked memory
+    or its engine was refused, which is printed."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         try:
             process.submit(function, *args).result()
@@ -134,7 +134,7 @@ def random_prompt(engine: Engine, tokens: int, draw: random.Random) -> list[int]
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """To the last of so many tokens."""
+    """Greedy, up to exactly ``tokens`` tokens."""
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
@@ -148,7 +148,7 @@ def step(engine: Engine) -> list[RequestOutput]:
 
 
 def seconds_to_first_token(engine: Engine, prompt: list[int]) -> float:
-    """Of one request with nothing beside it."""
+    """Time to first token of a request that runs alone."""
     start = time.perf_counter()
     engine.add_request("alone", prompt, greedy(1))
     while not step(engine):

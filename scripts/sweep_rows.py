@@ -1,6 +1,6 @@
-"""Rows of a sweep in a CSV file: each is appended as it is measured, and one that is there is not measured again.
+"""Rows of a sweep in a CSV file: each is appended as it is measured, and existing ones are not measured again.
 
-Knows neither shadowkv nor PyTorch: benches of other engines write the same files.
+Uses neither shadowkv nor PyTorch: benchmarks of other engines write the same files.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 REPLAYED = ("replayed_density",)
-"""The share of blocks that a sparse prefill is given instead of those that it chooses; without meaning where no
-attention was sparse."""
+"""The share of blocks that a sparse prefill is given instead of choosing it; meaningless without sparse attention."""
 
 ABOUT = ("commit", "command", "device", "spec")
 """Last columns of every file: where a row comes from."""
@@ -49,7 +48,7 @@ RULER = (
     ("score", "stderr", "difference", "difference_stderr"),
 )
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
-"""What a file's rows are told apart by, and what they measured; the last five are the stages of ``formats_table.py``,
+"""Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats_table.py``,
 whose prefills are given no blocks."""
 
 Row = Mapping[str, Any]
@@ -76,11 +75,11 @@ class Rows:
             self._there = {self._name(row) for row in read(path)}
 
     def has(self, row: Row) -> bool:
-        """Whether this was measured."""
+        """Whether this row has been measured."""
         return self._there is not None and self._name(row) in self._there
 
     def add(self, row: Row) -> None:
-        """Appends a row, and shows it."""
+        """Appends a row, and prints it."""
         shown = {name: show(row.get(name)) for name in self.columns}
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")

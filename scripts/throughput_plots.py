@@ -15,10 +15,10 @@ COLOURS = {
     "turbo-host": "tab:orange",
     "turbo": "tab:red",
 }
-"""Of the policies, in the order in which they are shown; others come after them."""
+"""Colours of the policies, in the order in which they are shown; others follow."""
 
 OTHERS = "tab:purple"
-"""Colour of policies that have none of their own."""
+"""Colour of policies without their own."""
 
 Cell = dict[str, Any]
 
@@ -42,7 +42,7 @@ def plot(cells: list[Cell], out: Path) -> list[Path]:
             axis.set_title(f"{model}, {context:,} tokens", fontsize=10)
             axis.set_xlabel(label)
             axis.set_ylim(most - 0.5, -0.5)
-            axis.set_xlim(0, 1.4 * axis.get_xlim()[1])  # room for what is written behind a bar
+            axis.set_xlim(0, 1.4 * axis.get_xlim()[1])  # room for the text after a bar
             axis.grid(alpha=0.3, axis="x")
             axis.set_axisbelow(True)
         add_legend(figure)
@@ -62,7 +62,7 @@ def _place(cell: Cell) -> tuple[int, int, str, int]:
 
 
 def _speeds(axis: Any, policies: dict[str, Cell]) -> None:
-    """Bars with their batch and, where ``full`` is among them, how many times its speed."""
+    """Bars with their batch and, if ``full`` is among them, their speed relative to it."""
     full = policies.get("full")
     speeds = [cell["decode_tokens_per_s"] for cell in policies.values()]
     axis.barh(list(policies), speeds, color=[COLOURS.get(kv, OTHERS) for kv in policies])

@@ -1,7 +1,7 @@
 """Decode throughput of KV policies at their largest batch, through ``Engine.step``.
 
-One cell per policy and context: its engine is built, as many sequences as fit are put in it, and decode steps are
-timed in windows; then a few steps are profiled. Cells that have a JSON file in ``--out`` already are not run again.
+One cell per policy and context: its engine is built, filled with the number of sequences that fits, and decode steps
+are timed in windows; then a few steps are profiled. Cells that already have a JSON file in ``--out`` are not run again.
 Lengths are ragged and pages are fragmented, as after long use: sequences seal at different steps, and their pages are
 in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
 and values for the others.
@@ -60,12 +60,12 @@ COLUMNS = [
     "status",
 ]
 UTILIZATION = 0.99
-"""Of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
+"""Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
 
 PROFILED_STEPS = 4
 
 RAGGED = 64
-"""Prompts are up to so many tokens shorter than the context."""
+"""Prompts are up to this many tokens shorter than the context."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def cell_path(out: Path, model: str, kv: str, context: int, batch: str = "auto")
 
 
 def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
-    """The engine of a cell."""
+    """Config of a cell's engine."""
     return EngineConfig(
         model=args.model,
         load_format=args.load_format,
@@ -135,19 +135,19 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
         gpu_memory_utilization=UTILIZATION,
         host_memory_gib=args.host_memory_gib or 0.85 * free_host_bytes() / GIB,
         enforce_eager=args.enforce_eager,
-        # Random weights have no context that they were made for: any base rotates as fast.
+        # Random weights were not trained for any context: every base takes the same time.
         rope_theta=1e7 if args.load_format == "dummy" else None,
     )
 
 
 def new_tokens(args: argparse.Namespace) -> int:
-    """Tokens that a sequence gains at the most: warm-up, windows and profile."""
+    """Most tokens that a sequence gains: warm-up, windows and profile."""
     windows = args.windows * (2 if args.sampled else 1) + 1
     return int(windows * args.steps + PROFILED_STEPS + 64)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
-    """One cell; what does not fit is a row that says so."""
+    """One cell; if it does not fit, a row that says so."""
     cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
     cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill, "quantization": args.quantization}
     try:
@@ -166,7 +166,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
-    """Sequences that both tiers hold, as engine and planner count."""
+    """Number of sequences that both tiers hold, as engine and planner count."""
     shape, dtype = loaded.config.shape, loaded.model.dtype
     capacity = context + new_tokens(args)
     layout = Layout(preset(kv), shape, dtype, capacity)
@@ -178,7 +178,7 @@ def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 
 def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
-    """Times the steps of an engine that it fills."""
+    """Fills an engine and times its steps."""
     cache = engine.cache
     scatter(cache)
     if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
 
 
 def window(engine: Engine, steps: int, count: int) -> float:
-    """Seconds a step of ``count`` sequences, over so many."""
+    """Seconds per step of ``count`` sequences, over ``steps`` steps."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     tokens = sum(len(engine.step()) for _ in range(steps))
@@ -230,19 +230,19 @@ def window(engine: Engine, steps: int, count: int) -> float:
 
 
 def sample_tokens(engine: Engine, **settings: float) -> None:
-    """Has all requests choose their next tokens in another way; their seeds stay."""
+    """Makes all requests choose their next tokens differently; their seeds stay."""
     for running in engine.scheduler.running:
         running.request.params = replace(running.request.params, **settings)
 
 
 def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) -> float:
-    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's seconds to its
-    first token. Raises MemoryError where some do not fit."""
+    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's time to first
+    token in seconds. Raises MemoryError if some do not fit."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
     prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
     engine.add_request("0", prompts[0], endless(new))
     while not (outputs := engine.step()):
-        if engine.stats().waiting:  # nothing is being computed: nothing will ever end
+        if engine.stats().waiting:  # nothing is being computed, so nothing will ever end
             raise MemoryError("not one sequence fits")
     if outputs[0].error is not None:
         raise MemoryError(outputs[0].error)
@@ -253,7 +253,7 @@ def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool) ->
 
 
 def profile(engine: Engine) -> dict[str, Any]:
-    """Device time of a step by kernel, in ms, and the share of the time in which any of them ran."""
+    """Device time of a step by kernel, in ms, and the share of the time in which at least one of them ran."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
         for _ in range(PROFILED_STEPS):
@@ -263,7 +263,7 @@ def profile(engine: Engine) -> dict[str, Any]:
     events.sort(key=lambda event: event.time_range.start)
     kernels: dict[str, list[float]] = defaultdict(list)
     end, ran = events[0].time_range.start, 0.0
-    for event in events:  # some run beside others
+    for event in events:  # some run concurrently
         kernels[event.name[:120]].append(event.device_time)
         ran += max(0.0, event.time_range.end - max(end, event.time_range.start))
         end = max(end, event.time_range.end)

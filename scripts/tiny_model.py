@@ -1,7 +1,7 @@
-"""A model of two small layers with random weights: what soak and fuzz serve, where speed is not the question.
+"""A model of two small layers with random weights, for soak and fuzz tests, in which speed does not matter.
 
-Its policy seals, rebuilds and fetches as any other, yet loses nothing (all ranks, all chunks selected): whatever a
-request shares the batch or the cache with, its answer must be the same up to rounding.
+Its policy seals, rebuilds and fetches like any other, yet loses nothing (all ranks, all chunks selected): whatever else
+shares the batch or the cache with a request, its answer must be the same up to rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 128,  # ASCII: every answer is text that comes back as the same tokens in the next turn
+    "vocab_size": 128,  # ASCII: every answer is text that becomes the same tokens in the next turn
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -48,7 +48,7 @@ ENGINE: dict[str, Any] = {
 
 @contextmanager
 def tiny_model(**changes: Any) -> Iterator[Path]:
-    """A directory that ``EngineConfig.model`` may name, together with ``ENGINE``; ``changes`` go before ``CONFIG``."""
+    """A directory to use as ``EngineConfig.model``, together with ``ENGINE``; ``changes`` override ``CONFIG``."""
     with TemporaryDirectory(prefix="tiny-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**CONFIG, **changes}), encoding="utf-8")
         yield Path(folder)

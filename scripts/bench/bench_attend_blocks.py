@@ -1,9 +1,9 @@
 """Prefill attention over listed blocks on a GPU: 8192 queries over a share of the blocks up to them, by backend.
 
-``python scripts/bench/bench_attend_blocks.py [--out file.json]``. Lists are random, other ones for each tile and query
+``python scripts/bench/bench_attend_blocks.py [--out file.json]``. Lists are random, different for each tile and query
 head; the first two blocks, the last four and a tile's own are in all of them. Counted operations: 4 d for each pair of
-a query and a key of the listed blocks, those that a mask hides too. Times are medians over replays of a CUDA graph of a
-few calls. The last tile of two heads is checked against the reference first.
+a query and a key of the listed blocks, including masked ones. Times are medians over replays of a CUDA graph of a few
+calls. The last tile of two heads is checked against the reference first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shadowkv.ops.select_blocks.reference import BLOCK, LOCAL_BLOCKS, SINK_BLOCK
 
 QUERIES, HEADS, GROUP, DIM = 8192, 8, 4, 128
 CASES = [(keys, density) for keys in (61440, 122880, 245760) for density in (0.05, 0.1, 0.2, 1.0)]
-"""Keys, and the share of blocks up to a tile that it attends to."""
+"""Keys, and the share of blocks up to a tile that the tile attends to."""
 
 
 def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]]:
-    """What is there, by name."""
+    """The available backends, by name."""
     found = {"triton": triton.attend_blocks}
     return found | ({"cuda": cuda.attend_blocks} if cuda.available() else {})
 
 
 def lists(keys: int, density: float) -> tuple[Tensor, Tensor]:
-    """Blocks and their numbers, of every tile of every query head."""
+    """Blocks and their counts, for every tile of every query head."""
     tiles, blocks = QUERIES // BLOCK, keys // BLOCK
     own = (keys - QUERIES) // BLOCK + torch.arange(tiles, device="cuda")[:, None]
     block = torch.arange(blocks, device="cuda")
@@ -42,7 +42,7 @@ def lists(keys: int, density: float) -> tuple[Tensor, Tensor]:
 
 
 def verify(out: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> None:
-    """Raises where the first or the last query head's last tile is not what the reference says."""
+    """Raises if the last tile of the first or the last query head differs from the reference."""
     for head in (0, HEADS * GROUP - 1):
         of, shared, tile = slice(head, head + 1), slice(head // GROUP, head // GROUP + 1), slice(-1, None)
         exact = reference.attend_blocks(q[-BLOCK:, of], k[:, shared], v[:, shared], indices[of, tile], counts[of, tile])

@@ -50,7 +50,7 @@ Call = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 
 
 def problem(case: Case) -> list[Call]:
-    """Arguments of a call per layer, layers of 1 GB together, so that none is found in a cache: random codes, rows full
+    """Arguments of a call per layer, layers of 1 GB in total, so that none is found in a cache: random codes, rows full
     or of random lengths, all in whole pages."""
     rows, tokens, ragged, group, *names, centred = case
     columns, device = tokens // PAGE, torch.device("cuda")
@@ -91,7 +91,7 @@ def problem(case: Case) -> list[Call]:
 
 
 def fill(codec: RowCodec, codes: Tensor, scale: Tensor, pages: Tensor) -> None:
-    """Makes scales of pages, whose codes are random, what they may be: those of rows with entries of about 1."""
+    """Sets the scales of pages, whose codes are random, to realistic ones: those of rows with entries of about 1."""
     if codec.id == CodecId.TQ3_0:
         blocks = codes[pages].unflatten(-1, (-1, 14))
         blocks[..., 12:] = (
@@ -99,7 +99,7 @@ def fill(codec: RowCodec, codes: Tensor, scale: Tensor, pages: Tensor) -> None:
         )
         codes[pages] = blocks.flatten(-2)
     elif codec.tile == PAGE:
-        rows = torch.randn(8, HEADS, PAGE, DIM, device=codes.device)  # whose scales all pages have
+        rows = torch.randn(8, HEADS, PAGE, DIM, device=codes.device)  # all pages have the scales of these
         stored = codec.encode(rows, None)[1]
         scale[pages] = stored[torch.arange(len(pages), device=codes.device) % len(stored)]
     else:

@@ -26,7 +26,7 @@ from shadowkv.ops.page import PAGE
 
 HEADS, DIM = 8, 128
 PRODUCTS = 8e14
-"""Operations a second of products of half on an H200, about what they reach."""
+"""Operations per second of matrix products in half precision on an H200, about what they reach."""
 CASES = [  # rows, tokens, group, rank, bits of the rank's groups in turn
     (32, 8192, 4, 192, (4,)),
     (32, 8192, 4, 192, (8, 6, 6, 4, 4, 4, 4, 4, 2, 2, 2, 2)),
@@ -41,7 +41,7 @@ Call = tuple[Tensor, LatentKeys, CodedRows, Tensor, Tensor]
 
 
 def problem(case: Case) -> list[Call]:
-    """Arguments of a call per layer, layers of 1 GB together, so that none is found in a cache: random codes."""
+    """Arguments of a call per layer, layers of 1 GB in total, so that none is found in a cache: random codes."""
     rows, tokens, group, rank, bits = case
     columns, device = tokens // PAGE, torch.device("cuda")
     latent, vector = MixedLatents(), VectorRows()

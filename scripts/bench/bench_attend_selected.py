@@ -2,7 +2,7 @@
 
 ``python scripts/bench/bench_attend_selected.py``: Llama-3.1-8B's attention (32 query and 8 kv heads of 128, rank 160)
 over random chunks of sequences, in ascending order, on shuffled pages. Timed is the kernel that the op takes, as
-replays of a CUDA graph whose calls select other chunks each, so that no call finds its bytes in the second-level
+replays of a CUDA graph whose calls each select other chunks, so that no call finds its bytes in the second-level
 cache. Bytes are latents and values once per token and kv head, the basis once per sequence and the selection; the
 floor is their time at 4.5 TB/s, which is what an H200 reads. Every case is checked against the reference in float32
 first; medians count.
@@ -28,7 +28,7 @@ from shadowkv.ops.page import PAGE
 
 HEADS, GROUP, DIM, RANK = 8, 4, 128, 160
 COLD = 200 << 20
-"""Bytes that the calls of a graph read between them at least; the cache holds 50 MiB."""
+"""Bytes that the calls of a graph read in total at least; the cache holds 50 MiB."""
 
 Case = tuple[int, int, int, int, str, str]
 CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
@@ -107,7 +107,7 @@ def nbytes(batch: int, budget: int, chunk: int, keys: str, values: str) -> int:
 
 
 def check(call: Call) -> None:
-    """Ends the program where the kernel is off by more than rounding, on the first row."""
+    """Ends the program if the kernel's error is more than rounding, on the first row."""
     q, k, v, selected = call
     out, lse = cuda.attend_selected(*call)
     assert isinstance(k, LatentKeys)

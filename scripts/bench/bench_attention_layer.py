@@ -2,9 +2,9 @@
 
 ``python scripts/bench/bench_attention_layer.py [--kv shadowkv turbo ...] [--out layer.csv]``: Llama-3.1-8B's attention
 on caches of one layer that are filled with random keys and values through the prefill's own storing, with ragged
-lengths and scattered pages. Random queries select hardly anything twice. So, where values are on the host, scoring and
-selection run and are timed, but their result is replaced by chunks of which a set share repeats from step to step; the
-hit rate that comes of it is measured. Times are of one step in a CUDA graph of many, medians of its replays.
+lengths and scattered pages. Random queries hardly ever select a chunk twice. So, where values are on the host, scoring
+and selection run and are timed, but their result is replaced by chunks of which a set share repeats from step to step;
+the resulting hit rate is measured. Times are of one step in a CUDA graph of many, medians of its replays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES = ((61440, 48, 1024), (124928, 24, 2048))
 STEPS = 32
 REPLAYS = 5
 ROOM = 64
-"""Tokens that a sequence could still gain."""
+"""Tokens that a sequence can still gain."""
 
 
 def make_cache(kv: str, context: int, batch: int, budget: int, fetch_buffer: float) -> KVCache:
@@ -65,9 +65,9 @@ def fill(cache: KVCache, context: int, batch: int) -> list[CachedSequence]:
 
 
 class UnrolledSelection:
-    """A ``selection_hook`` that does as ``ScriptedSelection``, where all steps are in one graph.
+    """A ``selection_hook`` like ``ScriptedSelection``, with all steps in one graph.
 
-    Each call gives what it was captured with: nothing on the device looks a step up, so that no time is added.
+    Each call gives what it was captured with: nothing on the device looks up the step, so that no time is added.
     """
 
     def __init__(self, batch: SealedBatch, share: float) -> None:
@@ -76,7 +76,7 @@ class UnrolledSelection:
         self.steps = list(repeating(shape, int(batch.budget.min()), share, STEPS))
 
     def __call__(self, layer: int, q: Tensor, batch: SealedBatch, selected: Selection) -> Selection:
-        """The next rows of the step at work; after the last, the next step's."""
+        """The next rows of the current step; after the last, the next step's."""
         step = self.steps[self._row // len(self.steps[0]) % STEPS]
         first = self._row % len(step)
         self._row += len(q)
@@ -84,7 +84,7 @@ class UnrolledSelection:
 
 
 def fetches(cache: KVCache, plan: DecodePlan) -> FetchCounts | None:
-    """What has been fetched so far: that is known when a step has ended."""
+    """What has been fetched so far, which is known once a step has ended."""
     cache.end_decode(plan)
     torch.cuda.synchronize()
     return cache.fetches
@@ -98,7 +98,7 @@ def measure(cache: KVCache, sequences: list[CachedSequence], share: float | None
     cache.append(0, *torch.randn(2, len(q), SHAPE.num_kv_heads, SHAPE.head_dim, device="cuda", dtype=DTYPE), batch)
     assert share is None or batch.sealed is not None
     hook = None if share is None or batch.sealed is None else UnrolledSelection(batch.sealed, share)
-    cache.selection_hook = hook  # which the graph reads from: it stays here until the last replay
+    cache.selection_hook = hook  # the graph reads from it: it must live until the last replay
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -155,7 +155,7 @@ def main() -> int:
                 )
                 print(*rows[-1].values(), flush=True)
             del cache, sequences
-            gc.collect()  # pinned memory may not be given back in the middle of the next capture
+            gc.collect()  # pinned memory must not be freed in the middle of the next capture
             torch.cuda.empty_cache()
     if args.out:
         with args.out.open("w", newline="", encoding="utf-8") as file:

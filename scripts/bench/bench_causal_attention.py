@@ -1,9 +1,9 @@
 """Prefill attention on a GPU: a block of queries over everything up to them, by backend.
 
-``python scripts/bench/bench_causal_attention.py [--out file.json]``: the op as it is chosen here, PyTorch's flash
+``python scripts/bench/bench_causal_attention.py [--out file.json]``: the op as chosen here, PyTorch's flash
 attention, cuDNN's, and FlashInfer and flash-attn where they are installed. Counted operations: 4 H_q d for each pair of
-a query and a key that it sees. Times are medians over replays of a CUDA graph of a few calls; the first call's, where
-cuDNN plans its kernels, is given besides. Results are checked against those of flash attention.
+a query and a key that it sees. Times are medians over replays of a CUDA graph of a few calls; the first call's, in
+which cuDNN plans its kernels, is given separately. Results are checked against those of flash attention.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """What is there, by name."""
+    """The available backends, by name."""
     found = {"chosen": Ops("cuda").causal_attention, "flash": flash}
     found["cudnn"] = cudnn
     if find_spec("flashinfer"):

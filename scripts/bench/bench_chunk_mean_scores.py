@@ -1,8 +1,8 @@
 """Scores of landmarks on a GPU, in bfloat16 and in eight bits: time of a call and bytes of landmarks read per second.
 
-``python scripts/bench/bench_chunk_mean_scores.py [--out file.json]``: pages lie shuffled in an arena among other bytes,
+``python scripts/bench/bench_chunk_mean_scores.py [--out file.json]``: pages are shuffled in an arena among other bytes,
 as in the KV cache. Counted bytes: landmarks, their scales and the excluded bits of all pages; the floor is those at
-4.5 TB/s. Float32 logits are written besides. Times are medians over replays of a CUDA graph of several calls. Every
+4.5 TB/s. Float32 logits are written as well. Times are medians over replays of a CUDA graph of several calls. Every
 shape is checked against the reference first, on its first rows.
 """
 

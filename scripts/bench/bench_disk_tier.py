@@ -22,7 +22,7 @@ TOKENS = 4096
 
 
 def drop_from_cache(path: Path) -> None:
-    """Has the system forget a file's pages."""
+    """Drops a file's pages from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,10 +1,11 @@
 """A later turn over a cached sequence: attention of its new tokens over everything before, in one layer.
 
 ``python scripts/bench/bench_extension.py [--out file.json]``: a layer of Llama-3.1-8B's sizes in bfloat16 on scattered
-pages. "layer us" is what ``append`` and ``attend`` of the cache take, launched one after the other as a prefill does;
-"dense us" is causal attention over as many plain keys and values. "floor us" is the largest of three: multiplications
-of attention and of low-rank keys at the card's speed, bytes read and written in its memory, and bytes of values across
-the bus. Attention is checked first, against a cache that runs on the references and has the same sequence.
+pages. "layer us" is the time of the cache's ``append`` and ``attend``, launched one after the other as in a prefill;
+"dense us" is causal attention over the same number of plain keys and values. "floor us" is the largest of three:
+multiplications of attention and of low-rank keys at the card's speed, bytes read and written in its memory, and bytes
+of values across the bus. Attention is checked first, against a cache that runs on the references and has the same
+sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CASES = [
     for kv in ("full", "turbo", "turbo-host", "shadowkv", "quest")
 ]
 MULTIPLIES, BUS = 990e12, 50.7e9
-"""Dense bfloat16 operations a second of the card, and bytes a second that its threads read across the bus."""
+"""Dense bfloat16 operations per second of the card, and bytes per second that its threads read across the bus."""
 
 
 def make_cache(kv: str, tokens: int, new: int, backends: dict[str, str] | None = None) -> KVCache:
@@ -56,7 +57,7 @@ def turn(cache: KVCache, sequence: CachedSequence, q: Tensor, k: Tensor, v: Tens
 
 
 def microseconds(call: Callable[[], object], rounds: int = 10) -> float:
-    """Median time of a call, of some that are launched one after the other."""
+    """Median time per call, out of several launched one after the other."""
     times = []
     for _ in range(rounds + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,7 +71,7 @@ def microseconds(call: Callable[[], object], rounds: int = 10) -> float:
 
 
 def check(kv: str, cache: KVCache, sequence: CachedSequence, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Against the references over the same stored bytes, rounded as the ops round or elsewhere."""
+    """Compares with the references over the same stored bytes, rounded as in the ops or differently."""
     got, tokens = turn(cache, sequence, q, k, v)(), sequence.length
     plain = make_cache(kv, tokens, len(q), dict.fromkeys(NAMES, "reference"))
     wanted = turn(plain, plain.load(cache.export(sequence), sequence.capacity), q, k, v)()

@@ -1,9 +1,9 @@
 """Fetches of selected chunks from pinned host memory, through a buffer of twice as many entries as are selected.
 
 ``python scripts/bench/bench_fetch_chunks.py [--out file.json]``: streams of selections in which a set share repeats
-from step to step. Counted bytes are those of the measured misses; the floor is those at 50.7 GB/s, the most that
-kernels reached over the bus. A share of 1 shows what finding nothing costs. Times are per call, of a CUDA graph of a
-whole stream, median of its replays; the step from its end to its start repeats little, hence hits below the share. The
+from step to step. Counted bytes are those of the measured misses; the floor is their time at 50.7 GB/s, the most that
+kernels reached over the bus. A share of 1 shows the cost when nothing is missing. Times are per call, of a CUDA graph
+of a whole stream, median of its replays; from its end to its start little repeats, hence hits below the share. The
 fetched bytes are checked first.
 """
 
@@ -52,7 +52,7 @@ def arena() -> Tier:
 
 
 def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer, entries: Tensor) -> None:
-    """Ends the program where the buffer does not hold the selected chunks."""
+    """Ends the program if the buffer does not hold the selected chunks."""
     heads = torch.arange(HEADS, device="cuda")[:, None]
     rows = torch.arange(len(slots), device="cuda")[:, None, None]
     page = pages[rows, selected // host.shape[2]]
@@ -62,11 +62,11 @@ def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: 
 
 
 def measure(case: tuple[int, int, int, int, int, torch.dtype]) -> list[Row]:
-    """Rows of the table: every share."""
+    """Rows of the table: one for every share."""
     rows, tokens, k, chunk, width, dtype = case
     field = Field("values", (HEADS, PAGE // chunk, chunk, width), dtype)
     host = arena().views([field])[field.name][0]
-    # Sequences share pages of the arena at random: together they would have more than it holds.
+    # Sequences share random pages of the arena: separate pages for all would not fit.
     pages = torch.randint(0, host.shape[0] * GRANULE // field.nbytes - 1, (rows, tokens // PAGE), device="cuda")
     pages *= field.nbytes // GRANULE
     slots = torch.randperm(rows, device="cuda")

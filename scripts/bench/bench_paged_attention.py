@@ -3,7 +3,7 @@
 ``python scripts/bench/bench_paged_attention.py``: on the CPU SmolLM2's attention (9 query and 3 kv heads of 64) over
 pages of a pool much larger than the caches, 48 ragged sequences and a single long one; rounds alternate between
 backends. ``--device cuda``: Llama-3.1-8B's (32 query and 8 kv heads of 128) as replays of a CUDA graph, against the
-time that reading the keys and values once takes at 4.5 TB/s, which is what an H200 reads. Every result is checked
+time that reading the keys and values once takes at 4.5 TB/s, an H200's read speed. Every result is checked
 against a float64 softmax first; medians count.
 """
 
@@ -26,7 +26,7 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.registry import PREFERENCE, Ops
 
 ROOF = 4.5e12
-"""Bytes per second that an H200 reads."""
+"""Read speed of an H200, in bytes per second."""
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -49,7 +49,7 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 
 
 def problem(lengths: list[int], dtype: torch.dtype, heads: int, group: int, dim: int, device: str) -> list[Call]:
-    """Arguments of one call per layer, on views as the KV cache has them; successive layers evict one another."""
+    """Arguments of one call per layer, on views like the KV cache's; successive layers evict one another."""
     used = [-(-length // PAGE) for length in lengths]
     fields = [Field(name, (heads, PAGE, dim), dtype) for name in "kv"]
     block = sum(field.nbytes for field in fields)
@@ -82,7 +82,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tup
 
 
 def check(name: str, found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
-    """Ends the program where a backend is off by more than rounding."""
+    """Ends the program if a backend's error is more than rounding."""
     allowed = 2e-5 if dtype == torch.float32 else 2e-2
     for one, expected in zip(found, exact):
         error = (one.double() - expected).abs().max().item()

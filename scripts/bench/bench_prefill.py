@@ -1,11 +1,11 @@
 """What storing a prompt adds to its prefill on a GPU: by itself, on top of a layer, and in memory.
 
 ``python scripts/bench/bench_prefill.py [--out file.json]``: layers of Llama-3.1-8B's sizes with random weights, in
-bfloat16, on scattered pages. "storing" is what it takes to store a layer with nothing beside it, on keys with a mean
+bfloat16, on scattered pages. "storing" is the time to store a layer with nothing beside it, on keys with a mean
 and a spectrum that falls as 1 / i; "host" is the host's part of it, and "basis" the op that finds their low-rank basis.
-"layer" is a whole prefill divided by its layers, in turns with one of ``full``, which keeps keys and values as they
+"layer" is a whole prefill divided by its layers, alternating with one of ``full``, which keeps keys and values as they
 are; "exposed" is what the policy adds to that. Times are medians. "reserved" is what the engine leaves free for a
-prefill, "peak" what one takes, and "cached" with what PyTorch's allocator rounds up.
+prefill, "peak" what one takes, and "cached" includes what PyTorch's allocator rounds up.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def synthetic_keys(tokens: int) -> Tensor:
 
 @torch.inference_mode()
 def storing(cache: KVCache, tokens: int, rounds: int = 3) -> dict[str, float]:
-    """Milliseconds that storing a layer takes by itself; the first round warms up."""
+    """Milliseconds that storing a layer takes alone; the first round warms up."""
     keys, values = synthetic_keys(tokens), torch.randn(tokens, 8, 128, device="cuda").to(DTYPE)
     found: dict[str, list[float]] = {"storing_ms": [], "host_ms": [], "basis_ms": []}
     for _ in range(rounds + 1):

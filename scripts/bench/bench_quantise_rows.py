@@ -1,7 +1,7 @@
 """Coded rows on a GPU: time to store 61440 tokens of 8 heads, and bytes read and written per second.
 
 ``python scripts/bench/bench_quantise_rows.py [--out file.json]``: rows of one layer of exact pages, in pieces of 512
-pages as sealing has them, into pages of an arena. Rows in float32 are what is left of keys without their mean. Counted
+pages as in sealing, into pages of an arena. Rows in float32 are keys with their mean subtracted. Counted
 bytes are rows, codes and scales; the floor is those at 4.5 TB/s. ``back us`` is the time to rebuild the same rows in
 bfloat16. Times are medians over replays of a CUDA graph. Rebuilt rows of the first pages are checked against what the
 reference decodes of its own codes.

@@ -1,4 +1,4 @@
-"""Attention of packed prompts on a GPU, by backend, and one prompt after the other.
+"""Attention of packed prompts on a GPU, by backend, and one prompt after another.
 
 ``python scripts/bench/bench_ragged_attention.py [--out file.json]``: the kernel for Hopper, Triton's, PyTorch's
 flash attention over all, and a call of ``causal_attention`` for each prompt. Counted operations: 4 H_q d for each pair
@@ -31,7 +31,7 @@ CASES = [  # lengths, kv heads, group, dim
 
 
 def measure(case: tuple[list[int], int, int, int]) -> list[Row]:
-    """A row of the table for each way."""
+    """A row of the table for each method."""
     lengths, heads, group, dim = case
     bounds = [0, *accumulate(lengths)]
     q = torch.randn(bounds[-1], heads * group, dim, device="cuda").bfloat16()

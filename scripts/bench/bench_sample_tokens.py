@@ -1,9 +1,9 @@
-"""Sampling of tokens on a GPU: time of a call, beside that of the largest logit alone.
+"""Sampling of tokens on a GPU: time of a call, compared with taking the largest logit.
 
 ``python scripts/bench/bench_sample_tokens.py [--out file.json]``: counted bytes are the logits, once; the floor is
-those at 4.5 TB/s. Calls go through copies of the logits that are together larger than the L2 cache, as a step's own
-have not been read since they were written. ``spread`` is the standard deviation of the logits: of 1 nearly all tokens
-are candidates, of 4 a few thousand. Times are medians over replays of a CUDA graph. Tokens of every shape are checked
+those at 4.5 TB/s. Calls go through copies of the logits that together exceed the L2 cache, as a step's own logits
+have not been read since they were written. ``spread`` is the standard deviation of the logits: with 1 nearly all tokens
+are candidates, with 4 a few thousand. Times are medians over replays of a CUDA graph. Tokens of every shape are checked
 against the reference first.
 """
 
@@ -28,11 +28,11 @@ SETTINGS: dict[str, dict[str, float]] = {
     "temperature 0": {"temperature": 0.0},
 }
 CHECKED = 16
-"""Rows, of each shape and setting: the reference takes one after the other."""
+"""Rows checked of each shape and setting: the reference takes them one by one."""
 
 
 def parameters(rows: int, setting: dict[str, float]) -> Tensor:
-    """Alike for all rows but for their uniform numbers."""
+    """The same for all rows except for their uniform numbers."""
     usual = {"temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "min_p": 0.0, **setting}
     columns = [torch.full((rows,), usual[name], dtype=torch.float64) for name in PARAMETERS[:-1]]
     return torch.stack([*columns, torch.rand(rows, dtype=torch.float64)], 1).cuda()

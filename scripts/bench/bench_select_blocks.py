@@ -26,12 +26,12 @@ CASES = [61440, 122880, 245760]
 
 
 def backends() -> dict[str, ModuleType]:
-    """What is there, by name."""
+    """The available backends, by name."""
     return {"triton": triton} | ({"cuda": cuda} if cuda.available() else {})
 
 
 def verify(scores: Tensor, q: Tensor, k: Tensor, sampled: Tensor) -> None:
-    """Raises where scores of the first or the last query head's last tile are not those of float64."""
+    """Raises if scores of the last tile of the first or the last query head are not those of float64."""
     end = (len(k) - BLOCK) // BLOCK - LOCAL_BLOCKS + 1
     together = triton.tiles_together(GROUP)
     tile = (QUERIES // BLOCK - 1) % together

@@ -1,10 +1,10 @@
 """Two-level selection on a GPU: time of a call, bytes gathered per second, and both against the memory's speed.
 
-``python scripts/bench/bench_select_by_sketch.py [--out file.json]``: pages lie shuffled in an arena among other bytes,
+``python scripts/bench/bench_select_by_sketch.py [--out file.json]``: pages are shuffled in an arena among other bytes,
 as in the KV cache; kept runs are random ones. Counted bytes: both planes and the scales of the kept runs, and the
-coarse scores; the floor is those at 4.5 TB/s. Page names and the result come besides. Times are medians
-over replays of a CUDA graph of several calls; where a call reads less than the second-level cache holds, each has rows
-of its own. Every shape is checked against the reference on its first rows.
+coarse scores; the floor is those at 4.5 TB/s. Page names and the result are extra. Times are medians
+over replays of a CUDA graph of several calls; where a call reads less than the second-level cache holds, each has its
+own rows. Every shape is checked against the reference on its first rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes, sk
 
 OTHER_BYTES = 16 * 1024
 UNCACHED_BYTES = 200e6
-PER_ROW = (1, 5, 6, 7)  # arguments that have rows, besides the queries and what is sampled
+PER_ROW = (1, 5, 6, 7)  # arguments with rows, besides the queries and samples
 CASES = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of which sampled
     (76, 61440, 8, 4, 128, 1, 960, 480),
     (63, 61440, 8, 4, 128, 1, 960, 0),
@@ -87,8 +87,8 @@ def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) ->
 
 
 def check(args: tuple, selected: Tensor) -> None:
-    """Ends the program where the first rows, without sampling, differ in more chunks than ties and rounding
-    exchange."""
+    """Ends the program if the first rows, without sampling, differ in more chunks than ties and rounding
+    explain."""
     exact, _ = reference.select_by_sketch(*rows_of(args, slice(2))[:-1])
     for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
         assert len(own) == len(expected)

@@ -1,7 +1,7 @@
 """Ragged top-k on a GPU: time of a call.
 
 ``python scripts/bench/bench_select_top_chunks.py [--out file.json]``: counted bytes are the logits; the floor is those
-at 4.5 TB/s. Calls go through copies of the logits that are together larger than the L2 cache. Times are medians over
+at 4.5 TB/s. Calls go through copies of the logits that together exceed the L2 cache. Times are medians over
 replays of a CUDA graph. Every shape is checked against the reference first.
 """
 
@@ -25,7 +25,7 @@ CASES = [  # rows, tokens, chunk, budget; 8 kv heads, 4 query heads of each, hea
 
 
 def check(logits: Tensor, lse: Tensor, selected: Tensor, budget: Tensor, k: int) -> None:
-    """Ends the program where the chosen shares are not the reference's."""
+    """Ends the program if the chosen shares are not the reference's."""
     scores = (logits - lse.logsumexp(-1, keepdim=True)).amax(2)
     expected = reference.select_top_chunks(logits, lse, budget, k)
     for found in (selected, expected):

@@ -1,8 +1,8 @@
-"""What ``return_selections`` costs: CPU time of decode steps in which a request of the batch asks, and of others
+"""What ``return_selections`` costs: CPU time of decode steps in which a request of the batch asks for it, and of others
 
     python scripts/bench/bench_selections.py --tokens 1024 --neighbours 1
 
-Steps of both kinds take turns in one engine, so that what else the machine does meets both.
+Steps of both kinds alternate in one engine, so that other load on the machine affects both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sign scores on a GPU: time of a call, bytes of the index read per second, and both against the memory's speed.
 
-``python scripts/bench/bench_sign_scores.py [--out file.json]``: pages lie shuffled in an arena among other bytes, as in
+``python scripts/bench/bench_sign_scores.py [--out file.json]``: pages are shuffled in an arena among other bytes, as in
 the KV cache. Counted bytes: signs and scales of all valid pages; the floor is those at 4.5 TB/s. Float16 scores, 1/68
-as many bytes at head dim 128, are written besides. Times are medians over replays of a CUDA graph of several calls,
+of those bytes at head dim 128, are written as well. Times are medians over replays of a CUDA graph of several calls,
 each right after one of ``sketch_queries``, which is included and also timed alone. Every shape is checked against the
 reference first, on its first rows.
 """
@@ -59,7 +59,7 @@ def problem(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bo
 
 
 def check(args: tuple[Tensor, ...], scores: Tensor) -> None:
-    """Ends the program where two rows are off by more than rounding."""
+    """Ends the program if two rows' errors are more than rounding."""
     q, maps, states, signs, scale, pages, counts = args
     queries = queries_reference.sketch_queries(q[:2], maps, states[:2])
     exact = reference.sign_scores(queries, signs, scale, pages[:2], counts[:2])

@@ -3,10 +3,10 @@
     python scripts/bench/compare_commits.py .baseline . --out foundation.csv                 # one H200
     python scripts/bench/compare_commits.py .baseline . --out foundation.csv --device cpu
 
-Each tree, built, has a process of its own that imports its package and its scripts, and keeps what a cell needs while
-the other's turn is timed: on an H200 both are in memory, so that a cell is filled once. That takes half of
-Llama-3.1-8B's layers, with the largest batches that so fit twice, all prompts random keys and values; windows have 24
-steps, after 64 that are not timed. A cell that fails has no row. Rows of other cells that ``--out`` has already stay.
+Each tree, built, runs in a separate process that imports its package and scripts, and keeps a cell's state while the
+other tree is timed: on an H200 both are in memory, so that a cell is filled once. That allows half of Llama-3.1-8B's
+layers, with the largest batches that then fit twice, and all prompts are random keys and values; windows have 24 steps,
+after 64 untimed ones. A failed cell has no row. Rows of other cells that ``--out`` already has stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from compared_cells import CELLS, PAIRS, serve
 
 SHARES = {"before": 0.58, "after": 0.985}
-"""Of the card's memory that is in use once a process has opened a cell: the other's counts."""
+"""Share of the card's memory in use once a process has opened a cell, including the other process's."""
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def main() -> int:
     for name, share in SHARES.items():
         pipes[name], there = context.Pipe()
         context.Process(target=serve, args=(getattr(args, name).resolve(), share, there), daemon=True).start()
-        there.close()  # here; so that the end of its process is seen
+        there.close()  # here, so that the end of its process is noticed
 
     def ask(name: str, what: tuple[Any, ...] | None) -> dict[str, float] | None:
         try:

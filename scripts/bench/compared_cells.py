@@ -26,7 +26,7 @@ SWEEP = {
     ("full", 61440): 14, ("turbo", 61440): 68, ("turbo-host", 61440): 112,
     ("full", 124928): 7, ("turbo", 124928): 34, ("turbo-host", 124928): 56,
 }  # fmt: skip
-"""Sequences; with values on the host 39 GiB of pinned memory in each process."""
+"""Number of sequences; with values on the host, 39 GiB of pinned memory in each process."""
 HIT_RATE, HOST_GIB = 0.72, 45.0
 CELLS = {
     "cuda": [("layer", "turbo"), ("prefill", "full"), ("prefill", "turbo"), *(("sweep", *cell) for cell in SWEEP)],
@@ -36,7 +36,7 @@ Timing = Callable[[], dict[str, float]]
 
 
 def mix(cache: Any) -> None:
-    """Leaves free blocks in random order, as caches of 79526a5 do by themselves: both trees read alike."""
+    """Leaves free blocks in random order, as caches of 79526a5 do by themselves: both trees read in the same order."""
     for tier in getattr(cache.store, "tiers", {}).values():
         blocks = tier.allocate(tier.free_blocks)
         random.Random(0).shuffle(blocks)
@@ -55,7 +55,7 @@ def open_layer(kv: str, share: float) -> Timing:
 
 
 def open_prefill(kv: str, share: float) -> Timing:
-    """Prefill of 61,440 tokens through three layers, tokens a second."""
+    """Prefill of 61,440 tokens through three layers, tokens per second."""
     import bench_prefill as bench
 
     tokens = 61440
@@ -69,7 +69,7 @@ def open_prefill(kv: str, share: float) -> Timing:
 
 
 def open_sweep(kv: str, context: int, share: float) -> Timing:
-    """Whole engine steps, tokens a second."""
+    """Whole engine steps, tokens per second."""
     import throughput_sweep as sweep
     import torch
 
@@ -124,7 +124,7 @@ def load_llama() -> Any:
 
 
 def open_cpu(dtype: str, kv: str, share: float) -> Timing:
-    """48 prompts on CPUs, prompt and new tokens a second, and new ones alone."""
+    """48 prompts on CPUs: prompt and new tokens per second, and new ones alone."""
     import cpu_serve
 
     def timed() -> dict[str, float]:
@@ -136,14 +136,14 @@ def open_cpu(dtype: str, kv: str, share: float) -> Timing:
 
 def serve(tree: Path, share: float, pipe: Connection) -> None:
     """A tree's process: opens the cell that it is sent, times it when it is sent None, and closes it at the next."""
-    # An installed package, of another tree, would lend modules that this one has not built.
+    # An installed package from another tree would provide modules that this one has not built.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
     sys.path[:0] = [str(tree), str(tree / "scripts"), str(tree / "scripts/bench")]
     import torch
 
     import shadowkv
 
-    shadowkv.__path__.append(str(tree))  # shadowkv.models and shadowkv.eval, where nothing is installed
+    shadowkv.__path__.append(str(tree))  # for shadowkv.models and shadowkv.eval, where nothing is installed
     assert Path(shadowkv.__file__).is_relative_to(tree), shadowkv.__file__
     timing: Timing | None = None
     while True:
@@ -165,6 +165,6 @@ def serve(tree: Path, share: float, pipe: Connection) -> None:
                     *cell[1:], share
                 )
             pipe.send({})
-        except (MemoryError, RuntimeError, ValueError):  # what does not fit; others end the process, which is seen
+        except (MemoryError, RuntimeError, ValueError):  # does not fit; other errors end the process, which is noticed
             traceback.print_exc()
             pipe.send(None)

@@ -1,8 +1,8 @@
 """A GGUF file on a CPU, its weights in the file's blocks and dequantised at load: memory, prefill and decode.
 
-Every run is a process of its own, in turn: ``python scripts/bench/cpu_gguf.py model.gguf --out model.json``. The model
-may be a name of the catalogue, too. One thread computes, and its processor time is what counts, of the fastest prefill
-and step: others may use the machine.
+Runs alternate, each in a separate process: ``python scripts/bench/cpu_gguf.py model.gguf --out model.json``. The model
+may also be a catalogue name. One thread computes, and what counts is its CPU time, of the fastest prefill and step:
+others may use the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPT, STEPS, PREFILLS = 512, 8, 2
 
 
 def memory() -> dict[str, float]:
-    """GiB of this process in memory, now and at the most."""
+    """GiB of this process in memory, now and at the peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "resident_gib": int(lines["VmRSS"].split()[0]) / 2**20,
@@ -28,7 +28,7 @@ def memory() -> dict[str, float]:
 
 
 def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, float]:
-    """Memory behind the load, before any cache; then tokens per second of one prompt, and of steps of each batch."""
+    """Memory after loading, before any cache; then tokens per second of one prompt, and of steps of each batch."""
     import torch
 
     from shadowkv.engine.config import EngineConfig

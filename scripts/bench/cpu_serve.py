@@ -1,8 +1,8 @@
 """CPU throughput on a ragged mix against ``transformers``: 48 prompts of 64 to 960 tokens, 64 new tokens each.
 
-Every run is a process of its own (so that peak memory is its own), ours and theirs in turn, each in float32 and
+Every run is a separate process (so that peak memory is its own), ours and theirs alternating, each in float32 and
 bfloat16: ``python scripts/bench/cpu_serve.py --rounds 2 --out benchmarks/results/cpu/cpu_serve.json``.
-Prompts are random tokens of a fixed seed; end tokens are ignored, so that every run generates the same count.
+Prompts are random tokens from a fixed seed; end tokens are ignored, so that every run generates the same number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run_ours(dtype: str, kv: str) -> dict[str, float]:
 
 
 def run_theirs(dtype: str) -> dict[str, float]:
-    """Times ``generate`` on the left-padded batch; the stopping criterion is called once a token."""
+    """Times ``generate`` on the left-padded batch; the stopping criterion is called once per token."""
     import torch
     from transformers import AutoModelForCausalLM
 

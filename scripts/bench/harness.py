@@ -1,4 +1,4 @@
-"""Caches and engines of benches, filled by the calls that models and engines make."""
+"""Caches and engines for benchmarks, filled by the same calls as models and engines make."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, KVSpec
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 EXTENSIONS = 5000
-"""Of all sequences together, in a round of ``scatter``, about."""
+"""Approximate number of extensions of all sequences in a round of ``scatter``."""
 
 ROUNDS = 2
 
 FEWEST_SEQUENCES = 4
-"""Sequences that a bench's cache has room for: pages are mixed by taking turns."""
+"""Sequences that a benchmark's cache has room for: pages are mixed by growing them in turns."""
 
 
 def open_cache(
@@ -61,8 +61,8 @@ def open_cache(
 def scatter(cache: KVCache, seed: int = 0) -> None:
     """Leaves the free blocks of an empty cache fragmented, as after long use: in short runs, in random order.
 
-    As many sequences as there can be grow in turns, by a few pages at a time, until each is as long as it can be or
-    nothing is free, and leave in random order. One sequence alone grows in one go.
+    The largest possible number of sequences grow in turns, by a few pages at a time, until each is as long as it can be
+    or nothing is free, and are released in random order. A single sequence grows all at once.
     """
     rng, count, longest = random.Random(seed), cache.free["sequences"], cache.max_model_len
     most = max(1, 2 * count * longest // (PAGE * EXTENSIONS))
@@ -83,7 +83,7 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
 
 @torch.inference_mode()
 def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
-    """Gives ``sequence`` so many new tokens with random keys and values, the same in every layer."""
+    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in every layer."""
     batch = cache.prefill_batch([(sequence, tokens)])
     size = 2, tokens, cache.shape.num_kv_heads, cache.shape.head_dim
     k, v = torch.randn(size, dtype=cache.dtype, device=cache.device)
@@ -95,7 +95,7 @@ def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
 
 @torch.inference_mode()
 def prefilled(runner: Runner, sequence: CachedSequence, prompt: list[int]) -> Tensor:
-    """Logits [V] of the last of a prompt's tokens."""
+    """Logits [V] of the last token of a prompt."""
     steps = runner.prefill([(sequence, prompt)])
     while True:
         try:
@@ -106,7 +106,7 @@ def prefilled(runner: Runner, sequence: CachedSequence, prompt: list[int]) -> Te
 
 
 def endless(new: int) -> SamplingParams:
-    """Greedy, to the last of ``new`` tokens."""
+    """Greedy, up to exactly ``new`` tokens."""
     return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
 
 
@@ -117,9 +117,9 @@ def fill_all(runner: Runner, sequences: list[CachedSequence], tokens: int) -> No
 
 
 def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -> None:
-    """Has ``engine`` run a request of ``new`` tokens for every prompt; keys and values are random if ``synthetic``.
+    """Makes ``engine`` run a request of ``new`` tokens for every prompt; keys and values are random if ``synthetic``.
 
-    Raises MemoryError where some do not fit.
+    Raises MemoryError if some do not fit.
     """
     there, cache = engine.num_running, engine.cache
     for number, prompt in enumerate(prompts, there):

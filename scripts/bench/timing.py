@@ -17,7 +17,7 @@ Case = TypeVar("Case")
 Row = dict[str, object]
 
 READ_SPEED = 4.5e12
-"""Bytes a second that an H200 reads at the most, measured."""
+"""Measured read speed of an H200, in bytes per second."""
 
 
 def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> float:
@@ -42,7 +42,7 @@ def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> flo
 def run(text: str, available: bool, cases: Sequence[Case], measure: Callable[[Case], list[Row]]) -> int:
     """A benchmark's command line: prints the rows of every case and returns the exit status.
 
-    ``text`` is the program's docstring, whose first line is its help; ``available`` says whether its ops are there.
+    ``text`` is the program's docstring, whose first line is its help; ``available`` says whether its ops are available.
     """
     parser = argparse.ArgumentParser(description=text.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -21,8 +21,7 @@ from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import PAGE
 
 FETCH_SECONDS, MOST_FETCH_SECONDS = 1.0, 30.0
-"""How long requests wait at the least, and at the most, for what is read from the disk: one that hangs is not waited
-for."""
+"""Minimum and maximum seconds that requests wait for what is read from the disk, which may hang."""
 
 RETRY_SECONDS = 30.0
 """After how long a file that could not be read is tried again."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shadowkv.cache.tree import Node
 
 Score = Callable[["Node", float], float]
-"""Of a node, at a time in seconds by the clock of ``Node.used``."""
+"""Score of a node, at a time in seconds by the clock of ``Node.used``."""
 
 EDGE, WEIGHT, HIT, SECOND = 5.0, 2.0, 3.0, 0.01
 FIRST_USE, MORE_USE, MOST_USE = 1.0, 0.1, 10.0

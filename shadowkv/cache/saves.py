@@ -40,7 +40,7 @@ class Saved:
 
 
 Answer = Future[Saved]
-"""Raises SaveError; whoever cancels it has given up."""
+"""Raises SaveError; a caller that cancels it has given up."""
 
 
 @dataclass(eq=False)

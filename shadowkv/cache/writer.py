@@ -30,7 +30,7 @@ EVICTION_ROUNDS = 3
 """Passes over all files: those that another server turns out to have used are newer in the next one."""
 
 CLOCK_SECONDS = 0.001
-"""Tolerance of a time on the disk to the one it was set to."""
+"""Largest difference between a time on the disk and the one it was set to, in seconds."""
 
 GIVING_UP_SECONDS = 1.0
 """Time for a writer that has been told to give up to remove its unfinished file."""

@@ -1,4 +1,4 @@
-"""The linear projection that a layer's spec specifies."""
+"""The linear projection that a layer's spec selects."""
 
 from __future__ import annotations
 

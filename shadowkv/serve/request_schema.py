@@ -12,13 +12,13 @@ IGNORED = frozenset(
 sends back."""
 
 UNSUPPORTED = frozenset(
-    # Of the OpenAI API.
+    # From the OpenAI API.
     ("audio", "conversation", "input", "instructions", "logprobs", "max_completion_tokens")
     + ("max_output_tokens", "max_tokens", "messages", "moderation", "previous_response_id", "prompt")
     + ("reasoning", "refusal", "response_format", "stop", "text", "top_logprobs", "web_search_options")
-    # Of Anthropic's.
+    # From Anthropic's.
     + ("container", "mcp_servers", "output_config", "output_format", "stop_sequences", "system", "thinking")
-    # Of vLLM, llama.cpp and others, and of other routes here.
+    # From vLLM, llama.cpp and others, and from other routes here.
     + ("add_special_tokens", "parse_special")
     + ("allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier", "dynatemp_range")
     + ("grammar", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json")
