@@ -30,7 +30,7 @@ def rope_from_hf(
     default_partial: float = 1.0,
     interleaved: bool = False,
 ) -> RopeConfig:
-    """The rotation that ``hf`` describes.
+    """The RoPE that ``hf`` describes.
 
     LongRoPE has one set of factors for sequences up to the original context and one for longer ones. Keys that are
     cached cannot change sets half way, so ``max_model_len`` picks: the short set if no sequence can outgrow the

@@ -100,7 +100,7 @@ def load_model(
         device: where the weights go.
         load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
-        rope_theta: base of the rotation, where it differs from the config's; the longest sequence is then
+        rope_theta: RoPE's base, where it differs from the config's; the longest sequence is then
             ``max_model_len``, on the user's word.
         max_model_len: longest sequence that will be run; picks LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway.

@@ -139,5 +139,5 @@ def quantised(model: nn.Module, targets: Targets) -> list[str]:
 
 
 def _is_derived(name: str) -> bool:
-    """Whether old files carry the tensor though the config implies it: rotation tables, a copy of a tied head."""
+    """Whether old files carry the tensor though the config implies it: RoPE tables, a copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"

@@ -119,7 +119,7 @@ void attend_coded(
     const Tensor& key_scale, const Tensor& key_pages, const Tensor& key_scale_pages, int64_t key_levels,
     double key_step, int64_t value_codec, const Tensor& value_codes, const Tensor& value_scale,
     const Tensor& value_pages, const Tensor& value_scale_pages, int64_t value_levels, double value_step,
-    const std::optional<Tensor>& turned, const std::optional<Tensor>& mean, const std::optional<Tensor>& states,
+    const std::optional<Tensor>& rope_q, const std::optional<Tensor>& mean, const std::optional<Tensor>& states,
     const std::optional<Tensor>& first, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
     double magnitude, bool interleaved, Tensor& out, Tensor& lse, Tensor& partial_out, Tensor& partial_lse) {
   const int64_t batch = q.size(0), rows = q.size(1), heads = key_codes.size(1), splits = partial_lse.size(2);
@@ -146,18 +146,18 @@ void attend_coded(
   in.entries = int(entries), in.splits = int(splits);
   MeanInputs centre = {};
   if (mean) {
-    STD_TORCH_CHECK(turned && states && first && cos && sin, "keys without their mean lack arguments");
-    check_dense(*turned, "turned", Dtype::Float, {batch, rows, kCodedDim});
+    STD_TORCH_CHECK(rope_q && states && first && cos && sin, "keys without their mean lack arguments");
+    check_dense(*rope_q, "queries after RoPE", Dtype::Float, {batch, rows, kCodedDim});
     check_dense(*mean, "mean", Dtype::Float, {-1, heads, kCodedDim}, 1);
     check_dense(*states, "states", Dtype::Long, {batch});
     check_dense(*first, "first", Dtype::Long, {batch});
     const int64_t positions = cos->size(0), half = cos->size(1);
     check_dense(*cos, "cos", Dtype::Float, {-1, -1});
     check_dense(*sin, "sin", Dtype::Float, {positions, half});
-    STD_TORCH_CHECK(half % 4 == 0 && half <= kTurns && positions > 0 && positions < int64_t(1) << 31, "tables of ",
-                    positions, " positions and ", half, " frequencies");
+    STD_TORCH_CHECK(half % 4 == 0 && half <= kFrequencies && positions > 0 && positions < int64_t(1) << 31,
+                    "tables of ", positions, " positions and ", half, " frequencies");
     centre = {
-        static_cast<const float*>(turned->data_ptr()), static_cast<const float*>(mean->data_ptr()),
+        static_cast<const float*>(rope_q->data_ptr()), static_cast<const float*>(mean->data_ptr()),
         static_cast<const int64_t*>(states->data_ptr()), static_cast<const int64_t*>(first->data_ptr()),
         static_cast<const float*>(cos->data_ptr()), static_cast<const float*>(sin->data_ptr()), mean->stride(0),
         float(magnitude), int(half), int(positions), interleaved};
@@ -175,7 +175,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {
       "attend_coded(Tensor q, Tensor begin, Tensor end, int key_codec, Tensor key_codes, Tensor key_scale, "
       "Tensor key_pages, Tensor key_scale_pages, int key_levels, float key_step, int value_codec, Tensor value_codes, "
       "Tensor value_scale, Tensor value_pages, Tensor value_scale_pages, int value_levels, float value_step, "
-      "Tensor? turned, Tensor? mean, Tensor? states, Tensor? first, Tensor? cos, Tensor? sin, float magnitude, "
+      "Tensor? rope_q, Tensor? mean, Tensor? states, Tensor? first, Tensor? cos, Tensor? sin, float magnitude, "
       "bool interleaved, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()");
 }
 

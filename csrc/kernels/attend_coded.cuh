@@ -53,7 +53,7 @@ struct CodedPages {
 };
 
 struct CodedInputs {
-  const float* q; // [batch, heads * group, 128], dense, multiplied by the keys' rotation
+  const float* q; // [batch, heads * group, 128], dense, multiplied by the keys' codec's rotation
   CodedPages keys, values;
   const int64_t* begin; // [batch]
   const int64_t* end;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
 
   // Warps of all splits take pages in turn: all are equally long, however little of its row a sequence uses.
   const int low = int(in.begin[sequence]), high = int(in.end[sequence]);
-  const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0, turn = in.splits * kWarps;
+  const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0, stride = in.splits * kWarps;
   int page = low / kPage + split * kWarps + warp;
   note_tables(in, sequence, shared.tables);
   // Lane 4 i + n reads the name of a page in table n. Names are below 2^32.
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
     close_copy_group();
   };
   copy(keys, in.keys, 0, page < last), copy(values, in.values, 2, page < last);
-  names = names_of(page + turn);
+  names = names_of(page + stride);
 
   const float log2e_scale = kLog2E * rsqrtf(float(kCodedDim));
   if constexpr (kCentred) mean.fill(mean_in, sequence, head, first_row, queries);
@@ -213,14 +213,14 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
 
   CodedSums sums;
   TermsInTurn terms;
-  for (; page < last; page += turn) {
+  for (; page < last; page += stride) {
     float x[8];
     if constexpr (kCentred)
-      terms.take(mean, mean_in, sequence, page + g % 2 * turn, g, t, x);
+      terms.take(mean, mean_in, sequence, page + g % 2 * stride, g, t, x);
     wait_copy_groups<1>(), __syncwarp(); // the keys are here
     typename Keys::Products products;
     keys.multiply(in.keys.levels, asked, lane, products);
-    const bool more = page + turn < last;
+    const bool more = page + stride < last;
     __syncwarp(); // all have read them
     copy(keys, in.keys, 0, more);
 
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
     values.add(in.values.levels, x, span, fade, lane, weights, sums);
     __syncwarp(); // all have read values and weights
     copy(values, in.values, 2, more);
-    names = names_of(page + 2 * turn);
+    names = names_of(page + 2 * stride);
   }
 
   leave_sums<Values>(sums, shared.warp[warp].results, in.values.step, g, t);

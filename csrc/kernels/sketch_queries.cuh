@@ -147,12 +147,12 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   let_next_launch_begin();
 
   extern __shared__ float4 shared[];
-  float* turned = reinterpret_cast<float*>(shared); // [dims][kQueries]
+  float* columns = reinterpret_cast<float*>(shared); // [dims][kQueries]
   float4* sums = shared + p.dim * kQueries / 4;      // [warp][query][part][lane]
   const T* q = static_cast<const T*>(p.q) + int64_t(first) * p.dim;
   for (int i = warp * 32 + lane; i < p.dim * kQueries; i += 32 * kQueries) {
     const int query = i / p.dim;
-    turned[i % p.dim * kQueries + query] = query < p.group ? float(q[i]) : 0.f;
+    columns[i % p.dim * kQueries + query] = query < p.group ? float(q[i]) : 0.f;
   }
   __syncthreads();
   float4 x[kQueries][kParts] = {};
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float y[kQueries];
-      const float* column = turned + (warp * rows + min(from + i, rows - 1)) * kQueries;
+      const float* column = columns + (warp * rows + min(from + i, rows - 1)) * kQueries;
 #pragma unroll
       for (int n = 0; n < kQueries; n += 4)
         *reinterpret_cast<float4*>(y + n) = *reinterpret_cast<const float4*>(column + n);
@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   if (warp >= p.group) return;
   float4 own[kParts] = {};
   float top = join_shares<kQueries>(own, sums, warp, lane), square = 0;
-  for (int i = lane; i < p.dim; i += 32) square = fmaf(turned[i * kQueries + warp], turned[i * kQueries + warp], square);
+  for (int i = lane; i < p.dim; i += 32)
+    square = fmaf(columns[i * kQueries + warp], columns[i * kQueries + warp], square);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
     top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));

@@ -235,8 +235,8 @@ class Decode:
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
         """Queries [B, H_q, d] after RoPE."""
-        turned: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
-        return turned
+        rope_q: Tensor = self.ops.apply_rope(q, batch.positions, self.store.rotary)
+        return rope_q
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
         """Begins attention of queries [B, H_q, d] before RoPE; what is returned finishes it."""
@@ -323,8 +323,8 @@ def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
     _, length, sealed, ring_pages, static_pages = numbers
     column = torch.arange(static.shape[1], device=static.device)
     ring, first = ring_pages[:, None], static_pages[:, None]
-    turn = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
+    place = (column - first - sealed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
     in_ring = (column >= first) & (column < first + ring)
     tail = (length + 1 - sealed)[:, None]
-    counts = torch.where(in_ring, tail - PAGE * turn, torch.where(column < first, static, 0))
+    counts = torch.where(in_ring, tail - PAGE * place, torch.where(column < first, static, 0))
     return counts.clamp(0, PAGE)

@@ -69,10 +69,10 @@ class HybridRows(RowCodec):
         levels, boundaries = codebook(SPHERE[size, bits], rows.device)
         norm = rows.norm(dim=-1, keepdim=True)
         unit = rows / norm.masked_fill(norm == 0, 1)
-        turn = _turn(size, "levels", rows.device)
-        codes = nearest(unit @ turn * size**0.5, boundaries)
-        rest = unit - levels[codes.int()] / size**0.5 @ turn.T
-        signs = qjl.signs(rest, _turn(size, "signs", rows.device))
+        matrix = _rotation(size, "levels", rows.device)
+        codes = nearest(unit @ matrix * size**0.5, boundaries)
+        rest = unit - levels[codes.int()] / size**0.5 @ matrix.T
+        signs = qjl.signs(rest, _rotation(size, "signs", rows.device))
         norms = torch.cat((norm, rest.norm(dim=-1, keepdim=True)), dim=-1).half().view(torch.uint8)
         return torch.cat((BigEndian(bits).pack(codes), SIGN.pack(signs), norms), dim=-1)
 
@@ -80,19 +80,19 @@ class HybridRows(RowCodec):
         levels, _ = codebook(SPHERE[size, bits], packed.device)
         codes, signs, norms = packed.split((size * bits // 8, size // 8, 4), dim=-1)
         norm, rest = norms.contiguous().view(torch.float16).float().split(1, dim=-1)
-        turn = _turn(size, "levels", packed.device)
-        unit = levels[BigEndian(bits).unpack(codes, size).int()] / size**0.5 @ turn.T
-        return norm * (unit + qjl.estimate(SIGN.unpack(signs, size), rest, _turn(size, "signs", packed.device)))
+        matrix = _rotation(size, "levels", packed.device)
+        unit = levels[BigEndian(bits).unpack(codes, size).int()] / size**0.5 @ matrix.T
+        return norm * (unit + qjl.estimate(SIGN.unpack(signs, size), rest, _rotation(size, "signs", packed.device)))
 
 
 @cache
-def _turn(size: int, name: str, device: torch.device) -> Tensor:
+def _rotation(size: int, name: str, device: torch.device) -> Tensor:
     """One round of signs and a Hadamard matrix. A group of no power of two has a matrix for each that it is the sum of,
     the largest first, and all are divided by sqrt(size), as in the package: rows of 96 become shorter by that, and
     products with TQ25's rows are 11 % too small."""
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
-    turns = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
-    return torch.block_diag(*turns).to(device)
+    matrices = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
+    return torch.block_diag(*matrices).to(device)
 
 
 HYBRID_ROWS = (HybridRows(CodecId.TQ35, "tq35", 1 / 2, (3, 2)), HybridRows(CodecId.TQ25, "tq25", 1 / 4, (2, 1)))

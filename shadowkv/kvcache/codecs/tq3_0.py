@@ -1,7 +1,8 @@
 """``tq3_0``, a block format of a fork of llama.cpp: 32 dimensions in 14 bytes, the same bytes as there.
 
-A block is turned by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes are
-the lower two bits of all codes (8 bytes), the upper ones (4), both from a byte's low bits up, and the scale in float16.
+A block is multiplied by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes
+are the lower two bits of all codes (8 bytes), the upper ones (4), both from a byte's low bits up, and the scale in
+float16.
 """
 
 from __future__ import annotations

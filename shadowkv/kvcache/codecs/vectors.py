@@ -44,7 +44,7 @@ class VectorRows(RowCodec):
         return "a power of two from 4 on" if dim < GROUP or dim & (dim - 1) else None
 
     def rotation_matrix(self, dim: int, name: str) -> Tensor:
-        return _turned(torch.eye(dim))
+        return _rotated(torch.eye(dim))
 
     def row_bytes(self, dim: int) -> int:
         return dim // GROUP
@@ -57,12 +57,12 @@ class VectorRows(RowCodec):
         return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Rows in float32, turned twice over and divided, and products with the entries of a codebook."""
+        """Rows in float32, rotated twice over and divided, and products with the entries of a codebook."""
         return 4 * (4 * entries + AT_ONCE["cuda"])
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
         self.check(rows.shape[-1])
-        y = _turned(rows.float())
+        y = _rotated(rows.float())
         largest = y.abs().amax(0)
         largest = largest.masked_fill(largest == 0, 1)
         groups = (y / largest).reshape(-1, GROUP)
@@ -118,6 +118,6 @@ def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def _turned(rows: Tensor) -> Tensor:
+def _rotated(rows: Tensor) -> Tensor:
     """Rows times the Hadamard matrix of rows of length 1, which is symmetric."""
     return walsh_hadamard(rows) / rows.shape[-1] ** 0.5

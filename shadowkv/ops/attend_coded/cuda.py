@@ -45,7 +45,7 @@ def supports(case: Case) -> list[str]:
     reasons = unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
     reasons += _unknown_pair(case.key_codec, case.value_codec)
     whole = not case.centred or case.rope_dim % 8 == 0
-    return reasons + unless(whole, f"centred keys of which {case.rope_dim} dimensions rotate, no multiple of 8")
+    return reasons + unless(whole, f"centred keys of which RoPE rotates {case.rope_dim} dimensions, no multiple of 8")
 
 
 def attend_coded(
@@ -76,12 +76,12 @@ def attend_coded(
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     units, centred = batch * heads * -(-query_heads // heads // QUERIES), isinstance(keys, CentredKeys)
     split = splits(units, entries, processors, centred)
-    turned = q.float().contiguous()
-    asked = turned if keys.rotation is None else turned @ keys.rotation
+    rope_q = q.float().contiguous()
+    asked = rope_q if keys.rotation is None else rope_q @ keys.rotation
     out, lse = torch.empty_like(asked), asked.new_empty(batch, query_heads)
     partial_out, partial_lse = lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split)
     torch.ops.shadowkv_cuda.attend_coded(
-        asked, begin.contiguous(), end.contiguous(), *_form(keys), *_form(values), *_mean(turned, keys),
+        asked, begin.contiguous(), end.contiguous(), *_form(keys), *_form(values), *_mean(rope_q, keys),
         out, lse, partial_out, partial_lse,
     )  # fmt: skip
     if values.rotation is not None:
@@ -127,11 +127,11 @@ def _form(rows: CodedRows) -> tuple[Any, ...]:
     return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, rows.pages, scale_pages, *level_bytes(rows.codec)
 
 
-def _mean(turned: Tensor, keys: CodedRows) -> tuple[Any, ...]:
-    """Of centred keys the queries as they are, the mean keys and the rotation."""
+def _mean(rope_q: Tensor, keys: CodedRows) -> tuple[Any, ...]:
+    """Of centred keys the queries without the codec's rotation, the mean keys and RoPE."""
     if not isinstance(keys, CentredKeys):
         return *[None] * 6, 1.0, False
     rotary = keys.rotary
     assert keys.states is not None, "centred keys have states, whether or not their codec has a state"
     places = keys.states.contiguous(), keys.first.contiguous()
-    return turned, keys.mean, *places, rotary.cos, rotary.sin, rotary.config.magnitude, rotary.config.interleaved
+    return rope_q, keys.mean, *places, rotary.cos, rotary.sin, rotary.config.magnitude, rotary.config.interleaved

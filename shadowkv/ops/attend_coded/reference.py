@@ -1,5 +1,6 @@
-"""Attention over all tokens in PyTorch. Coded rows without a state are never rotated back: queries are rotated instead,
-and the output once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of latents."""
+"""Attention over all tokens in PyTorch. Coded rows without a state stay rotated by their codec: queries are, too, and
+the output is rotated back once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of
+latents."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ DECODED_AT_ONCE = 64
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of one rotated query per row and head over the row's tokens from ``begin`` up to ``end``.
+    """Softmax attention of one RoPE-rotated query per row and head over the row's tokens from ``begin`` up to ``end``.
 
     Args:
         q: [B, H_q, d].
@@ -43,8 +44,8 @@ def attend_coded(
         keys = keys.decoded()
     heads = heads_and_chunk(keys)[0]
     grouped = q.float().unflatten(1, (heads, -1)) * dim**-0.5
-    turn = rotation_of(keys)
-    asked = grouped if turn is None else grouped @ turn
+    rotation = rotation_of(keys)
+    asked = grouped if rotation is None else grouped @ rotation
     out = torch.zeros_like(grouped)
     lse = grouped.new_full(grouped.shape[:3], float("-inf"))
     for start in range(0, keys.pages.shape[1], DECODED_AT_ONCE):
@@ -61,9 +62,9 @@ def attend_coded(
         weights = (scores - base).exp()
         out = out * (lse.unsqueeze(-1) - base).exp() + weights @ tokens.masked_fill(~there.mT, 0)
         lse = total
-    turn = rotation_of(values)
-    if turn is not None:
-        out = out @ turn.T
+    rotation = rotation_of(values)
+    if rotation is not None:
+        out = out @ rotation.T
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
@@ -73,19 +74,19 @@ def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
     A sum over frequencies of two products that know no token and the cosine and sine of its angle, which know no head.
 
     Args:
-        q: [B, H, G, d], rotated to their positions.
+        q: [B, H, G, d], after RoPE.
         place: int64 [n], tokens of the rows.
     """
-    along, across, rest = turned_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
+    along, across, rest = rope_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
     # Behind a row's end there may be no more positions.
     positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
     return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
 
 
-def turned_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-    """What the product of ``q`` and ``rows``, rotated by an angle t, is the sum of: by frequency what is multiplied by
-    cos t and by sin t, [..., dim / 2] each, and what no rotation changes, [..., 1]."""
+def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
+    """What the product of ``q`` and ``rows``, RoPE-rotated by an angle t, is the sum of: by frequency what is
+    multiplied by cos t and by sin t, [..., dim / 2] each, and what RoPE does not change, [..., 1]."""
     config = rotary.config
     (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
     rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
@@ -103,13 +104,13 @@ def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def rotation_of(source: KeySource) -> Tensor | None:
-    """The rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a codec has
-    learned may be of rows before their rotation."""
+    """The codec's rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a
+    codec has learned may be of rows before its rotation."""
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
-    """Rows [B, H, n, d] of some pages, coded ones as they were rotated; float32."""
+    """Rows [B, H, n, d] of some pages, coded ones with the rotation that they keep; float32."""
     names = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)

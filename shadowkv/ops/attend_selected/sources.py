@@ -18,7 +18,7 @@ from shadowkv.ops.codec import LatentCodec, RowCodec
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Exact rows: keys that are rotated already, or values.
+    """Exact rows: keys after RoPE, or values.
 
     Attributes:
         rows: [N, H, C, c, d], any float dtype; pinned host memory is a tensor of the device that reads it.
@@ -42,7 +42,7 @@ class LatentKeys:
         pages: int64 [B, P].
         first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is that of position
             first + n * c + o.
-        rotary: the rotation; its tables are on the queries' device.
+        rotary: RoPE; its tables are on the queries' device.
         widths: uint8 [states, r], bits of each rank dimension, where the codec has them learned.
         basis_step: float32 [states, r], what the whole numbers of each row of such a basis count; None otherwise.
     """
@@ -83,7 +83,8 @@ class CodedRows:
         scale: of the codec's dtype [N', H, 64, s]; nothing is read where s is 0.
         codec: what they mean.
         dim: head dim, which codes do not tell.
-        rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded. None where not.
+        rotation: float32 [d, d], the codec's, orthogonal; rows were multiplied by it before they were coded. None where
+            not.
         pages: int64 [B, P], those of ``codes``.
         scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
         state: what the codec has learned, float32 [states, H, ...] each.
@@ -109,7 +110,7 @@ class CentredKeys(CodedRows):
     Attributes:
         mean: float32 [states, H, d], before RoPE.
         first: int64 [B], position of the row's first token, a multiple of 64.
-        rotary: the rotation; its tables are on the queries' device.
+        rotary: RoPE; its tables are on the queries' device.
     """
 
     mean: Tensor = field(kw_only=True)

@@ -12,7 +12,7 @@ def chunk_mean_scores(
     """q . landmark / sqrt(d) of every chunk and query head, in float32: scores in bfloat16 would tie and rank by place.
 
     Args:
-        q: [B, H_q, d], rotated.
+        q: [B, H_q, d], after RoPE.
         landmarks: [N, H, C, d], views over all pages; of ``q``'s dtype, or float8_e4m3fn with a ``scale``.
         excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
         pages: int64 [B, P].

@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-def find_outliers(rotated: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """As the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rotated`` is dense."""
-    tokens, heads, dim = rotated.shape
+def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
+    """As the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rope_keys`` is dense."""
+    tokens, heads, dim = rope_keys.shape
     if not count:
-        return torch.empty(heads, 0, dtype=torch.int64, device=rotated.device)
-    worst = torch.empty(heads, tokens // chunk, dtype=torch.float32, device=rotated.device)
+        return torch.empty(heads, 0, dtype=torch.int64, device=rope_keys.device)
+    worst = torch.empty(heads, tokens // chunk, dtype=torch.float32, device=rope_keys.device)
     _worst_cosine[(triton.cdiv(tokens, 64), heads)](
-        rotated, worst, rotated.stride(0), rotated.stride(1), tokens // chunk, CHUNK=chunk, DIM=dim,
+        rope_keys, worst, rope_keys.stride(0), rope_keys.stride(1), tokens // chunk, CHUNK=chunk, DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
     )  # fmt: skip
     return worst[:, sink:].topk(count, largest=False).indices + sink
@@ -23,7 +23,7 @@ def find_outliers(rotated: Tensor, chunk: int, count: int, sink: int = 1) -> Ten
 
 @triton.jit(do_not_specialize=["chunks"])
 def _worst_cosine(
-    rotated, worst, token_stride, head_stride, chunks, CHUNK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+    rope_keys, worst, token_stride, head_stride, chunks, CHUNK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):  # fmt: skip
     """64 tokens of one head: the smallest cosine of each chunk's members with their mean."""
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -33,7 +33,7 @@ def _worst_cosine(
     token = block * 64 + within
     dim = tl.arange(0, DIM_BLOCK)
     lives = (token < chunks * CHUNK)[:, None] & (dim < DIM)[None, :]
-    rows = tl.load(rotated + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
+    rows = tl.load(rope_keys + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
     # A mean's products with its members are sums of members' products with one another: tensor cores have them all.
     products = tl.dot(rows, tl.trans(rows), input_precision="ieee")
     same = (within // CHUNK)[:, None] == (within // CHUNK)[None, :]

@@ -13,7 +13,7 @@ def min_max_scores(
     """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head: float32.
 
     Args:
-        q: [B, H_q, d], rotated.
+        q: [B, H_q, d], after RoPE.
         bounds: [N, H, 2, C, d], smallest and largest key per dimension, views over all pages.
         excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
         pages: int64 [B, P].

@@ -17,7 +17,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     """Softmax attention over pages that hold any number of valid tokens.
 
     Args:
-        q: [B, H_q, d], rotated.
+        q: [B, H_q, d], after RoPE.
         k, v: [N, H, 64, d], views over all pages.
         pages: int64 [B, E], page names.
         counts: int64 [B, E], valid tokens at the start of each page; 0 skips it.

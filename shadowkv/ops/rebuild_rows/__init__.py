@@ -1,1 +1,1 @@
-"""Sealed pages of one sequence as the plain rows that attention reads: keys rebuilt and rotated, values dequantised."""
+"""Sealed pages of one sequence as the plain rows that attention reads: keys rebuilt, with RoPE, values dequantised."""

@@ -20,7 +20,7 @@ def sketch_keys(
     """Writes the sketches of full pages of keys, less their sequence's mean.
 
     Args:
-        keys: [L, n, 64, H, d], rotated by RoPE.
+        keys: [L, n, 64, H, d], after RoPE.
         mean: float32 [L, states, H, d].
         maps: bfloat16 [L, states, H, d, d], what the keys of each sequence and kv head are multiplied by.
         states: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.

@@ -58,7 +58,7 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """Queries for ``sign_scores`` and ``select_by_sketch``.
 
     Args:
-        q: [B, H_q, d] with d a multiple of 8, rotated by RoPE.
+        q: [B, H_q, d] with d a multiple of 8, after RoPE.
         maps: bfloat16 [states, H, d, d], what the queries of each sequence and kv head are multiplied by.
         states: int64 [B], the rows of ``maps``.
     """
