@@ -7,7 +7,7 @@
 namespace shadowkv::codec {
 
 constexpr int64_t kDense = 0;        // rows as they are
-constexpr int64_t kRotated4 = 1;     // rows after a rotation, in 4 bits a dimension
+constexpr int64_t kRotated4 = 1;     // rows after the codec's rotation, in 4 bits a dimension
 constexpr int64_t kRotated3 = 2;     // in 3
 constexpr int64_t kRotated2 = 3;     // in 2
 constexpr int64_t kLloyd8 = 4;       // the same as levels of a table

@@ -69,7 +69,7 @@ class ModelConfig:
                 f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.rope.head_dim != self.head_dim:
-            reasons.append(f"the rotation's head_dim={self.rope.head_dim} is not the model's {self.head_dim}")
+            reasons.append(f"RoPE's head_dim={self.rope.head_dim} is not the model's {self.head_dim}")
         if not 0 < self.rope.dim <= self.head_dim or self.rope.dim % 2:
             reasons.append(f"{self.rope.dim} rotating dimensions are not an even part of head_dim={self.head_dim}")
         if self.rope.theta <= 0:
@@ -89,7 +89,7 @@ class ModelConfig:
         if outside:
             reasons.append(f"eos tokens {outside} are outside the vocabulary of {self.vocab_size}")
         if not reasons and not self.rope.is_finite:
-            reasons.append(f"its rotation has frequencies that are not finite: {self.rope}")
+            reasons.append(f"its RoPE has frequencies that are not finite: {self.rope}")
         if self.quantization not in (None, "fp8"):
             reasons.append(f"quantization={self.quantization!r} is not fp8")
         if self.quantization == "fp8":

@@ -30,7 +30,7 @@ def rope_from_hf(
     default_partial: float = 1.0,
     interleaved: bool = False,
 ) -> RopeConfig:
-    """The rotation that ``hf`` describes.
+    """The RoPE that ``hf`` describes.
 
     LongRoPE has one set of factors for sequences up to the original context and one for longer ones. Cached keys cannot
     change sets later, so ``max_model_len`` decides: the short set if no sequence can outgrow the original context,

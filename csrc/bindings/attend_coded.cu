@@ -147,15 +147,15 @@ void attend_coded(
   MeanInputs centre = {};
   if (mean) {
     STD_TORCH_CHECK(rope_q && states && first && cos && sin, "keys without their mean lack arguments");
-    check_dense(*rope_q, "rope_q", Dtype::Float, {batch, rows, kCodedDim});
+    check_dense(*rope_q, "queries after RoPE", Dtype::Float, {batch, rows, kCodedDim});
     check_dense(*mean, "mean", Dtype::Float, {-1, heads, kCodedDim}, 1);
     check_dense(*states, "states", Dtype::Long, {batch});
     check_dense(*first, "first", Dtype::Long, {batch});
     const int64_t positions = cos->size(0), half = cos->size(1);
     check_dense(*cos, "cos", Dtype::Float, {-1, -1});
     check_dense(*sin, "sin", Dtype::Float, {positions, half});
-    STD_TORCH_CHECK(half % 4 == 0 && half <= kTurns && positions > 0 && positions < int64_t(1) << 31, "tables of ",
-                    positions, " positions and ", half, " frequencies");
+    STD_TORCH_CHECK(half % 4 == 0 && half <= kFrequencies && positions > 0 && positions < int64_t(1) << 31,
+                    "tables of ", positions, " positions and ", half, " frequencies");
     centre = {
         static_cast<const float*>(rope_q->data_ptr()), static_cast<const float*>(mean->data_ptr()),
         static_cast<const int64_t*>(states->data_ptr()), static_cast<const int64_t*>(first->data_ptr()),

@@ -72,9 +72,9 @@ void launch_attend(const AttendInputs& in, const AttendOutputs& to, cudaStream_t
   check_launch("attend_selected's merge");
 }
 
-// An op of these codecs. The number of splits is what the partial results have room for. Rows have no basis, mean, states,
-// first and turns, values as they are no scale and rotation. With value_slots the values are chunks of a buffer, and
-// value_pages its entries of the selected ones.
+// An op of these codecs. The number of splits is what the partial results have room for. Of rows there are no basis,
+// mean, states, first and angles, of values as they are no scale and rotation. With value_slots the values are chunks
+// of a buffer and value_pages its entries of the selected ones.
 template <class... Known>
 struct AttendSelected {
   // Bytes of shared memory that a block needs; raises where there is no kernel.
@@ -91,8 +91,8 @@ struct AttendSelected {
   static void run(
       const Tensor& q, const Tensor& selected, int64_t key_codec, const Tensor& keys,
       const std::optional<Tensor>& basis, const std::optional<Tensor>& mean, const std::optional<Tensor>& states,
-      const std::optional<Tensor>& first, const std::optional<Tensor>& far_turns,
-      const std::optional<Tensor>& near_turns, const Tensor& key_pages, int64_t value_codec, const Tensor& values,
+      const std::optional<Tensor>& first, const std::optional<Tensor>& far_angles,
+      const std::optional<Tensor>& near_angles, const Tensor& key_pages, int64_t value_codec, const Tensor& values,
       const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation, const Tensor& value_pages,
       const std::optional<Tensor>& value_slots, const std::optional<Tensor>& log_weight, double score_scale,
       Tensor& out, Tensor& lse, Tensor& partial) {
@@ -114,8 +114,9 @@ struct AttendSelected {
       if (splits > 1)
         check_dense(partial, "partial", Dtype::Float, {in.batch, in.heads, splits, in.group, dim + 4});
       if constexpr (Key::kRebuilt) {
-        STD_TORCH_CHECK(basis && states && first && far_turns && near_turns, "latents need a basis, states and turns");
-        set_latents<Key>(in, dim, keys, *basis, mean, *states, *first, *far_turns, *near_turns);
+        STD_TORCH_CHECK(
+            basis && states && first && far_angles && near_angles, "latents need a basis, states and angles");
+        set_latents<Key>(in, dim, keys, *basis, mean, *states, *first, *far_angles, *near_angles);
       } else {
         check(keys, "keys", kStored<Key>, {-1, in.heads, kPage / chunk, chunk, dim});
       }
@@ -146,12 +147,12 @@ struct AttendSelected {
   template <class Key>
   static void set_latents(
       AttendInputs& in, int64_t dim, const Tensor& latents, const Tensor& basis, const std::optional<Tensor>& mean,
-      const Tensor& states, const Tensor& first, const Tensor& far_turns, const Tensor& near_turns) {
+      const Tensor& states, const Tensor& first, const Tensor& far_angles, const Tensor& near_angles) {
     const int64_t rank = basis.size(1), chunk = latents.size(-2);
     check_rank(rank);
     set_basis(in, dim, rank, basis, mean, states, first);
-    check_dense(far_turns, "far turns", Dtype::Half, {-1, dim / 4, 2, 2});
-    check_dense(near_turns, "near turns", Dtype::Half, {8, dim / 4, 2, 2});
+    check_dense(far_angles, "far angles", Dtype::Half, {-1, dim / 4, 2, 2});
+    check_dense(near_angles, "near angles", Dtype::Half, {8, dim / 4, 2, 2});
     const int64_t width = latents.size(-1), bits = width * int64_t(latents.element_size()) * 8;
     // Of so many in 8 bits and others in fewer, multiples of 32, as the rank is.
     if constexpr (Key::kLeast < Key::kBits) in.strong = int((bits - rank * Key::kLeast) / (Key::kBits - Key::kLeast));
@@ -160,8 +161,8 @@ struct AttendSelected {
         in.strong >= 0 && in.strong <= rank && in.strong % 32 == 0 &&
             bits == (rank - in.strong) * Key::kLeast + in.strong * Key::kBits,
         "latents of rank ", rank, " have no rows of ", width, " elements");
-    in.far_turns = static_cast<const uint2*>(far_turns.data_ptr());
-    in.near_turns = static_cast<const uint2*>(near_turns.data_ptr());
+    in.far_angles = static_cast<const uint2*>(far_angles.data_ptr());
+    in.near_angles = static_cast<const uint2*>(near_angles.data_ptr());
     in.rank = int(rank);
   }
 
@@ -214,8 +215,8 @@ struct AttendSelected {
 #define SHADOWKV_ATTEND_SELECTED(NAME, Op)                                                                          \
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                 \
     m.def(#NAME                                                                                                     \
-          "(Tensor q, Tensor selected, int key_codec, Tensor keys, Tensor? basis, Tensor? mean, Tensor? states, "    \
-          "Tensor? first, Tensor? far_turns, Tensor? near_turns, Tensor key_pages, int value_codec, Tensor values, " \
+          "(Tensor q, Tensor selected, int key_codec, Tensor keys, Tensor? basis, Tensor? mean, Tensor? states, "   \
+          "Tensor? first, Tensor? far_angles, Tensor? near_angles, Tensor key_pages, int value_codec, Tensor values, " \
           "Tensor? scale, Tensor? rotation, Tensor value_pages, Tensor? value_slots, Tensor? log_weight, "          \
           "float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");                          \
     m.def(#NAME "_memory(int key_codec, int value_codec, int dim, int rank) -> int");                               \

@@ -91,7 +91,7 @@ struct Chunks {
 
 bool is_latents(int64_t id) { return id >= codec::kLatentDense && id <= codec::kLatentInt4; }
 
-// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1], a rotation and levels of codes. With slots the
+// An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1], the codec's rotation and levels. With slots the
 // chunks are in a buffer, and places are its entries; else pages.
 struct Axis {
   std::string name;  // of one: key or value
@@ -226,7 +226,7 @@ class SelectedArguments {
     key_states_.emplace(states, "key_states", 1, batch), first_.emplace(first, "key_first", 1, batch);
   }
 
-  void set_rotation(const Tensor& cos, const Tensor& sin, bool interleaved) {
+  void set_rope(const Tensor& cos, const Tensor& sin, bool interleaved) {
     cos_ = cos.contiguous(), sin_ = sin.contiguous();
     check(cos, "cos", 2, at::kFloat);
     check(sin, "sin", 2, at::kFloat);
@@ -234,7 +234,7 @@ class SelectedArguments {
         cos.sizes() == sin.sizes() && 2 * cos.size(1) <= form.dim, "cos has shape ", cos.sizes(), ", sin ",
         sin.sizes(), ", heads have ", form.dim, " dimensions");
     form.cos = cos_.const_data_ptr<float>(), form.sin = sin_.const_data_ptr<float>();
-    form.turning = 2 * cos.size(1), form.interleaved = interleaved;
+    form.rope_dim = 2 * cos.size(1), form.interleaved = interleaved;
   }
 
   // Finds the chunks of one kv head of a row.
@@ -301,7 +301,7 @@ std::tuple<Tensor, Tensor> attend_selected(
   if (mean) in.set_mean(*mean);
   if (is_latents(key_codec) || mean) {
     in.set_places(needed(key_states, "key_states"), needed(key_first, "key_first"));
-    in.set_rotation(needed(cos, "cos"), needed(sin, "sin"), interleaved);
+    in.set_rope(needed(cos, "cos"), needed(sin, "sin"), interleaved);
   }
   in.set_keys({"key", key_codec, keys, key_pages, key_scale, key_scale_pages, key_rotation, key_levels, {}});
   in.set_values(

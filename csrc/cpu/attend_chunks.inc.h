@@ -18,8 +18,8 @@ static void read(const Numbers& from, int64_t offset, int64_t count, float* to) 
 
 #include "row_codecs.inc.h"
 
-static void turn(const SelectedForm& form, int64_t position, float* key) {
-  const int64_t half = form.turning / 2;
+static void apply_rope(const SelectedForm& form, int64_t position, float* key) {
+  const int64_t half = form.rope_dim / 2;
   const float *cos = form.cos + position * half, *sin = form.sin + position * half;
   const auto pair = [&](int64_t i, float& first, float& second) {
     const float a = first, b = second;
@@ -42,7 +42,7 @@ static void rebuild(const SelectedForm& form, const SelectedChunk* chunks, int64
         s.latents + row * rank, rank, ones, static_cast<const float*>(s.basis), dim, rank, dim, s.keys + row * dim);
   });
   for (int64_t row = 0; row < rows; ++row)
-    turn(form, chunks[row / form.chunk].position + row % form.chunk, s.keys + row * dim);
+    apply_rope(form, chunks[row / form.chunk].position + row % form.chunk, s.keys + row * dim);
 }
 
 // Rows [count * chunk, dim] of some chunks, coded ones in the order of their codec.
@@ -72,40 +72,40 @@ static void read_keys(const SelectedForm& form, const SelectedChunk* chunks, int
   rebuild(form, chunks, count * form.chunk, s);
 }
 
-// What the product of a query and the mean key, rotated by an angle, is the sum of: by frequency what is multiplied by
-// the angle's cosine and by its sine, and what no rotation changes.
+// What the product of a query and the mean key, RoPE-rotated by an angle, is the sum of: by frequency what is
+// multiplied by the angle's cosine and by its sine, and what RoPE does not change.
 static void multiply_mean(const SelectedForm& form, const SelectedScratch& s) {
-  const int64_t half = form.turning / 2, step = form.interleaved ? 2 : 1, apart = form.interleaved ? 1 : half;
+  const int64_t half = form.rope_dim / 2, step = form.interleaved ? 2 : 1, apart = form.interleaved ? 1 : half;
   for (int64_t n = 0; n < form.group; ++n) {
     const float* q = s.q + n * form.dim;
-    float* turned = s.turned + n * form.turning;
+    float* products = s.products + n * form.rope_dim;
     for (int64_t i = 0; i < half; ++i) {
       const float a = q[i * step], b = q[i * step + apart], c = s.mean[i * step], e = s.mean[i * step + apart];
-      turned[i] = a * c + b * e;
-      turned[half + i] = b * c - a * e;
+      products[i] = a * c + b * e;
+      products[half + i] = b * c - a * e;
     }
     s.rest[n] = 0.0f;
-    for (int64_t i = form.turning; i < form.dim; ++i) s.rest[n] += q[i] * s.mean[i];
+    for (int64_t i = form.rope_dim; i < form.dim; ++i) s.rest[n] += q[i] * s.mean[i];
   }
 }
 
 // What the mean key adds to the scores of some chunks.
 static void score_mean(const SelectedForm& form, const SelectedChunk* chunks, int64_t rows, const SelectedScratch& s) {
-  const int64_t half = form.turning / 2, bytes = half * sizeof(float);
+  const int64_t half = form.rope_dim / 2, bytes = half * sizeof(float);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = chunks[row / form.chunk].position + row % form.chunk;
-    __builtin_memcpy(s.angles + row * form.turning, form.cos + position * half, bytes);
-    __builtin_memcpy(s.angles + row * form.turning + half, form.sin + position * half, bytes);
+    __builtin_memcpy(s.angles + row * form.rope_dim, form.cos + position * half, bytes);
+    __builtin_memcpy(s.angles + row * form.rope_dim + half, form.sin + position * half, bytes);
   }
   in_blocks(form.group, [&](auto count, int64_t n) {
     score_keys<decltype(count)::value, float>(
-        s.turned + n * form.turning, s.angles, form.turning, nullptr, 0, rows, form.turning, s.added + n * TILE);
+        s.products + n * form.rope_dim, s.angles, form.rope_dim, nullptr, 0, rows, form.rope_dim, s.added + n * TILE);
   });
   for (int64_t n = 0; n < form.group; ++n)
     for (int64_t row = 0; row < rows; ++row) s.added[n * TILE + row] += s.rest[n];
 }
 
-// Keys are rows that were rotated before they were coded: queries are too, instead of rotating each key back.
+// Keys are rows that their codec rotated before it coded them: queries are rotated, too, instead of each key back.
 static void rotate_queries(const SelectedForm& form, const SelectedScratch& s) {
   const int64_t dim = form.dim;
   const float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -120,7 +120,7 @@ static void rotate_queries(const SelectedForm& form, const SelectedScratch& s) {
   });
 }
 
-// The output is a sum of rotated rows: it is rotated back, instead of each of them.
+// The output is a sum of rows that their codec rotated: it is rotated back, instead of each of them.
 static void rotate_back(const SelectedForm& form, const SelectedScratch& s) {
   const int64_t dim = form.dim;
   with_row_codec(form.values.codec, [&](auto functor) {

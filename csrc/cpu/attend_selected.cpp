@@ -38,7 +38,7 @@ SelectedScratch::SelectedScratch(const SelectedForm& form) {
       {&peak, form.group},   {&sum, form.group},         {&scale, form.group},
       {&log_weight, TILE},   {&scores, form.group * TILE},
       {&keys, tile},         {&values, tile},            {&latents, TILE * rank},
-      {&mean, form.dim},     {&basis, rank * form.dim},  {&turned, queries},
+      {&mean, form.dim},     {&basis, rank * form.dim},  {&products, queries},
       {&rest, form.group},   {&angles, tile},            {&added, form.group * TILE},
   };
   int64_t total = 0;

@@ -1,5 +1,5 @@
 // Decode attention over selected chunks, from the form that they are stored in, on raw pointers: chunks are gathered,
-// keys rebuilt and rotated, and a tile of both attended to with an online softmax. All in float32.
+// keys rebuilt and RoPE-rotated, and a tile of both attended to with an online softmax. All in float32.
 
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace shadowkv {
 
-// Rotated keys, latents or values: chunks [chunk, width] of elements that mean what `codec` says.
+// Keys after RoPE, latents or values: chunks [chunk, width] of elements that mean what `codec` says.
 struct StoredRows {
   int64_t codec;
   Numbers rows;
   int64_t width;
   const Float16* scale;   // chunks [chunk] of coded rows
-  const float* rotation;  // [dim, dim], by which those were multiplied before they were coded
+  const float* rotation;  // [dim, dim], the codec's, by which those were multiplied before they were coded
   const float* levels;    // what their codes stand for, where that is a table
 };
 
@@ -28,13 +28,13 @@ struct SelectedForm {
   int64_t dim, group, chunk;  // chunk: tokens, a divisor of TILE
   StoredRows keys, values;
 
-  // Of latents: key = rotated(latents x basis + mean). Of coded keys without their mean: key = row + rotated(mean).
+  // Of latents: key = RoPE(latents x basis + mean). Of coded keys without their mean: key = row + RoPE(mean).
   int64_t rank;
   Numbers basis;           // [rank, dim] per sequence and head; null where keys are rows
   int64_t basis_row;
   Numbers mean;            // [dim] per sequence and head; null for zero, float32 of coded keys
-  const float *cos, *sin;  // [positions, turning / 2]
-  int64_t turning;         // leading dimensions that rotate
+  const float *cos, *sin;  // [positions, rope_dim / 2]
+  int64_t rope_dim;        // leading dimensions that RoPE rotates
   bool interleaved;
 };
 
@@ -68,7 +68,7 @@ struct SelectedScratch {
   float *q, *out, *unordered;      // [group, dim]
   float *peak, *sum, *scale;       // [group]
   float *scores, *log_weight;      // [group, TILE], [TILE]
-  float *turned, *rest;            // [group, dim], [group]: queries' products with the mean, by frequency and besides
+  float *products, *rest;          // [group, dim], [group]: queries' products with the mean, by frequency and besides
   float *angles, *added;           // [TILE, dim], [group, TILE]: cosines and sines, and what the mean adds to scores
   float *keys, *values, *latents;  // [TILE, dim], [TILE, dim], [TILE, rank]
   float *basis, *mean;             // [rank, dim], [dim]

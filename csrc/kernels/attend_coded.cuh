@@ -53,7 +53,7 @@ struct CodedPages {
 };
 
 struct CodedInputs {
-  const float* q; // [batch, heads * group, 128], dense, multiplied by the keys' rotation
+  const float* q; // [batch, heads * group, 128], dense, multiplied by the keys' codec's rotation
   CodedPages keys, values;
   const int64_t* begin; // [batch]
   const int64_t* end;

@@ -1,8 +1,8 @@
 // Attention of one query per sequence over selected tokens, from latents of 8 and 4 bits and coded values, for Hopper:
 // keys are rebuilt by warpgroup products (wgmma), whose second factor, the basis, is read from shared memory without
-// passing through registers. Each warp then rotates, scores and weighs its own 16 of 64 tokens, in the fragments that
-// the product left, and adds their values to its own sums (attend/fragments.cuh and attend/value_codecs.cuh have the
-// arithmetic).
+// passing through registers. Each warp then applies RoPE, scores and weighs its own 16 of 64 tokens, in the fragments
+// that the product left, and adds their values to its own sums (attend/fragments.cuh and attend/value_codecs.cuh have
+// the arithmetic).
 //
 // One block per multiprocessor. One warp finds tokens, one copies tiles of them, two make the basis of the next unit;
 // the other warpgroups consume, each its own tiles. The tiles of all units (sequence and kv head) form one line that is

@@ -3,9 +3,9 @@
 //
 // Keys are rebuilt by products of a warpgroup (wgmma) of latents in registers with the basis in shared memory. A block
 // has two kv heads of a sequence, so that latents, which are of all heads, are decoded half as often. It takes its share
-// of the pages in their order: token o of a page that begins at position P has its key turned by o alone, the same turns
-// in all pages, and queries are turned back by P. One warp copies pages, two turn queries, and two or three
-// warpgroups attend, a page each in turn, a warp to the same 16 tokens of 64 always.
+// of the pages in their order: token o of a page that begins at position P has its key RoPE-rotated by o alone, with
+// the same angles in all pages, and queries are rotated back by P. One warp copies pages, two rotate queries, and two
+// or three warpgroups attend, a page each in turn, a warp to the same 16 tokens of 64 always.
 //
 // Two halves of each product of 64 x 64 x 192 take 1664 clocks of a multiprocessor's tensor cores for a page of two
 // heads, and read as much of shared memory as there is in 832; all else is to fit beside.
@@ -29,8 +29,8 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
   const MixedShare share(in);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
-      init_barrier(memory.full(i), 1 + kTurningWarps); // the copier, who tells of bytes, and queries
-      init_barrier(memory.empty(i), 4);                // each warp of its consumer
+      init_barrier(memory.full(i), 1 + kQueryWarps); // the copier, who tells of bytes, and queries
+      init_barrier(memory.empty(i), 4);              // each warp of its consumer
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -41,8 +41,8 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_mixed_kernel(
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
     if (warp == 0)
       copy_pages<Shape>(in, share, memory);
-    else if (warp <= kTurningWarps)
-      turn_queries<Shape>(in, share, memory, threadIdx.x % 128 - 32);
+    else if (warp <= kQueryWarps)
+      rope_queries<Shape>(in, share, memory, threadIdx.x % 128 - 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
     fill_memory<Shape>(in, share, memory, threadIdx.x);

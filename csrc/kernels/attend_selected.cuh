@@ -1,5 +1,5 @@
 // Attention of one query per sequence over selected chunks, from the form they are stored in, in one kernel: latents
-// become keys (K = A B + mean), keys are rotated, scored and weighed, and coded values are decoded, all between
+// become keys (K = A B + mean), keys are RoPE-rotated, scored and weighed, and coded values are decoded, all between
 // the fragments of one tensor-core product and the next. Memory sees each latent and each code once per kv head.
 //
 // A block takes tiles of one sequence and kv head, each warp its own tiles with its own softmax. The basis slice of the

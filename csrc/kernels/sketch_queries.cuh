@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 
   if (warp >= p.group) return;
   float4 own[kParts] = {};
   float top = join_shares<kQueries>(own, sums, warp, lane), square = 0;
-  for (int i = lane; i < p.dim; i += 32) square = fmaf(columns[i * kQueries + warp], columns[i * kQueries + warp], square);
+  for (int i = lane; i < p.dim; i += 32)
+    square = fmaf(columns[i * kQueries + warp], columns[i * kQueries + warp], square);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
     top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));

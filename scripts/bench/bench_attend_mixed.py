@@ -61,7 +61,8 @@ def problem(case: Case) -> list[Call]:
     rotary = RotaryTables(RopeConfig(DIM, theta=5e5), tokens, device)
     widths = torch.tensor(bits, dtype=torch.uint8, device=device).repeat_interleave(16).repeat(rank)[:rank]
     step = 1 / 50 / rank**0.5 / ((1 << widths.int() >> 1) - 1).clamp(min=1)
-    nothing, turn = torch.empty(1, HEADS, PAGE, 0, device=device).half(), vector.rotation_matrix(DIM, "values").cuda()
+    nothing = torch.empty(1, HEADS, PAGE, 0, device=device).half()
+    rotation = vector.rotation_matrix(DIM, "values").cuda()
     calls = []
     for layer in range(layers):
         basis = torch.randint(-127, 128, (rows, rank, HEADS, DIM), device=device, dtype=torch.int8)
@@ -73,7 +74,7 @@ def problem(case: Case) -> list[Call]:
             torch.rand(rows, HEADS, DIM, device=device) + 1,
             torch.rand(rows, 1, ENTRIES, GROUP, device=device) * 2 - 1,
         )
-        values = CodedRows(views["codes"][layer], nothing, vector, DIM, turn, pages, None, state, row)
+        values = CodedRows(views["codes"][layer], nothing, vector, DIM, rotation, pages, None, state, row)
         q = torch.randn(rows, HEADS * group, DIM, device=device).bfloat16()
         calls.append((q, keys, values, torch.zeros_like(row), torch.full_like(row, tokens)))
     return calls

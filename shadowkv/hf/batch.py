@@ -1,8 +1,7 @@
 """A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
-transformers rotates before it asks the cache, and ours wants queries and keys before RoPE. It is undone by the
-very cos and sin that the model rotated by: those are of angles in float32, rounded to the model's dtype, and the
-cache's are exact.
+transformers applies RoPE before it asks the cache, and ours wants queries and keys before RoPE. It is undone by the
+very cos and sin of the model: those are of angles in float32, rounded to the model's dtype, and the cache's are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shadowkv.kvcache.prefill_batch import PrefillBlock
 from shadowkv.kvcache.sequence import CachedSequence
 from shadowkv.kvcache.spec import FETCH_BUFFER, KVSpec
 from shadowkv.models.config import ModelConfig
-from shadowkv.ops.apply_rope.reference import rotate_by
+from shadowkv.ops.apply_rope.reference import rope_by
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Step:
         blocks: what attention layers see, and which of the new tokens it is of.
         shape: B and T.
         rows: int64 [n], which of the rows of [B * T] its tokens are; None for all, where nothing is padded.
-        cos, sin: float32 [n, 1, dim / 2], of the inverse of the model's rotation of the new tokens.
+        cos, sin: float32 [n, 1, dim / 2], of the inverse of the model's RoPE of the new tokens.
         finish_layer: ends a layer.
         end: ends the pass.
     """
@@ -76,7 +75,7 @@ class Batch:
 
         Args:
             mask: bool [B, columns], False for padding; None where there is none.
-            position_ids: int64 [B or 1, T], what the model rotated by.
+            position_ids: int64 [B or 1, T], of the model's RoPE.
         """
         if layer == 0:
             if self.step is not None:
@@ -85,7 +84,7 @@ class Batch:
         cache, step = self.cache, self.step
         assert cache is not None and step is not None, "layers are called in order"
         q, k, v = (_rows(x.transpose(1, 2), step.rows) for x in (q, k, v))
-        q, k = (rotate_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
+        q, k = (rope_by(x, step.cos, step.sin, cache.store.rotary) for x in (q, k))
         for block, part in step.blocks:
             cache.append(layer, k[part], v[part], block)
         attended = torch.cat([cache.attend(layer, q[part], block) for block, part in step.blocks])
@@ -141,7 +140,7 @@ class Batch:
         return list(zip(self.sequences, counts, strict=True))
 
     def _inverse_rope(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of what undoes the model's rotation of the new tokens, divided by its magnitude and by what
+        """cos and sin of what undoes the model's RoPE of the new tokens, divided by its magnitude and by what
         rounding made of it."""
         half = self.config.rope.dim // 2
         cos, sin = (x[..., :half].float() for x in self.rotary(k, position_ids))

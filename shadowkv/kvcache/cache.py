@@ -54,7 +54,7 @@ class KVCache:
 
     Args:
         layout: of the policy on the model, for sequences of up to its ``max_model_len``.
-        rope: the model's rotation; queries and keys arrive before it.
+        rope: the model's RoPE; queries and keys arrive before it.
         slots: sequences that can be held at once, running or finished.
         memory: blocks of the tiers of pages.
         device: where attention is computed.

@@ -19,7 +19,7 @@ LATER = {"skip_layers": 0, "key_groups": 1}
 
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
-    """A digest, in 64 hexadecimal digits, of format, sizes, rotation, fields and policy, without what says how much is
+    """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, without what says how much is
     selected, stays exact behind what is sealed, or lies where. The weights of the model are for others to compare."""
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])

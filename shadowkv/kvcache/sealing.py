@@ -84,6 +84,6 @@ class Sealing:
             if self.store.layout.skips(layers.start):
                 self.store.write_exact(layers, pages, rope_keys, values)
                 continue
-            where = positions.expand(len(rope_keys), -1, -1)
-            keys = self.store.ops.apply_rope(rope_keys, where, self.store.rotary, inverse=True)
+            at = positions.expand(len(rope_keys), -1, -1)
+            keys = self.store.ops.apply_rope(rope_keys, at, self.store.rotary, inverse=True)
             self.write(SealedTokens(layers, states, number * PAGE, pages, value_pages, keys, rope_keys, values))

@@ -52,8 +52,8 @@ class SparsePrefill:
         return new >= FEWEST_QUERIES and keys > SPARSE_FROM
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
-        """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], before ``to_come`` more tokens of the
-        prompt; queries and keys are after RoPE."""
+        """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d], q and k after RoPE, before
+        ``to_come`` more tokens of the prompt."""
         indices, counts = self.ops.select_blocks(q, k, SHARE, MOST, max(0, DENSE_LAST - to_come))
         if self.hook is not None:
             indices, counts = self.hook(layer, q, indices, counts)

@@ -1,4 +1,4 @@
-"""Attention layer: the projections around a cache, which owns keys, values, positions, rotation and softmax."""
+"""Attention layer: the projections around a cache, which owns keys, values, positions, RoPE and softmax."""
 
 from __future__ import annotations
 

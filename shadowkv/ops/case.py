@@ -24,8 +24,8 @@ class Case:
         ops: those that the model and the policy call; of the others nobody asks what they support.
         dtype: of queries, and of exact keys and values.
         head_dim, num_query_heads, num_kv_heads: sizes of the model's attention.
-        rope_dim: leading dimensions of a head that rotate.
-        interleaved: whether neighbours rotate as a pair, instead of dimensions half of ``rope_dim`` apart.
+        rope_dim: leading dimensions of a head that RoPE rotates.
+        interleaved: whether RoPE rotates neighbours as a pair, instead of dimensions half of ``rope_dim`` apart.
         chunk: tokens of a chunk; divides 64.
         rank: numbers of a latent, 0 where keys are none.
         key_codec, value_codec: ids of the formats of sealed keys and values, 0 for dense rows.

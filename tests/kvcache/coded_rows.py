@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.ops.codec import RowCodec
 
 
-def turned(codec: RowCodec, dim: int) -> Tensor | None:
+def rotation_of(codec: RowCodec, dim: int) -> Tensor | None:
     """Its rotation."""
     return codec.rotation_matrix(dim, "keys") if codec.rotated else None
 
@@ -16,7 +16,7 @@ def turned(codec: RowCodec, dim: int) -> Tensor | None:
 def back(codec: RowCodec, rows: Tensor, state: tuple[Tensor, ...] = ()) -> Tensor:
     """Rows [n, d] coded and decoded."""
     dim = rows.shape[-1]
-    return codec.decode(*codec.encode(rows, turned(codec, dim), state), turned(codec, dim), dim, state)
+    return codec.decode(*codec.encode(rows, rotation_of(codec, dim), state), rotation_of(codec, dim), dim, state)
 
 
 def losses(codec: RowCodec, rows: Tensor, state: tuple[Tensor, ...] = ()) -> tuple[float, float]:

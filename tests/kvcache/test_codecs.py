@@ -198,9 +198,9 @@ def test_sealed_rows_are_what_their_codec_decodes(name: str) -> None:
             if rotation is None:
                 assert not elsewhere.any()
                 continue
-            turned = rows[:tokens][elsewhere].double() @ rotation.double()
-            step = codec.step * turned.norm(dim=-1, keepdim=True) / SHAPE.head_dim**0.5
-            assert ((turned / step - (turned / step).round()).abs().amin(-1) < 1e-3).all()
+            rotated = rows[:tokens][elsewhere].double() @ rotation.double()
+            step = codec.step * rotated.norm(dim=-1, keepdim=True) / SHAPE.head_dim**0.5
+            assert ((rotated / step - (rotated / step).round()).abs().amin(-1) < 1e-3).all()
             assert (off[elsewhere].norm(dim=-1, keepdim=True) < 1.5 * step).all()
             assert elsewhere.float().mean() < 5e-3
 

@@ -61,7 +61,7 @@ def coded(axis: str, codec: RowCodec, rows: Tensor, pages: Tensor) -> CodedRows:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.tile == 1])
 def test_attention_on_codes_is_that_on_decoded_rows(name: str, dim: int) -> None:
-    """Turned queries and outputs turned back too, where rows are coded after a rotation."""
+    """Rotated queries and outputs rotated back too, where rows are coded after a rotation."""
     torch.manual_seed(0)
     codec, pages = CODECS[name], torch.tensor([[0, 1, 2], [3, 1, 0]])
     k, v, q = torch.randn(4, 2, 64, dim), torch.randn(4, 2, 64, dim), torch.randn(2, 6, dim)
@@ -70,20 +70,20 @@ def test_attention_on_codes_is_that_on_decoded_rows(name: str, dim: int) -> None
     keys, values = coded("keys", codec, k, pages), coded("values", codec, v, pages)
     out, lse = attend_selected(q, keys, values, selected)
 
-    def attended(still_turned: bool) -> tuple[Tensor, Tensor]:
-        sources = [replace(x, rotation=None if still_turned else x.rotation) for x in (keys, values)]
+    def attended(still_rotated: bool) -> tuple[Tensor, Tensor]:
+        sources = [replace(x, rotation=None if still_rotated else x.rotation) for x in (keys, values)]
         (rows, weighed), asked = (gather_selected(x, selected) for x in sources), q
-        if still_turned and keys.rotation is not None:
+        if still_rotated and keys.rotation is not None:
             asked = q @ keys.rotation
         scores = asked.unflatten(1, (2, 3)) @ rows.transpose(-1, -2) / dim**0.5
         scores = scores.masked_fill((selected < 0).repeat_interleave(8, -1).unsqueeze(2), -torch.inf)
         found = (scores.softmax(-1) @ weighed).flatten(1, 2)
-        if still_turned and values.rotation is not None:
+        if still_rotated and values.rotation is not None:
             found = found @ values.rotation.T
         return found, scores.logsumexp(-1).flatten(1, 2)
 
-    for still_turned in (False, True):
-        wanted, of_scores = attended(still_turned)
+    for still_rotated in (False, True):
+        wanted, of_scores = attended(still_rotated)
         torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, of_scores, atol=1e-5, rtol=1e-5)
 

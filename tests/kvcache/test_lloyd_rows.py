@@ -4,7 +4,7 @@ from copy import copy
 
 import pytest
 import torch
-from coded_rows import back, gaussian_rows, losses, turned
+from coded_rows import back, gaussian_rows, losses, rotation_of
 
 from shadowkv.kvcache.codecs import lloyd
 from shadowkv.kvcache.codecs.lloyd import (
@@ -130,7 +130,7 @@ def test_widths_that_do_not_suit_are_refused() -> None:
     with pytest.raises(ValueError, match="turned rows need a power of two dimensions, not 96"):
         hadamard.encode(torch.zeros(1, 96), torch.eye(96))
     with pytest.raises(ValueError, match="lloyd-3bit rows need a multiple of 64 dimensions, not 96"):
-        LLOYD_ROWS[3].encode(torch.zeros(1, 96), turned(LLOYD_ROWS[3], 96))
+        LLOYD_ROWS[3].encode(torch.zeros(1, 96), rotation_of(LLOYD_ROWS[3], 96))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -20,7 +20,7 @@ from shadowkv.kvcache.parts.base import SealedTokens
 from shadowkv.kvcache.parts.bit_allocation import WIDTHS, allocate
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
-from shadowkv.ops.apply_rope.reference import halves, rotate_by
+from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected.reference import gather_selected
 
@@ -119,8 +119,8 @@ def rebuilt_error(kv: str) -> float:
     every = torch.arange(int(batch.num_chunks), device=DEVICE).expand(1, SHAPE.num_kv_heads, -1)
     rows = gather_selected(cache.parts.keys.source(cache.store, 0, batch), every)[0].transpose(0, 1)
     rotary = cache.store.rotary
-    turns = (table[: len(rows)].unsqueeze(1) for table in (rotary.cos, rotary.sin))
-    exact = rotate_by(stream.k[0, : len(rows)], *turns, rotary)
+    angles = (table[: len(rows)].unsqueeze(1) for table in (rotary.cos, rotary.sin))
+    exact = rope_by(stream.k[0, : len(rows)], *angles, rotary)
     return float((rows - exact).norm() / exact.norm())
 
 
@@ -148,11 +148,11 @@ def test_scores_are_sums_over_frequencies_of_latents() -> None:
     latents, at = torch.randn(40, 6).double(), 77
     angles = torch.arange(128).double()[:, None] / 10000.0 ** (torch.arange(0, 16, 2).double() / 16)
 
-    def turned(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def with_rope(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         (x, y), (cos, sin) = halves(rows, config), (angles[positions].cos(), angles[positions].sin())
         return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1)
 
-    wanted = turned(latents @ basis + mean, torch.arange(40)) @ turned(q, torch.tensor(at))
+    wanted = with_rope(latents @ basis + mean, torch.arange(40)) @ with_rope(q, torch.tensor(at))
     a, b = halves(q, config)
 
     def along_and_across(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

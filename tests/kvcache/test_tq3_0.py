@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from coded_rows import back, gaussian_rows, losses, turned
+from coded_rows import back, gaussian_rows, losses, rotation_of
 
 from shadowkv.kvcache.codecs.tq3_0 import BLOCK, LEVELS, SIGNS, TQ3Rows
 from shadowkv.ops.rotations import walsh_hadamard
@@ -30,7 +30,7 @@ VECTORS = {
 
 
 def encoded(rows: torch.Tensor) -> torch.Tensor:
-    return CODEC.encode(rows, turned(CODEC, rows.shape[-1]))[0]
+    return CODEC.encode(rows, rotation_of(CODEC, rows.shape[-1]))[0]
 
 
 @pytest.mark.parametrize("name", VECTORS)
@@ -44,9 +44,11 @@ def test_bytes_are_those_of_the_c_reference(name: str) -> None:
     hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(32)] for i in range(32)]).double()
     expected = torch.tensor(SIGNS).double() * (hadamard @ levels) / 32**0.5
     empty = torch.empty(1, 0)
-    turned_back, still_turned = (CODEC.decode(codes[None], empty, x, 32)[0].double() for x in (turned(CODEC, 32), None))
-    torch.testing.assert_close(turned_back, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(still_turned, levels)
+    rotated_back, still_rotated = (
+        CODEC.decode(codes[None], empty, x, 32)[0].double() for x in (rotation_of(CODEC, 32), None)
+    )
+    torch.testing.assert_close(rotated_back, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(still_rotated, levels)
 
 
 def test_kernels_that_multiply_integers_lose_next_to_nothing() -> None:
@@ -96,7 +98,7 @@ def test_products_with_turned_queries_are_those_with_decoded_rows() -> None:
     codes = encoded(rows)
     wanted = (queries * back(CODEC, rows)).sum(-1)
     levels = CODEC.decode(codes, torch.empty(50, 0), None, 64)
-    by_matrix = (queries @ turned(CODEC, 64) * levels).sum(-1)
+    by_matrix = (queries @ rotation_of(CODEC, 64) * levels).sum(-1)
     torch.testing.assert_close(by_matrix, wanted, atol=1e-5, rtol=1e-5)
     unscaled = walsh_hadamard(queries.unflatten(-1, (-1, 32)) * torch.tensor(SIGNS)).flatten(-2)
     products = (unscaled * levels).sum(-1)

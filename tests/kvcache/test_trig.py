@@ -10,7 +10,7 @@ from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill, sea
 from torch import Tensor
 
 from shadowkv.kvcache.parts import index_trig
-from shadowkv.kvcache.parts.index_trig import expected_scores, looking_ahead, rotate, statistics
+from shadowkv.kvcache.parts.index_trig import expected_scores, looking_ahead, rope, statistics
 from shadowkv.kvcache.presets import preset
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -41,8 +41,8 @@ def test_scores_are_those_of_the_formula(config: RopeConfig) -> None:
     rotary, now = RotaryTables(config, 1000), 700
     queries, keys = torch.randn(1, 1, 64, 16) + torch.randn(16), torch.randn(300, 16)
     rotated = apply_rope(queries[0, 0, :, None], torch.arange(64), rotary)[:, 0]
-    mean, spread = statistics(rotate(rotated, -torch.arange(64), rotary)[None, None], config)
-    asked = rotate(looking_ahead(mean, rotary), torch.tensor([[now]]), rotary)
+    mean, spread = statistics(rope(rotated, -torch.arange(64), rotary)[None, None], config)
+    asked = rope(looking_ahead(mean, rotary), torch.tensor([[now]]), rotary)
     at = apply_rope(keys[:, None], torch.arange(300), rotary)[:, 0]
     found = expected_scores(asked[0], spread[0], at, config)[0]
     wanted = formula(queries[0, 0], keys, torch.full((300,), now), index_trig.AHEAD, config)
@@ -66,7 +66,7 @@ def test_one_query_at_no_distance_ranks_as_exact_scores_do(monkeypatch: pytest.M
     query = torch.randn(1, 1, 16)
     keys = apply_rope(torch.randn(300, 1, 16), torch.arange(300), rotary)[:, 0]
     mean, spread = statistics(query.expand(64, -1, -1)[None, None, :, 0], ROPE)
-    found = expected_scores(rotate(looking_ahead(mean, rotary), now, rotary)[0], spread[0], keys, ROPE)[0]
+    found = expected_scores(rope(looking_ahead(mean, rotary), now, rotary)[0], spread[0], keys, ROPE)[0]
     exact = keys @ apply_rope(query, now[0], rotary)[0, 0]
     assert torch.equal(found.argsort(), exact.argsort())
 

@@ -42,8 +42,8 @@ def test_scales_of_tokens_and_channels_cost_nothing(codec) -> None:
     again = codec.decode(*codec.encode(plain, None), None, 64)
     errors = [float((x - plain).square().mean()) for x in (found, again)]
     assert errors[0] == pytest.approx(errors[1], rel=0.1)
-    turned = codec.decode(*codec.encode(rows, rotation), None, 64)
-    assert float((turned - rows @ rotation).square().mean()) == pytest.approx(errors[1], rel=0.1)
+    rotated = codec.decode(*codec.encode(rows, rotation), None, 64)
+    assert float((rotated - rows @ rotation).square().mean()) == pytest.approx(errors[1], rel=0.1)
 
 
 def test_balance_makes_deviations_alike() -> None:

@@ -31,7 +31,7 @@ def test_rows_may_be_weighed_before_they_are_turned_back() -> None:
     rows, weights = gaussian_rows(500, 64), torch.rand(3, 500).softmax(-1)
     state, rotation = CODEC.fit(rows[:, None]), CODEC.rotation_matrix(64, "values")
     coded = CODEC.encode(rows, rotation, state)
-    before, after = (CODEC.decode(*coded, turn, 64, state) for turn in (rotation, None))
+    before, after = (CODEC.decode(*coded, kept, 64, state) for kept in (rotation, None))
     torch.testing.assert_close(weights @ before, weights @ after @ rotation.T, atol=1e-5, rtol=1e-5)
 
 
@@ -50,17 +50,17 @@ def test_states_of_any_axes_serve_their_rows() -> None:
     rows = gaussian_rows(2 * 3 * 100 * 2, 16).view(2, 3, 100, 2, 16) * torch.rand(2, 3, 1, 2, 16)
     states = [[CODEC.fit(rows[layer, page]) for page in range(3)] for layer in range(2)]
     state = tuple(torch.stack([torch.stack([s[i] for s in of]) for of in states]).unsqueeze(2) for i in range(2))
-    turn = CODEC.rotation_matrix(16, "values")
-    codes, _ = CODEC.encode(rows, turn, state)
+    rotation = CODEC.rotation_matrix(16, "values")
+    codes, _ = CODEC.encode(rows, rotation, state)
     for layer in range(2):
         for page in range(3):
             for head in range(2):
                 largest, codebook = states[layer][page]
                 alone = largest[head, None], codebook
                 assert torch.equal(
-                    codes[layer, page, :, head], CODEC.encode(rows[layer, page, :, head], turn, alone)[0]
+                    codes[layer, page, :, head], CODEC.encode(rows[layer, page, :, head], rotation, alone)[0]
                 )
-    decoded = CODEC.decode(codes, codes[..., :0], turn, 16, state)
+    decoded = CODEC.decode(codes, codes[..., :0], rotation, 16, state)
     assert (decoded - rows).square().sum() / rows.square().sum() < 0.1
 
 

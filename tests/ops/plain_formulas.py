@@ -33,7 +33,7 @@ def attend_rows(rows: list[tuple], dtype: torch.dtype = torch.float64) -> tuple[
     return torch.stack(outs), torch.stack(sums)
 
 
-def turn(x: Tensor, position: int, config: RopeConfig) -> Tensor:
+def rope(x: Tensor, position: int, config: RopeConfig) -> Tensor:
     """One vector [d] rotated pair by pair, float64."""
     x = x.double().clone()
     half = config.dim // 2

@@ -74,8 +74,8 @@ class Stored:
             mean[states] = 3 * torch.randn(batch, heads, dim, device=DEVICE)
             first = 64 * torch.arange(batch, device=DEVICE)
             positions = first[:, None] + torch.arange(64 * PAGES, device=DEVICE)
-            turned = apply_rope(mean[states][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
-            self.rows = self.rows + turned.transpose(1, 2)
+            rope_mean = apply_rope(mean[states][:, None].expand(-1, 64 * PAGES, -1, -1), positions, rotary)
+            self.rows = self.rows + rope_mean.transpose(1, 2)
         if name == "rows":
             poisoned = self.rows.masked_fill(unread[:, None, :, None], torch.nan)
             self.source: DenseRows | CodedRows = DenseRows(self._paged(poisoned, pages, shape, chunk), pages)
@@ -343,7 +343,7 @@ def test_a_number_of_a_token_that_is_none_shows(
         rows[axis].scale[1, 0, 9, 0] = torch.nan
     q, (begin, end) = torch.randn(1, 3, 128, device=DEVICE), torch.tensor([[0], [192]], device=DEVICE)
     out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin, end)
-    of_block = axis == "values" and pair[0] == "tq3_0"  # turned back by itself
+    of_block = axis == "values" and pair[0] == "tq3_0"  # rotated back by itself
     assert (out[..., 32:64] if of_block else out).isnan().all() and (axis == "values" or lse.isnan().all())
     out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin + 80, end)
     assert out.isfinite().all() and lse.isfinite().all()

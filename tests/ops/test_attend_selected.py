@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from plain_formulas import SHAPES, assert_close, attend_rows, turn
+from plain_formulas import SHAPES, assert_close, attend_rows, rope
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int8Latents
@@ -118,7 +118,7 @@ def test_low_rank_keys_and_coded_values(seed, ops, heads, group, dim, latents, m
             for n, position in enumerate(positions):
                 where = pages[b, position // 64], position % 64 // chunk, position % chunk
                 key = stored[where].double() @ basis[states[b], :, h].double() + mean * means[states[b], h].double()
-                k[h][n] = turn(key, 64 * b + position, config)
+                k[h][n] = rope(key, 64 * b + position, config)
                 v[h][n] = plain[where[0], h, where[1], where[2]]
         rows.append((q[b], k, v))
     out, lse = ops.attend_selected(q, keys, values, selected)
@@ -209,11 +209,11 @@ def test_buffered_rows_are_those_of_their_source_bit_by_bit(seed, form):
 
 def test_what_captured_graphs_read_lives_as_long_as_its_rotation() -> None:
     rotations = [RotaryTables(RopeConfig(64), 16) for _ in range(9)]
-    first = [weakref.ref(x) for x in cuda._turns(rotations[0])]
+    first = [weakref.ref(x) for x in cuda._angles(rotations[0])]
     for rotary in rotations:
-        cuda._turns(rotary)
+        cuda._angles(rotary)
     gc.collect()
-    assert all(kept() is given for kept, given in zip(first, cuda._turns(rotations[0])))
+    assert all(kept() is given for kept, given in zip(first, cuda._angles(rotations[0])))
     assert all(kept() is not None for kept in first)
     del rotations, rotary
     gc.collect()

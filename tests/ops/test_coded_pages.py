@@ -99,7 +99,7 @@ def test_lanes_find_steps_of_values(library: ctypes.CDLL, seed: int) -> None:
         ({"key_codec": CodecId.KVARN_4BIT, "value_codec": CodecId.KVARN_2BIT}, None),
         ({"key_codec": CodecId.KVARN_4BIT}, "codec 6 of values goes with no codec 14 of keys"),
         ({"key_codec": CodecId.TQ3_0, "value_codec": CodecId.POLAR_INT4}, "codec 8 of values goes with no codec 9"),
-        ({"centred": True, "rope_dim": 20}, "20 dimensions rotate, no multiple of 8"),
+        ({"centred": True, "rope_dim": 20}, "RoPE rotates 20 dimensions, no multiple of 8"),
     ],
 )
 def test_what_the_kernel_supports(changes: dict[str, int], reason: str | None) -> None:

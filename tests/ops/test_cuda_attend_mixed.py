@@ -79,8 +79,8 @@ def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float 
     first = PAGE * torch.randint(30, (batch,), device="cuda")
     keys = LatentKeys(views["latents"], latent, basis, mean, states, tables[0], first, rotary, widths, step)
     nothing = torch.empty(len(names), heads, PAGE, 0, device="cuda").half()
-    turn = vector.rotation_matrix(DIM, "values").cuda()
-    values = CodedRows(views["codes"], nothing, vector, DIM, turn, tables[1], None, (of_value, codebook), states)
+    rotation = vector.rotation_matrix(DIM, "values").cuda()
+    values = CodedRows(views["codes"], nothing, vector, DIM, rotation, tables[1], None, (of_value, codebook), states)
     return torch.randn(batch, heads * group, DIM, device="cuda").bfloat16(), keys, values, begin, end
 
 

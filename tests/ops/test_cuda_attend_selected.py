@@ -157,8 +157,8 @@ def problem(
     if codec is None:
         v = DenseRows(views["values"], pages)
     else:
-        turned = None if rotation is None else rotation.to(DEVICE)
-        v = CodedRows(views["codes"], views["scale"], codec, dim, turned, pages)
+        rotation = None if rotation is None else rotation.to(DEVICE)
+        v = CodedRows(views["codes"], views["scale"], codec, dim, rotation, pages)
     return q, k, buffered(v, selected) if in_buffer else v, selected
 
 

@@ -162,7 +162,7 @@ def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, 
         ({"rank": 176}, "triton_selected", "cuda_mixed: rank 176 is not one of 96, 128, 160, 192"),
         ({"num_kv_heads": 9, "num_query_heads": 36}, "triton_selected", "cuda_mixed: 9 kv heads are an odd number"),
         ({"head_dim": 64, "rope_dim": 64}, "triton_selected", "cuda_mixed: head dim 64 is not 128"),
-        ({"interleaved": True}, "triton_selected", "cuda_mixed: not all dimensions rotate, or not in halves"),
+        ({"interleaved": True}, "triton_selected", "cuda_mixed: RoPE rotates not all dimensions, or not in halves"),
         (
             {"host_values": True},
             "triton_selected",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_formulas import assert_close, turn
+from plain_formulas import assert_close, rope
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -32,7 +32,7 @@ def test_rotation_turns_each_pair_by_position_times_frequency(ops, seed, config)
     positions = torch.tensor([0, 1, 2, 63, 64, 255, 399])[torch.randperm(7)]
     x = torch.randn(7, 3, config.head_dim)
     out = ops.apply_rope(x, positions, tables)
-    expected = [[turn(head, position, config) for head in row] for row, position in zip(x, positions.tolist())]
+    expected = [[rope(head, position, config) for head in row] for row, position in zip(x, positions.tolist())]
     assert_close(out, torch.stack([torch.stack(row) for row in expected]), atol=3e-6)
 
 
@@ -41,7 +41,7 @@ def test_rotation_is_exact_up_to_a_million_positions(ops, seed):
     tables = RotaryTables(config, 2**20 + 1)
     positions = torch.cat((torch.tensor([2**20, 2**20 - 1, 999_999, 524_289]), torch.randint(2**20, (30,))))
     x = torch.randn(34, 2, 8)
-    expected = [[turn(head, position, config) for head in row] for row, position in zip(x, positions.tolist())]
+    expected = [[rope(head, position, config) for head in row] for row, position in zip(x, positions.tolist())]
     assert_close(ops.apply_rope(x, positions, tables), torch.stack([torch.stack(row) for row in expected]), atol=3e-6)
 
 
@@ -59,9 +59,9 @@ def test_inverse_undoes_the_rotation_for_positions_of_any_shape(ops, seed, confi
     tables = RotaryTables(config, 500)
     positions = torch.randint(500, shape)
     x = torch.randn(*shape, 2, config.head_dim)
-    turned = ops.apply_rope(x, positions, tables)
-    assert turned.shape == x.shape
-    assert_close(ops.apply_rope(turned, positions, tables, inverse=True), x, atol=5e-6)
+    found = ops.apply_rope(x, positions, tables)
+    assert found.shape == x.shape
+    assert_close(ops.apply_rope(found, positions, tables, inverse=True), x, atol=5e-6)
     assert_close(ops.apply_rope(ops.apply_rope(x, positions, tables, inverse=True), positions, tables), x, atol=5e-6)
 
 

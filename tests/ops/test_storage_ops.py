@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plain_formulas import assert_close, assert_close_like_lowp, turn
+from plain_formulas import assert_close, assert_close_like_lowp, rope
 
 from shadowkv.kvcache.codecs.latents import DenseLatents
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -72,8 +72,8 @@ def test_rebuilt_keys_are_the_rotated_product_of_latents_and_basis(seed, config,
                     latent, own = latents[pages[b, number // chunks], number % chunks, t], basis[states[b], :, h]
                     position = int(first[b]) + number * chunk + t
                     wanted.append(out[b, h, i * chunk + t])
-                    exact.append(turn(latent.double() @ own.double(), position, config))
-                    low.append(turn(latent @ own, position, config).to(dtype))
+                    exact.append(rope(latent.double() @ own.double(), position, config))
+                    low.append(rope(latent @ own, position, config).to(dtype))
     if dtype == torch.float32:
         assert_close(torch.stack(wanted), torch.stack(exact))
     else:

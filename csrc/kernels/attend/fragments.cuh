@@ -33,8 +33,8 @@ __device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
   return y;
 }
 
-// Turns x by one angle and y with it: (x, y) to (x cos - y sin, y cos + x sin), of two dimensions each.
-__device__ __forceinline__ void turn(__half2& x, __half2& y, __half2 cosine, __half2 sine) {
+// Rotates x and y by one angle, as RoPE does: (x, y) to (x cos - y sin, y cos + x sin), of two dimensions each.
+__device__ __forceinline__ void rotate_by_angle(__half2& x, __half2& y, __half2 cosine, __half2 sine) {
   const __half2 old = x;
   x = __hfma2(x, cosine, __hneg2(__hmul2(y, sine)));
   y = __hfma2(y, cosine, __hmul2(old, sine));

@@ -16,7 +16,7 @@ namespace shadowkv {
 
 enum class Stored { kBf16, kInt8, kBytes };
 
-// Rows that are rotated already.
+// Rows after RoPE.
 struct DenseKeys {
   static constexpr int64_t kId = codec::kDense;
   static constexpr Stored kStored = Stored::kBf16;

@@ -32,10 +32,10 @@ __device__ __forceinline__ void fill_tables(
     for (int i = threadIdx.x; i < kDim; i += kAttendWarps * 32) {
       constexpr int kRowUnits = kDim / 8;
       copy16_async(
-          shared_address(to.near_turns + i / kRowUnits * Shape::kTurnRow + i % kRowUnits * 16),
-          reinterpret_cast<const char*>(in.near_turns) + i * 16);
+          shared_address(to.near_angles + i / kRowUnits * Shape::kAngleRow + i % kRowUnits * 16),
+          reinterpret_cast<const char*>(in.near_angles) + i * 16);
     }
-    // The mean and the queries lie as lanes need them: two dimensions and the two that they rotate with.
+    // The mean and the queries lie as lanes need them: two dimensions and the two that RoPE pairs them with.
     if (threadIdx.x < kDim / 4) {
       const int64_t at = state * in.mean_state + head * kDim + 2 * threadIdx.x;
 #pragma unroll
@@ -97,7 +97,7 @@ struct WarpKeys<Shape, true> {
   uint32_t a[kTiles][2 * kSteps][4];
   const uint2* far[kTiles][2]; // cos and sin of the tokens' positions, in two factors
   const char* near[kTiles][2];
-  uint2 far_turn[kTiles][2];
+  uint2 far_angle[kTiles][2];
 
   __device__ __forceinline__ void load(
       float (&)[kTiles][4], const AttendInputs& in, const AttendTables<Shape>& tables, const AttendTile<Shape>& tile,
@@ -109,9 +109,9 @@ struct WarpKeys<Shape, true> {
       for (int half = 0; half < 2; ++half) {
         const int token = 16 * m + 8 * half + g;
         const int at = tile.positions[token];
-        far[m][half] = in.far_turns + int64_t(at / 8) * (Shape::kDim / 4) + t;
-        far_turn[m][half] = __ldg(far[m][half]);
-        near[m][half] = tables.near_turns + at % 8 * Shape::kTurnRow + t * 8;
+        far[m][half] = in.far_angles + int64_t(at / 8) * (Shape::kDim / 4) + t;
+        far_angle[m][half] = __ldg(far[m][half]);
+        near[m][half] = tables.near_angles + at % 8 * Shape::kAngleRow + t * 8;
         const char* row = tile.keys + token * tile.key_row;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -134,11 +134,11 @@ struct WarpKeys<Shape, true> {
 #pragma unroll 2
     for (int j = 0; j < kPairs; ++j) {
       const uint32_t column = my_basis + ((j + lane / 16 * kPairs) ^ row) * 16;
-      uint2 next_far_turn[kTiles][2];
+      uint2 next_far_angle[kTiles][2];
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i)
-        next_far_turn[i / 2][i % 2] = __ldg(far[i / 2][i % 2] + 4 * min(j + 1, kPairs - 1));
-      float k[kTiles][2][4] = {}; // (tokens g, g + 8; dimensions 8 j + 2t, + 1 and those they rotate with)
+        next_far_angle[i / 2][i % 2] = __ldg(far[i / 2][i % 2] + 4 * min(j + 1, kPairs - 1));
+      float k[kTiles][2][4] = {}; // (tokens g, g + 8; dimensions 8 j + 2t, + 1 and those RoPE pairs them with)
 #pragma unroll
       for (int step = 0; step < 2 * kSteps; ++step) {
         if (!Shape::kExactRank && step * 16 >= rank) continue;
@@ -162,20 +162,20 @@ struct WarpKeys<Shape, true> {
         uint32_t rows[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // Half from here on: its 11 bits lose less in the rotation than rounding keys to bf16 does.
+          // Half from here on: its 11 bits lose less in RoPE than rounding keys to bf16 does.
           __half2 x = __floats2half2_rn(k[m][0][2 * half], k[m][0][2 * half + 1]);
           __half2 y = __floats2half2_rn(k[m][1][2 * half], k[m][1][2 * half + 1]);
           x = __hadd2(x, half2_of(middle.x)), y = __hadd2(y, half2_of(middle.y));
-          const uint2 near_turn = *reinterpret_cast<const uint2*>(near[m][half] + 32 * j);
-          __half2 cosine = half2_of(far_turn[m][half].x), sine = half2_of(far_turn[m][half].y);
-          turn(cosine, sine, half2_of(near_turn.x), half2_of(near_turn.y));
-          turn(x, y, cosine, sine);
+          const uint2 near_angle = *reinterpret_cast<const uint2*>(near[m][half] + 32 * j);
+          __half2 cosine = half2_of(far_angle[m][half].x), sine = half2_of(far_angle[m][half].y);
+          rotate_by_angle(cosine, sine, half2_of(near_angle.x), half2_of(near_angle.y));
+          rotate_by_angle(x, y, cosine, sine);
           rows[half] = bits(x), rows[2 + half] = bits(y);
         }
         mma_f16(s[m], rows, {q.x, q.y});
       }
 #pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) far_turn[i / 2][i % 2] = next_far_turn[i / 2][i % 2];
+      for (int i = 0; i < 2 * kTiles; ++i) far_angle[i / 2][i % 2] = next_far_angle[i / 2][i % 2];
     }
   }
 };

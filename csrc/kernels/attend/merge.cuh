@@ -7,7 +7,7 @@
 namespace shadowkv {
 
 // Writes attention outputs from y [8][row] float in shared memory (rows from `group` on are zero), multiplied by the
-// transposed rotation where there is one. Its products split both factors in two bf16: errors stay near float32's.
+// codec's transposed rotation where there is one. Products split both factors in two bf16: errors stay near float32's.
 template <int kDim, bool kRotate>
 __device__ __forceinline__ void write_outputs(
     const float* y, int row, const float* __restrict__ rotation, __nv_bfloat16* out, int group) {

@@ -26,9 +26,9 @@ struct AttendInputs {
   const void* mean;           // [states, heads, dim] float or bf16, or null
   const int64_t* states;      // [batch]
   const int64_t* first;       // [batch], multiples of 64: the position of a row's first token
-  const uint2* far_turns;     // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
-  const uint2* near_turns;    // [8, dim / 4], of positions 0 to 7
-  const float* rotation;      // [dim, dim], for rotated codes
+  const uint2* far_angles;    // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
+  const uint2* near_angles;   // [8, dim / 4], of positions 0 to 7
+  const float* rotation;      // [dim, dim], the codec's, for rotated codes
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_state, mean_state;
   float score_scale; // of q k in the exponent to base 2
@@ -55,11 +55,11 @@ struct AttendShape {
   static constexpr bool kRotated = Value::kRotated;
   static constexpr int kScales = Value::scales(kDim);           // of a token; 1 of rows that have none
   static constexpr int kTokens = 16 * kTiles;
-  static constexpr int kPairs = kDim / 16;                      // n8 tiles of dimensions that rotate with another one
+  static constexpr int kPairs = kDim / 16;                      // n8 tiles of dimensions that RoPE pairs with others
   static constexpr int kBasisRow = (kDim == 96 ? 128 : kDim) * 2; // bytes; the swizzle needs whole 128-byte lines
   static constexpr int kPlainRow = kDim * 2 + 16;               // odd in units of 16 bytes: no bank conflicts
   static constexpr int kMergeRow = kDim + 4;                    // floats
-  static constexpr int kTurnRow = kDim * 2 + 32;                // bytes of cos and sin of one position, and a gap
+  static constexpr int kAngleRow = kDim * 2 + 32;               // bytes of cos and sin of one position, and a gap
 
   // Bytes of a token's key, where it is kept, at most.
   __host__ __device__ static constexpr int key_bytes(int rank) { return (kLow ? rank : kDim) * Key::kBits / 8; }
@@ -69,9 +69,9 @@ struct AttendShape {
     else return (key_bytes(rank) / (4 * Key::kLeast) | 1) * 4 * Key::kLeast;
   }
   __host__ __device__ static constexpr int basis_bytes(int rank) { return kLow ? rank * kBasisRow : 0; }
-  // Shared memory: basis, mean, turns, query fragments; per warp a tile of keys, of values and where its rows are.
+  // Shared memory: basis, mean, angles, query fragments; per warp a tile of keys, of values and where its rows are.
   __host__ __device__ static constexpr int table_bytes(int rank) {
-    return basis_bytes(rank) + (kLow ? kDim * 2 + 8 * kTurnRow : 0) + kPairs * 256;
+    return basis_bytes(rank) + (kLow ? kDim * 2 + 8 * kAngleRow : 0) + kPairs * 256;
   }
   __host__ __device__ static constexpr int warp_bytes(int rank) {
     return kTokens * (key_row(rank) + (kCodes ? 0 : kPlainRow) + 20 + 4 * kScales);
@@ -88,13 +88,13 @@ template <class Shape>
 struct AttendTables {
   char* const basis;
   __half2* const mean;
-  char* const near_turns;
+  char* const near_angles;
   uint2* const queries;
 
   __device__ __forceinline__ AttendTables(char* shared, int rank)
       : basis(shared),
         mean(reinterpret_cast<__half2*>(shared + Shape::basis_bytes(rank))),
-        near_turns(reinterpret_cast<char*>(mean + Shape::kDim / 2)),
+        near_angles(reinterpret_cast<char*>(mean + Shape::kDim / 2)),
         queries(reinterpret_cast<uint2*>(shared + Shape::table_bytes(rank) - Shape::kPairs * 256)) {}
 };
 

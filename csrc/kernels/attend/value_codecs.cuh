@@ -1,7 +1,7 @@
 // Formats of values, each a class that kernels are made with:
 //   kId        its number
 //   kCoded     whether rows are codes, or bf16. Codes have besides
-//   kRotated   whether rows were multiplied by a rotation before they were coded
+//   kRotated   whether rows were multiplied by the codec's rotation before they were coded
 //   takes      whether rows of so many dimensions can be coded
 //   row_bytes  of a token
 //   scales     steps of a token, each half, of so many equal blocks of its dimensions

@@ -3,7 +3,7 @@
 //   sum over frequencies f of A_f cos(o f) + B_f sin(o f), A_f = along_f cos(P f) + across_f sin(P f) and
 //   B_f = across_f cos(P f) - along_f sin(P f),
 // a product of a matrix that is the same for all pages, in half in shared memory, and of one that is made of a page's
-// own row of the tables. Along and across are what turned_products in shadowkv/ops/attend_coded/reference.py says.
+// own row of the tables. Along and across are what rope_products in shadowkv/ops/attend_coded/reference.py says.
 #pragma once
 
 #include "constants.h"
@@ -11,11 +11,11 @@
 
 namespace shadowkv {
 
-constexpr int kTurns = kCodedDim / 2;
+constexpr int kFrequencies = kCodedDim / 2;
 
 struct MeanInputs {
-  const float* q;        // [batch, heads * group, 128], dense; as rotated to their positions
-  const float* mean;     // [states, heads, 128]
+  const float* q;        // [batch, heads * group, 128], dense; after RoPE
+  const float* mean;     // states of [heads, 128]
   const int64_t* states; // [batch]
   const int64_t* first;  // [batch]
   const float* cos;      // [positions, half]
@@ -29,16 +29,16 @@ struct MeanInputs {
 
 // Frequencies 16 t to 16 t + 15 are lane t's. At step s of 8, which takes two of them, A and B of each are neighbours.
 struct MeanShared {
-  static constexpr int kColumns = 2 * kTurns + 8; // eight rows lie in all banks
-  __half near[kPage][kColumns];                   // token 16 i + 2 g + b at row 16 i + 8 b + g
-  float4 turned[kCodedQueries][4][9];             // along, across of two frequencies, by query, t and step
-  float rest[kCodedQueries];                      // of dimensions that do not rotate
+  static constexpr int kColumns = 2 * kFrequencies + 8; // eight rows lie in all banks
+  __half near[kPage][kColumns];                         // token 16 i + 2 g + b at row 16 i + 8 b + g
+  float4 products[kCodedQueries][4][9];                 // along, across of two frequencies, by query, t and step
+  float rest[kCodedQueries];                            // of dimensions that RoPE leaves
 
   __device__ __forceinline__ void fill(
       const MeanInputs& in, int64_t sequence, int head, int64_t first_row, int queries) {
     const float inverse = 1.0f / in.magnitude;
-    for (int i = threadIdx.x; i < kPage * kTurns; i += blockDim.x) {
-      const int row = i / kTurns, frequency = i % kTurns, token = row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
+    for (int i = threadIdx.x; i < kPage * kFrequencies; i += blockDim.x) {
+      const int row = i / kFrequencies, frequency = i % kFrequencies, token = row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
       const int t = frequency / 16, step = frequency % 16 / 2, place = frequency % 2;
       float cos = 0.0f, sin = 0.0f;
       if (frequency < in.half) {
@@ -48,16 +48,16 @@ struct MeanShared {
       *reinterpret_cast<__half2*>(&near[row][16 * step + 8 * place + 2 * t]) = __floats2half2_rn(cos, sin);
     }
     const float scale = kLog2E * rsqrtf(float(kCodedDim));
-    const float* mean = in.mean + in.states[sequence] * in.mean_state + head * kCodedDim;
-    for (int i = threadIdx.x; i < kCodedQueries * kTurns; i += blockDim.x) {
-      const int query = i / kTurns, frequency = i % kTurns;
+    const float* mean = in.mean + in.states[sequence] * in.state + head * kCodedDim;
+    for (int i = threadIdx.x; i < kCodedQueries * kFrequencies; i += blockDim.x) {
+      const int query = i / kFrequencies, frequency = i % kFrequencies;
       float along = 0.0f, across = 0.0f;
       if (query < queries && frequency < in.half) {
         const float* q = in.q + (first_row + query) * kCodedDim;
         const int x = in.interleaved ? 2 * frequency : frequency, y = in.interleaved ? x + 1 : x + in.half;
         along = (q[x] * mean[x] + q[y] * mean[y]) * scale, across = (q[y] * mean[x] - q[x] * mean[y]) * scale;
       }
-      float4& to = turned[query][frequency / 16][frequency % 16 / 2];
+      float4& to = products[query][frequency / 16][frequency % 16 / 2];
       if (frequency % 2 == 0) to.x = along, to.y = across;
       else to.z = along, to.w = across;
     }
@@ -71,7 +71,7 @@ struct MeanShared {
   }
 
   // Terms of query t and the eight tokens of g of two pages: even columns are those of the one that is wanted now, odd
-  // ones those of the next. This lane turns query g / 2 to `position`, that of the first token of page g % 2.
+  // ones those of the next. This lane rotates query g / 2 (RoPE) to `position`, that of the first token of page g % 2.
   __device__ __forceinline__ void terms(
       const MeanInputs& in, int64_t position, int g, int t, float (&now)[8], float (&later)[8]) const {
     // Behind a row's end there may be no more positions.
@@ -88,7 +88,7 @@ struct MeanShared {
 #pragma unroll
       for (int one = 0; one < 2; ++one) {
         const int step = 2 * two + one;
-        const float4 x = turned[g / 2][t][step];
+        const float4 x = products[g / 2][t][step];
         const float cos0 = one == 0 ? cos.x : cos.z, cos1 = one == 0 ? cos.y : cos.w;
         const float sin0 = one == 0 ? sin.x : sin.z, sin1 = one == 0 ? sin.y : sin.w;
         const uint32_t b[2] = {
@@ -123,7 +123,7 @@ struct TermsInTurn {
   float later[8]; // the next page's, if they are known
   bool known = false;
 
-  // x of the page in turn. This lane turns to `page`: that one where g is even, the next where it is odd.
+  // x of the page in turn. This lane rotates to `page`: that one where g is even, the next where it is odd.
   __device__ __forceinline__ void take(
       const MeanShared& mean, const MeanInputs& in, int64_t sequence, int page, int g, int t, float (&x)[8]) {
     if (known) {

@@ -21,7 +21,7 @@ load_log_weights(float (&log_weight)[2], const LatentInputs& in, int unit_of_all
 }
 
 // The products of a warp's keys, rebuilt from its latents in a stage, with a unit's queries: (tokens g, g + 8; queries
-// 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other: turns made while the
+// 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other: angles made while the
 // product is under way, or this tile's values while the next one's is, took longer (87 and 90 against 82 us at 63 rows
 // of 960 tokens on an H200).
 template <class Shape>
@@ -32,13 +32,13 @@ __device__ __forceinline__ void score_tokens(
 #pragma unroll
   for (int h = 0; h < Shape::kHalves; ++h) {
     float k[32];
-    Turns turns;
+    Angles angles;
     HalfKeys keys;
     begin_keys<Shape>(k, a, memory.basis(unit), h);
     wait_products(k);
     keys.take(k);
-    turns.make(memory.frequencies(), places, h);
-    keys.rotate(turns);
+    angles.make(memory.frequencies(), places, h);
+    keys.apply_rope(angles);
     keys.score(s, queries + h * 1024);
   }
 }

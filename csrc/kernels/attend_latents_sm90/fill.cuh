@@ -12,7 +12,7 @@ __device__ __forceinline__ bool tile_begins(const LatentInputs& in, const Run& r
 }
 
 // The first of eight dimensions: those of a unit of 16 bytes in a row of a half of the basis, which has 32 dimensions
-// and the 32 that they rotate with.
+// and the 32 that RoPE pairs them with.
 template <class Shape>
 __device__ __forceinline__ int dim_of(int half, int unit) {
   return unit / 4 * (Shape::kDim / 2) + half * 32 + unit % 4 * 8;

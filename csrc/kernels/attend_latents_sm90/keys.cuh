@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_latents(uint32_t (&a)[Shape::kSteps][4], ui
 }
 
 // Begins the product of a warpgroup's latents and half h of the basis:
-// k is (tokens g, g + 8; dimensions 32 h + 8 i + 2t, + 1, from i = 4 on those they rotate with).
+// k is (tokens g, g + 8; dimensions 32 h + 8 i + 2t, + 1, from i = 4 on those RoPE pairs them with).
 template <class Shape>
 __device__ __forceinline__ void begin_keys(
     float (&k)[32], const uint32_t (&a)[Shape::kSteps][4], const char* basis, int h) {
@@ -47,12 +47,12 @@ __device__ __forceinline__ void begin_keys(
   close_products();
 }
 
-// cos and sin of the turns of tokens g and g + 8: of 32 dimensions, eight after eight, and of two of them each token's.
-struct Turns {
+// cos and sin of tokens g and g + 8: of 32 dimensions, eight after eight, and of two of them each token's.
+struct Angles {
   __half2 cosine[8], sine[8];
 
-  // Half h of the dimensions. An angle is a product of integers, of which whole turns overflow: exact to 2^-33 of a
-  // turn a position. (Tables in shared memory take three rows a token: that was a third of all that was read there.)
+  // Half h of the dimensions. An angle is a product of integers, of which whole revolutions overflow: exact to 2^-33
+  // of one a position. (Tables in shared memory take three rows a token: that was a third of all that was read there.)
   __device__ __forceinline__ void make(uint32_t frequencies, uint32_t places, int h) {
     const uint32_t from = frequencies + threadIdx.x % 4 * 16;
     const int position[2] = {int(load_shared4(places + 12)), int(load_shared4(places + 128 + 12))};
@@ -73,9 +73,9 @@ struct Turns {
   }
 };
 
-// Keys as half: its 11 bits lose less in the rotation than rounding them to bf16 does. Axes as those of Turns.
+// Keys as half: its 11 bits lose less in RoPE than rounding them to bf16 does. Axes as those of Angles.
 struct HalfKeys {
-  __half2 x[8], y[8]; // dimensions that rotate with each other
+  __half2 x[8], y[8]; // dimensions that RoPE pairs
 
   __device__ __forceinline__ void take(const float (&k)[32]) {
 #pragma unroll
@@ -85,9 +85,9 @@ struct HalfKeys {
     }
   }
 
-  __device__ __forceinline__ void rotate(const Turns& turns) {
+  __device__ __forceinline__ void apply_rope(const Angles& by) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) turn(x[i], y[i], turns.cosine[i], turns.sine[i]);
+    for (int i = 0; i < 8; ++i) rotate_by_angle(x[i], y[i], by.cosine[i], by.sine[i]);
   }
 
   // Adds the keys' products with the queries: (tokens g, g + 8; queries 2t, 2t + 1).

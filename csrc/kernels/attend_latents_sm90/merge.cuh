@@ -62,20 +62,20 @@ __device__ __forceinline__ float4 join_parts(const LatentCall& call, int query) 
   return x;
 }
 
-// Joins the parts of the units of eight queries, as many as those have, and rotates the values back; a warp makes 16
-// dimensions. It may start before the parts are there: the rotation is read meanwhile.
+// Joins the parts of the units of eight queries, as many as those have, and rotates the values back by their codec's
+// rotation; a warp makes 16 dimensions. It may start before the parts are there: the rotation is read meanwhile.
 template <int kDim, int kConsumers>
 __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCall call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const LatentInputs& in = call.in;
   __shared__ __align__(16) float y[8][kDim + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float4 rotated[kDim / 16][2]; // of dimensions 16 warp + g, + 8; four of each 16
+  float4 rotation[kDim / 16][2]; // of dimensions 16 warp + g, + 8; four of each 16
 #pragma unroll
   for (int i = 0; i < kDim / 16; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      rotated[i][half] =
+      rotation[i][half] =
           __ldg(reinterpret_cast<const float4*>(in.rotation + (16 * warp + 8 * half + g) * kDim + 16 * i + 4 * t));
   }
   wait_for_launch_before();
@@ -91,7 +91,7 @@ __global__ __launch_bounds__(kDim * 2) void merge_latents_kernel(const LatentCal
 #pragma unroll
   for (int i = 0; i < kDim / 16; ++i) {
     const float4 b = *reinterpret_cast<const float4*>(&y[g][16 * i + 4 * t]);
-    const float4 a = rotated[i][0], a8 = rotated[i][1];
+    const float4 a = rotation[i][0], a8 = rotation[i][1];
     mma_tf32(c, {a.x, a8.x, a.y, a8.y}, {b.x, b.y});
     mma_tf32(c, {a.z, a8.z, a.w, a8.w}, {b.z, b.w});
   }

@@ -31,9 +31,9 @@ struct LatentInputs {
   const void* mean;           // [states, heads, dim] float or bf16, or null
   const int64_t* states;      // [batch]
   const int64_t* first;       // [batch], multiples of 64: the position of a row's first token
-  const float* rotation;      // [dim, dim], of values
+  const float* rotation;      // [dim, dim], of the values' codec
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
-  // [dim / 32, 4, 2, 2], of a turn per position, times 2^32: of dimensions 16 i + 8 j + 2 t + e at [i, t, j, e].
+  // [dim / 32, 4, 2, 2], revolutions per position, times 2^32: of dimensions 16 i + 8 j + 2 t + e at [i, t, j, e].
   const uint32_t* frequencies;
   uint32_t latent_page, code_page, scale_page;
   int64_t key_pages_row, value_pages_row, basis_state, mean_state;
@@ -91,7 +91,7 @@ struct LatentShape {
   static constexpr bool kFew = kFew_;
   static constexpr int kQueries = kFew ? 4 : 8;
   static constexpr int kSums = kDim / 16 / (kFew ? 2 : 1); // fragments of them
-  static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those they rotate with
+  static constexpr int kHalves = kDim / 64;   // of the product's columns: 32 dimensions and those RoPE pairs them with
   static constexpr int kSteps = kRank / 16;   // of the product
   static constexpr int kRows = kRank + 8;     // of the basis, then the mean
   static constexpr int kLatentBytes = (kRank + kStrong) / 2; // of a token, in memory

@@ -43,9 +43,9 @@ __device__ __forceinline__ void begin_mixed_keys(
   close_products();
 }
 
-// Keys of half h of a head, of tokens g and g + 8, with their mean, turned within their page.
+// Keys of half h of a head, of tokens g and g + 8, with their mean, RoPE-rotated within their page.
 __device__ __forceinline__ void
-turn_keys(HalfKeys& keys, const float (&k)[32], const uint4* means, const uint4* turns, int h) {
+rope_keys(HalfKeys& keys, const float (&k)[32], const uint4* means, const uint4* angles, int h) {
   keys.take(k);
   __half2 mean[8];
 #pragma unroll
@@ -53,13 +53,13 @@ turn_keys(HalfKeys& keys, const float (&k)[32], const uint4* means, const uint4*
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     keys.x[i] = __hadd2(keys.x[i], mean[i / 2]), keys.y[i] = __hadd2(keys.y[i], mean[4 + i / 2]);
-  Turns by;
+  Angles by;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    reinterpret_cast<uint4*>(by.cosine)[i] = turns[(4 * h + i) * 128];
-    reinterpret_cast<uint4*>(by.sine)[i] = turns[(4 * h + i + 2) * 128];
+    reinterpret_cast<uint4*>(by.cosine)[i] = angles[(4 * h + i) * 128];
+    reinterpret_cast<uint4*>(by.sine)[i] = angles[(4 * h + i + 2) * 128];
   }
-  keys.rotate(by);
+  keys.apply_rope(by);
 }
 
 // See keep.
@@ -68,7 +68,7 @@ __device__ __forceinline__ void keep_keys(const HalfKeys& keys, bool never, cons
   uint32_t all[16];
 #pragma unroll
   for (int i = 0; i < 8; ++i) all[i] = bits(keys.x[i]), all[8 + i] = bits(keys.y[i]);
-  keep(all, never, shared_address(memory.turns()));
+  keep(all, never, shared_address(memory.angles()));
 }
 
 // Begins their product with the queries: s is (tokens g, g + 8; queries 2t, 2t + 1).
@@ -94,7 +94,7 @@ template <class Shape>
 __device__ __forceinline__ void attend_page(
     const MixedMemory<Shape>& memory, int stage, const bool (&there)[2], bool never, MixedSums<Shape> (&sums)[2]) {
   const int warp = threadIdx.x / 32 % 4;
-  const uint4* const turns = memory.turns() + threadIdx.x % 128;
+  const uint4* const angles = memory.angles() + threadIdx.x % 128;
   uint32_t a[Shape::kSteps][4];
   load_mixed_latents<Shape>(a, shared_address(memory.stage(stage)) + warp * (16 * Shape::kLatentRow), memory.places());
   float k[32];
@@ -107,12 +107,12 @@ __device__ __forceinline__ void attend_page(
     float s[4];
     HalfKeys keys[2];
     wait_product_groups<0>(), settle(k);
-    turn_keys(keys[0], k, means, turns, 0);
+    rope_keys(keys[0], k, means, angles, 0);
     begin_scores<Shape>(s, keys[0], queries, 0);
     begin_mixed_keys<Shape>(k, a, basis, 1);
     wait_product_groups<0>(), settle(k);
     keep_keys(keys[0], never, memory);
-    turn_keys(keys[1], k, means, turns, 1);
+    rope_keys(keys[1], k, means, angles, 1);
     begin_scores<Shape>(s, keys[1], queries, 1);
     if (head == 0) {
       begin_mixed_keys<Shape>(k, a, basis + 2 * Shape::kHalfBytes, 0);

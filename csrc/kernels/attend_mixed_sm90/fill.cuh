@@ -1,4 +1,4 @@
-// What a block prepares in shared memory before its pages: the basis and mean of two heads, the turns of a page's
+// What a block prepares in shared memory before its pages: the basis and mean of two heads, the angles of a page's
 // tokens, the codebook, and where latents of each width are.
 #pragma once
 
@@ -33,7 +33,7 @@ struct LatentPlace {
 // neighbours in a register, and the second and last.
 __device__ __forceinline__ int row_of_rank(int i) { return 2 * (i / 4) + i % 4 / 2 + i % 2 * 8; }
 
-// Byte of a dimension of a row of a half of the basis: 32 dimensions and those they rotate with, as swizzled.
+// Byte of a dimension of a row of a half of the basis: 32 dimensions and those RoPE pairs them with, as swizzled.
 __device__ __forceinline__ int column_byte(int dim, int row) {
   return (dim / kMixedHalf * 4 + dim % 32 / 8 ^ row % 8) * 16 + dim % 8 * 2;
 }
@@ -73,27 +73,28 @@ __device__ __forceinline__ void fill_basis(const MixedInputs& in, int64_t state,
   }
 }
 
-// The mean as half, dimensions 8 i + 2 t and the next of each half of 64 in the order of i, then those that they rotate
-// with.
-__device__ __forceinline__ void fill_mean(const MixedInputs& in, int64_t state, int first_head, uint4* mean, int thread) {
+// The mean as half, dimensions 8 i + 2 t and the next of each half of 64 in the order of i, then those that RoPE
+// pairs them with.
+__device__ __forceinline__ void
+fill_mean(const MixedInputs& in, int64_t state, int first_head, uint4* mean, int thread) {
   const int head = thread / kMixedDim, dim = thread % kMixedDim, f = dim % kMixedHalf;
   const float x = __bfloat162float(in.mean[state * in.mean_state + (first_head + head) * kMixedDim + dim]);
   const int row = (head * 2 + f / 32) * 4 + f / 2 % 4, column = dim / kMixedHalf * 8 + f % 32 / 8 * 2 + f % 2;
   reinterpret_cast<__half*>(mean)[row * 16 + column] = __float2half(x);
 }
 
-// The frequency of dimensions f and f + 64: turns per position times 2^32.
+// The frequency of dimensions f and f + 64: revolutions per position times 2^32.
 __device__ __forceinline__ uint32_t frequency_of(const MixedInputs& in, int f) {
   return __ldg(in.frequencies + ((f / 16 * 4 + f / 2 % 4) * 2 + f / 8 % 2) * 2 + f % 2);
 }
 
-// An angle is a product of integers, of which whole turns overflow: exact to 2^-33 of a turn a position.
+// An angle is a product of integers, of which whole revolutions overflow: exact to 2^-33 of one a position.
 __device__ __forceinline__ float angle_of(uint32_t frequency, int position) {
   return float(int(frequency * position)) * 0x1.921fb6p-30f; // 2 pi / 2^32
 }
 
 // A thread of a consumer has tokens 16 warp + g and that + 8, and of each half of 64 frequencies 8 i + 2 t and the next.
-__device__ __forceinline__ void fill_turns(const MixedInputs& in, uint4* turns, int thread) {
+__device__ __forceinline__ void fill_angles(const MixedInputs& in, uint4* angles, int thread) {
   const int half = thread / 128, reader = thread % 128, lane = reader % 32;
   uint32_t cosine[8], sine[8];
 #pragma unroll
@@ -102,7 +103,7 @@ __device__ __forceinline__ void fill_turns(const MixedInputs& in, uint4* turns, 
     const float x = angle_of(frequency_of(in, f), token), y = angle_of(frequency_of(in, f + 1), token);
     cosine[i] = pack_f16(__cosf(x), __cosf(y)), sine[i] = pack_f16(__sinf(x), __sinf(y));
   }
-  uint4* const to = turns + half * 4 * 128 + reader;
+  uint4* const to = angles + half * 4 * 128 + reader;
   to[0] = {cosine[0], cosine[1], cosine[2], cosine[3]}, to[128] = {cosine[4], cosine[5], cosine[6], cosine[7]};
   to[256] = {sine[0], sine[1], sine[2], sine[3]}, to[384] = {sine[4], sine[5], sine[6], sine[7]};
 }
@@ -128,7 +129,7 @@ fill_memory(const MixedInputs& in, const MixedShare& share, const MixedMemory<Sh
   static_assert(2 * kMixedDim == 256 && kEntries == 256 && Shape::kFillThreads >= 256);
   if (thread < 256) {
     fill_mean(in, state, share.head, memory.mean(), thread);
-    fill_turns(in, memory.turns(), thread);
+    fill_angles(in, memory.angles(), thread);
     fill_codebook(in.codebook + in.value_states[share.sequence] * in.codebook_state, memory.codebook(), thread);
   }
   if (thread < Shape::kSteps * 4) memory.places()[thread] = {place.word, place.shifts, place.mask, place.zero};

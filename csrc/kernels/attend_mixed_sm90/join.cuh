@@ -26,7 +26,7 @@ __device__ __forceinline__ void leave_sums(const MixedSums<Shape>& sums, MixedRe
 
 // Multiplies 128 numbers, one of each thread of a team of four warps, by the Hadamard matrix of rows of length 1, as
 // values were before they were coded. `row` is theirs in shared memory.
-__device__ __forceinline__ float turn_back(float y, float* row, int dim, int barrier) {
+__device__ __forceinline__ float multiply_by_hadamard(float y, float* row, int dim, int barrier) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float other = __shfl_xor_sync(~0u, y, step);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void join_warps(
       total += weight * found.sum[query], y += weight * found.out[query][dim];
     }
     y = total == 0.0f ? 0.0f : y / total * largest[(share.head + head) * kMixedDim];
-    y = turn_back(y, memory.results(0, head).out[query], dim, 2 + threadIdx.x / kMixedDim);
+    y = multiply_by_hadamard(y, memory.results(0, head).out[query], dim, 2 + threadIdx.x / kMixedDim);
     const float log_sum = top + log2f(total);
     const int64_t row = (share.sequence * in.heads + share.head + head) * in.group + query;
     const int64_t partial = row * in.splits + blockIdx.x;

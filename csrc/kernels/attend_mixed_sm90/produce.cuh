@@ -1,4 +1,4 @@
-// The producers: one warp copies pages, others turn the queries to them.
+// The producers: one warp copies pages, others rotate the queries (RoPE) to them.
 #pragma once
 
 #include "fill.cuh"
@@ -41,12 +41,13 @@ copy_pages(const MixedInputs& in, const MixedShare& share, const MixedMemory<Sha
   }
 }
 
-// Turns the queries of two heads back by the position of each page, in a thread their dimensions f and f + 64, and
-// leaves them as the second factors of scores (query_product): of all queries eight dimensions, then those that they
-// rotate with, then the next eight. Of four queries only four are there; products take what lies behind for others.
+// Rotates the queries of two heads (RoPE) back by the position of each page, in a thread their dimensions f and f +
+// 64, and leaves them as the second factors of scores (query_product): of all queries eight dimensions, then those that
+// RoPE pairs them with, then the next eight. Of four queries only four are there; products take what lies behind for
+// others.
 template <class Shape>
 __device__ __forceinline__ void
-turn_queries(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int f) {
+rope_queries(const MixedInputs& in, const MixedShare& share, const MixedMemory<Shape>& memory, int f) {
   constexpr int kQueries = Shape::kQueries;
   const uint32_t frequency = frequency_of(in, f);
   const int first = int(in.first[share.sequence]);

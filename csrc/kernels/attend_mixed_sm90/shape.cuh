@@ -8,13 +8,13 @@
 namespace shadowkv {
 
 constexpr int kMixedDim = 128;
-constexpr int kMixedHalf = kMixedDim / 2;      // dimensions that the others rotate with
+constexpr int kMixedHalf = kMixedDim / 2;      // dimensions that RoPE pairs with the others
 constexpr int kSameWidth = 16;                 // latents that follow each other and have one: a step of the product
 constexpr int kVector = 4;                     // dimensions of an entry of a codebook
 constexpr int kEntries = 256;
 constexpr int kValueRow = kMixedDim / kVector; // bytes
 constexpr int kCopies = 16;                    // of the codebook: lanes read their own, from banks of their own
-constexpr int kTurningWarps = kMixedHalf / 32; // a thread for each frequency
+constexpr int kQueryWarps = kMixedHalf / 32;   // they rotate queries (RoPE): a thread for each frequency
 
 // Strides count bytes between consecutive page names, and elements between consecutive states.
 struct MixedInputs {
@@ -79,12 +79,12 @@ struct MixedShape {
 
   static constexpr int kHalfBytes = kRank * 128, kBasisBytes = 4 * kHalfBytes; // of 2 heads x 2 halves of the product's columns
   static constexpr int kMeanBytes = 2 * kMixedDim * 2;
-  static constexpr int kTurnBytes = kPage * kMixedHalf * 4;
+  static constexpr int kAngleBytes = kPage * kMixedHalf * 4;
   static constexpr int kCodebookBytes = kEntries * kCopies * 8;
   static constexpr int kLatentBytes = kPage * kLatentRow, kCodeBytes = 2 * kPage * kValueRow;
   static constexpr int kQueryBytes = kQueries * kMixedDim * 2; // of a head
   static constexpr int kStageBytes = kLatentBytes + kCodeBytes + 2 * kQueryBytes;
-  static constexpr int kFixedBytes = kBasisBytes + kTurnBytes + kCodebookBytes + kMeanBytes + kSteps * 4 * 16 + 128;
+  static constexpr int kFixedBytes = kBasisBytes + kAngleBytes + kCodebookBytes + kMeanBytes + kSteps * 4 * 16 + 128;
   // Each is one consumer's: with one for either, that of a page to come might take the phase before for its own.
   static constexpr int kRoom = (227 * 1024 - kFixedBytes) / kStageBytes / kConsumers * kConsumers;
   static constexpr int kStages = kRoom < 6 ? kRoom : 6;
@@ -108,13 +108,13 @@ struct MixedMemory {
   __device__ MixedResults<Shape>& results(int warp, int head) const { // in place of all that comes before the stages
     static_assert(
         sizeof(MixedResults<Shape>) * 2 * 4 * Shape::kConsumers <=
-        Shape::kBasisBytes + Shape::kTurnBytes + Shape::kCodebookBytes);
+        Shape::kBasisBytes + Shape::kAngleBytes + Shape::kCodebookBytes);
     return reinterpret_cast<MixedResults<Shape>*>(base)[2 * warp + head];
   }
-  // Cosines and sines of the turns of a page's tokens, as a consumer's threads read them: [2, 4, 128] of 16 bytes.
-  __device__ uint4* turns() const { return reinterpret_cast<uint4*>(base + Shape::kBasisBytes); }
+  // Cosines and sines of the angles of a page's tokens, as a consumer's threads read them: [2, 4, 128] of 16 bytes.
+  __device__ uint4* angles() const { return reinterpret_cast<uint4*>(base + Shape::kBasisBytes); }
   // [256, 16] entries of four halves: all copies of one after the other.
-  __device__ char* codebook() const { return base + Shape::kBasisBytes + Shape::kTurnBytes; }
+  __device__ char* codebook() const { return base + Shape::kBasisBytes + Shape::kAngleBytes; }
   __device__ char* stage(int i) const { return codebook() + Shape::kCodebookBytes + i * Shape::kStageBytes; }
   __device__ char* codes(int i) const { return stage(i) + Shape::kLatentBytes; }
   __device__ char* queries(int i) const { return codes(i) + Shape::kCodeBytes; }

@@ -69,9 +69,9 @@ class HybridRows(RowCodec):
         levels, boundaries = codebook(SPHERE[size, bits], rows.device)
         norm = rows.norm(dim=-1, keepdim=True)
         unit = rows / norm.masked_fill(norm == 0, 1)
-        rotation = _rotation(size, "levels", rows.device)
-        codes = nearest(unit @ rotation * size**0.5, boundaries)
-        rest = unit - levels[codes.int()] / size**0.5 @ rotation.T
+        matrix = _rotation(size, "levels", rows.device)
+        codes = nearest(unit @ matrix * size**0.5, boundaries)
+        rest = unit - levels[codes.int()] / size**0.5 @ matrix.T
         signs = qjl.signs(rest, _rotation(size, "signs", rows.device))
         norms = torch.cat((norm, rest.norm(dim=-1, keepdim=True)), dim=-1).half().view(torch.uint8)
         return torch.cat((BigEndian(bits).pack(codes), SIGN.pack(signs), norms), dim=-1)
@@ -80,8 +80,8 @@ class HybridRows(RowCodec):
         levels, _ = codebook(SPHERE[size, bits], packed.device)
         codes, signs, norms = packed.split((size * bits // 8, size // 8, 4), dim=-1)
         norm, rest = norms.contiguous().view(torch.float16).float().split(1, dim=-1)
-        rotation = _rotation(size, "levels", packed.device)
-        unit = levels[BigEndian(bits).unpack(codes, size).int()] / size**0.5 @ rotation.T
+        matrix = _rotation(size, "levels", packed.device)
+        unit = levels[BigEndian(bits).unpack(codes, size).int()] / size**0.5 @ matrix.T
         return norm * (unit + qjl.estimate(SIGN.unpack(signs, size), rest, _rotation(size, "signs", packed.device)))
 
 
@@ -91,8 +91,8 @@ def _rotation(size: int, name: str, device: torch.device) -> Tensor:
     the largest first, and all are divided by sqrt(size), as in the package: rows of 96 become shorter by that, and
     products with TQ25's rows are 11 % too small."""
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
-    rotations = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
-    return torch.block_diag(*rotations).to(device)
+    matrices = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
+    return torch.block_diag(*matrices).to(device)
 
 
 HYBRID_ROWS = (HybridRows(CodecId.TQ35, "tq35", 1 / 2, (3, 2)), HybridRows(CodecId.TQ25, "tq25", 1 / 4, (2, 1)))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def kappa(dim: int) -> float:
-    """What signs rotated back are to be multiplied by, for a rest of norm 1. With Gaussian rows, which are sqrt(dim)
-    longer than those of a rotation, it would be sqrt(pi / 2) / dim."""
+    """What products of signs and the transposed rotation are to be multiplied by, for a rest of norm 1. With Gaussian
+    rows, which are sqrt(dim) longer than those of a rotation, it would be sqrt(pi / 2) / dim."""
     return math.sqrt(math.pi / 2 / dim)
 
 

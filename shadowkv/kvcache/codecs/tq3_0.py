@@ -1,6 +1,6 @@
 """``tq3_0``, a block format of a fork of llama.cpp: 32 dimensions in 14 bytes, the same bytes as there.
 
-A block is rotated by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes
+A block is multiplied by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes
 are the lower two bits of all codes (8 bytes), the upper ones (4), both from a byte's low bits up, and the scale in
 float16.
 """

@@ -57,7 +57,7 @@ class VectorRows(RowCodec):
         return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Rows in float32, rotated, twice over, and divided, and products with the entries of a codebook."""
+        """Rows in float32, rotated twice over and divided, and products with the entries of a codebook."""
         return 4 * (4 * entries + AT_ONCE["cuda"])
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:

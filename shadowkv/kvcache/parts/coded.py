@@ -14,7 +14,7 @@ from shadowkv.kvcache.parts.base import FittedTokens, KeyPart, Part, SealedToken
 from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
-from shadowkv.ops.apply_rope.reference import rotate_by
+from shadowkv.ops.apply_rope.reference import rope_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
 from shadowkv.ops.codec import RowCodec
 from shadowkv.ops.quantise_rows import in_one_pass
@@ -77,7 +77,8 @@ class CodedPart(Part):
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
     def sealing_bytes(self) -> int:
-        """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where PyTorch makes them on a GPU, too."""
+        """Rows in float32, with the codec's rotation, scaled, and their codes in 8 bytes each, where PyTorch makes them
+        on a GPU, too."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
@@ -182,7 +183,7 @@ class CodedKeys(CodedPart, KeyPart):
         mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
         positions = first[:, None] + torch.arange(rope_keys.shape[2], device=first.device)
         cos, sin = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
-        return rope_keys.float() - rotate_by(mean, cos, sin, store.rotary)
+        return rope_keys.float() - rope_by(mean, cos, sin, store.rotary)
 
 
 class CodedValues(CodedPart, ValuePart):

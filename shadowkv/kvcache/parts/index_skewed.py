@@ -3,7 +3,7 @@
 Queries and keys are multiplied by the right singular vectors of the queries, which changes no score and leaves most of
 them in few columns; those with the largest sum of both's absolute values score tokens. The paper finds the vectors
 offline and the columns by the whole prompt; here both are of each sequence's own prompt, per layer and kv head, after
-the rotation: of the last 64 queries of all its query heads and of all keys, each counting by its mean. Where a prompt's
+RoPE: of the last 64 queries of all its query heads and of all keys, each counting by its mean. Where a prompt's
 queries are gone, as of a segment of generated tokens, columns are those of the keys as they are.
 
 The paper scores one layer ahead, by the input of the layer before, so that keys and values cross the bus meanwhile.

@@ -20,7 +20,7 @@ from shadowkv.kvcache.memory import Field
 from shadowkv.kvcache.parts.base import FittedTokens, RankedIndex, SealedTokens
 from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
-from shadowkv.ops.apply_rope.reference import halves, rotate_by
+from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 AHEAD = tuple(2**i for i in range(17))
@@ -34,7 +34,7 @@ class Trig(RankedIndex):
     def state_fields(self) -> tuple[Field, ...]:
         heads, dim = (self.shape.num_kv_heads, self.shape.group), self.shape.head_dim
         return (
-            Field("trig_query", (*heads, dim), torch.float32),  # RoPE-rotated as if the segment began at position 0
+            Field("trig_query", (*heads, dim), torch.float32),  # after RoPE as if the segment began at position 0
             Field("trig_spread", (*heads, dim // 2), torch.float32),
             Field("trig_queries", (1,), torch.int64),  # how many were seen
             Field("trig_tokens", (2,), torch.int64),  # the first and the last position that the state is fitted on
@@ -52,11 +52,11 @@ class Trig(RankedIndex):
             store.state["trig_spread"][layers][:, states] = 0
             return
         positions = first[:, None] + torch.arange(count, device=first.device)
-        rotated = rotate(queries.float(), -positions[..., None], rotary).unflatten(3, (heads, -1))
-        mean, spread = statistics(rotated, rotary.config)
+        plain = rope(queries.float(), -positions[..., None], rotary).unflatten(3, (heads, -1))
+        mean, spread = statistics(plain, rotary.config)
         store.state["trig_query"][layers][:, states] = looking_ahead(mean, rotary)
-        unrotated = self.shape.head_dim // 2 - spread.shape[-1]
-        store.state["trig_spread"][layers][:, states] = torch.nn.functional.pad(spread, (0, unrotated))
+        rest = self.shape.head_dim // 2 - spread.shape[-1]
+        store.state["trig_spread"][layers][:, states] = torch.nn.functional.pad(spread, (0, rest))
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         last = tokens.first + tokens.rope_keys.shape[2] - 1
@@ -72,7 +72,7 @@ class Trig(RankedIndex):
         start, last = fitted.unbind(-1)
         # A generated token's page is sealed when ``local`` tokens are behind it.
         now = torch.maximum(last, tokens.first + PAGE + self.spec.local - 1) - start  # [L, n]
-        asked = rotate(query, now[..., None, None].clamp(0, store.rotary.max_positions - 1), store.rotary)
+        asked = rope(query, now[..., None, None].clamp(0, store.rotary.max_positions - 1), store.rotary)
         scores = expected_scores(asked, spread, tokens.rope_keys.transpose(2, 3).float(), store.rotary.config)
         limit = torch.finfo(torch.float16).max
         store.write("trig_ranks", tokens.layers, tokens.pages, scores.amax(3).clamp(-limit, limit).half())
@@ -88,11 +88,12 @@ class Trig(RankedIndex):
         return ranks.unflatten(-1, (-1, self.spec.chunk)).amax(-1)
 
 
-def rotate(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rows [..., d] RoPE-rotated by positions [...], which may be negative; unlike ``apply_rope`` it keeps lengths."""
+def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
+    """Rows [..., d] RoPE-rotated by positions [...], which may be negative; unlike ``apply_rope`` it changes no
+    length."""
     places, scale = positions.abs(), 1 / rotary.config.magnitude
     cos, sin = rotary.cos[places] * scale, rotary.sin[places] * scale
-    return rotate_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
+    return rope_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
 
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
@@ -106,7 +107,7 @@ def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
     """The mean of a query [..., d] RoPE-rotated by each of ``AHEAD``."""
     angles = torch.tensor(AHEAD, dtype=torch.float64)[:, None] * rotary.config.inverse_frequencies()
     cos, sin = (x.mean(0).float().to(query.device) for x in (angles.cos(), angles.sin()))
-    return rotate_by(query, cos, sin, rotary)
+    return rope_by(query, cos, sin, rotary)
 
 
 def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeConfig) -> Tensor:
@@ -126,5 +127,5 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
 
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
-    """Of the pairs of [..., d] that rotate together, [..., dim / 2]."""
+    """Of the pairs of [..., d] that RoPE rotates together, [..., dim / 2]."""
     return torch.hypot(*halves(x[..., : config.dim], config))

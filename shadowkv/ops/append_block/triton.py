@@ -43,18 +43,18 @@ def _append_block(
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     for head in range(tl.program_id(1) * HEADS, tl.minimum(tl.program_id(1) * HEADS + HEADS, heads)):
         source, within = k + row[:, None] * k_token + head * k_head, head * DIM
-        plain, rotated = keys + row[:, None] * key_token + within, rope_keys + row[:, None] * rope_token + within
+        plain, rope = keys + row[:, None] * key_token + within, rope_keys + row[:, None] * rope_token + within
         a, b = tl.load(source + first, mask=lives, other=0.0), tl.load(source + second, mask=lives, other=0.0)
         tl.store(plain + first, a, mask=lives)
         tl.store(plain + second, b, mask=lives)
         a, b = a.to(tl.float32), b.to(tl.float32)
-        tl.store(rotated + first, (a * c - b * s).to(rope_keys.dtype.element_ty), mask=lives)
-        tl.store(rotated + second, (b * c + a * s).to(rope_keys.dtype.element_ty), mask=lives)
+        tl.store(rope + first, (a * c - b * s).to(rope_keys.dtype.element_ty), mask=lives)
+        tl.store(rope + second, (b * c + a * s).to(rope_keys.dtype.element_ty), mask=lives)
         if 2 * HALF < DIM:
             kept = there & (rest < DIM)
             x = tl.load(source + rest, mask=kept)
             tl.store(plain + rest, x, mask=kept)
-            tl.store(rotated + rest, x, mask=kept)
+            tl.store(rope + rest, x, mask=kept)
         mine = there & (dim < DIM)
         x = tl.load(v + row[:, None] * v_token + head * v_head + dim, mask=mine)
         tl.store(values + row[:, None] * value_token + within + dim, x, mask=mine)

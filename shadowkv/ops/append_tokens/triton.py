@@ -1,4 +1,4 @@
-"""Rotation and scatter of new tokens in one Triton kernel."""
+"""RoPE and scatter of new tokens in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
-from shadowkv.ops.apply_rope.triton import rotated_pair
+from shadowkv.ops.apply_rope.triton import rope_pair
 
 
 def append_tokens(
@@ -42,10 +42,10 @@ def _append_tokens(
     page, offset = tl.load(write_page + row), tl.load(write_offset + row)
     target = page * page_stride + head * head_stride + offset * token_stride
     source = k + row * k_row + head * k_head
-    first, second, rotated, other, lives = rotated_pair(
+    first, second, one, other, lives = rope_pair(
         source, cos, sin, tl.load(positions + row), HALF, HALF_BLOCK, INTERLEAVED, 1.0, 1.0
     )
-    tl.store(k_pages + target + first, rotated.to(k_pages.dtype.element_ty), mask=lives)
+    tl.store(k_pages + target + first, one.to(k_pages.dtype.element_ty), mask=lives)
     tl.store(k_pages + target + second, other.to(k_pages.dtype.element_ty), mask=lives)
     dim = tl.arange(0, DIM_BLOCK)
     if 2 * HALF < DIM:

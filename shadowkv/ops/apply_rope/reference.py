@@ -9,27 +9,27 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """Rotates ``x`` [..., heads, d] by ``positions`` int64 [...]; ``inverse`` undoes it.
+    """RoPE of ``x`` [..., heads, d] at ``positions`` int64 [...]; ``inverse`` undoes it.
 
     Where the tables carry a magnitude m (YaRN, LongRoPE), it multiplies by m and the inverse divides.
     Computed in float32, returned in the dtype of ``x``.
     """
-    return rotate_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)
+    return rope_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)
 
 
-def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
+def rope_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
     """``apply_rope`` with cos and sin [..., dim / 2] already looked up and broadcast with ``x`` [..., d]."""
     config = rotary.config
     if inverse:
         cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2
-    rotating, rest = x[..., : config.dim].float(), x[..., config.dim :]
-    first, second = halves(rotating, config)
+    leading, rest = x[..., : config.dim].float(), x[..., config.dim :]
+    first, second = halves(leading, config)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    rotated = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
-    rotated = rotated.to(x.dtype)
-    return torch.cat((rotated, rest.expand(*rotated.shape[:-1], -1)), dim=-1) if rest.shape[-1] else rotated
+    leading = torch.stack(pair, dim=-1).flatten(-2) if config.interleaved else torch.cat(pair, dim=-1)
+    leading = leading.to(x.dtype)
+    return torch.cat((leading, rest.expand(*leading.shape[:-1], -1)), dim=-1) if rest.shape[-1] else leading
 
 
-def halves(rotating: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
-    """First and second of the pairs of dimensions [..., dim] that rotate together, [..., dim / 2] each."""
-    return (rotating[..., 0::2], rotating[..., 1::2]) if config.interleaved else rotating.chunk(2, dim=-1)
+def halves(x: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
+    """First and second of the pairs of dimensions [..., dim] that RoPE rotates together, [..., dim / 2] each."""
+    return (x[..., 0::2], x[..., 1::2]) if config.interleaved else x.chunk(2, dim=-1)

@@ -1,6 +1,6 @@
 """Rotary position embedding: frequencies with every scaling the supported models use, and the tables.
 
-The cache owns the rotation, because keys are compressed before it (ShadowKV, arXiv:2410.21465, section 3.1).
+The cache owns RoPE, because keys are compressed before it (ShadowKV, arXiv:2410.21465, section 3.1).
 RoFormer: arXiv:2104.09864; YaRN: arXiv:2309.00071; LongRoPE: arXiv:2402.13753; Llama 3.1: its release notes.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A model's rotation.
+    """A model's RoPE.
 
     Attributes:
         head_dim: dimensions of one head.

@@ -58,11 +58,11 @@ def _apply_rope(
 
 
 @triton.jit
-def rotated_pair(
+def rope_pair(
     source, cos, sin, position,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, cos_scale, sin_scale,
 ):  # fmt: skip
-    """Offsets of both members of every pair, their rotated values in float32, and which pairs there are."""
+    """Offsets of both members of every pair, their RoPE-rotated values in float32, and which pairs there are."""
     pair = tl.arange(0, HALF_BLOCK)
     lives = pair < HALF
     if INTERLEAVED:

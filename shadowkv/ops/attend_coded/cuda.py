@@ -45,7 +45,7 @@ def supports(case: Case) -> list[str]:
     reasons = unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
     reasons += _unknown_pair(case.key_codec, case.value_codec)
     whole = not case.centred or case.rope_dim % 8 == 0
-    return reasons + unless(whole, f"centred keys of which {case.rope_dim} dimensions rotate, no multiple of 8")
+    return reasons + unless(whole, f"centred keys of which RoPE rotates {case.rope_dim} dimensions, no multiple of 8")
 
 
 def attend_coded(
@@ -128,7 +128,7 @@ def _form(rows: CodedRows) -> tuple[Any, ...]:
 
 
 def _mean(rope_q: Tensor, keys: CodedRows) -> tuple[Any, ...]:
-    """Of centred keys the queries as they are, the mean keys and RoPE's tables."""
+    """Of centred keys the queries without the codec's rotation, the mean keys and RoPE."""
     if not isinstance(keys, CentredKeys):
         return *[None] * 6, 1.0, False
     rotary = keys.rotary

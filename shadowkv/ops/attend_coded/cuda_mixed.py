@@ -45,13 +45,13 @@ def supports(case: Case) -> list[str]:
     reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
     reasons += unless(not case.host_values, "values are on the host, from where pages were never copied as a whole")
     halves = case.rope_dim == case.head_dim and not case.interleaved
-    return reasons + unless(halves, "not all dimensions rotate, or not in halves")
+    return reasons + unless(halves, "RoPE rotates not all dimensions, or not in halves")
 
 
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but products are of half: keys, queries turned to each page, weights and entries of the
+    """As the reference, but products are of half: keys, queries RoPE-rotated to each page, weights and entries of the
     codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
     captured in a CUDA graph after a first call with the same ``keys.rotary``.
 

@@ -1,5 +1,6 @@
-"""Attention over all tokens in PyTorch. Coded rows without a state are never rotated back: queries are rotated instead,
-and the output once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of latents."""
+"""Attention over all tokens in PyTorch. Coded rows without a state stay rotated by their codec: queries are, too, and
+the output is rotated back once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of
+latents."""
 
 from __future__ import annotations
 
@@ -73,19 +74,19 @@ def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
     A sum over frequencies of two products that know no token and the cosine and sine of its angle, which know no head.
 
     Args:
-        q: [B, H, G, d], RoPE-rotated to their positions.
+        q: [B, H, G, d], after RoPE.
         place: int64 [n], tokens of the rows.
     """
-    along, across, rest = products_by_frequency(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
+    along, across, rest = rope_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
     # Behind a row's end there may be no more positions.
     positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
     return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
 
 
-def products_by_frequency(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of the product of ``q`` and ``rows``, RoPE-rotated by an angle t: by frequency what is multiplied by
-    cos t and by sin t, [..., dim / 2] each, and what no rotation changes, [..., 1]."""
+def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
+    """What the product of ``q`` and ``rows``, RoPE-rotated by an angle t, is the sum of: by frequency what is
+    multiplied by cos t and by sin t, [..., dim / 2] each, and what RoPE does not change, [..., 1]."""
     config = rotary.config
     (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
     rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
@@ -103,13 +104,13 @@ def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def rotation_of(source: KeySource) -> Tensor | None:
-    """The rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a codec has
-    learned may be of rows before their rotation."""
+    """The codec's rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a
+    codec has learned may be of rows before its rotation."""
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
-    """Rows [B, H, n, d] of some pages, coded ones as they were rotated; float32."""
+    """Rows [B, H, n, d] of some pages, coded ones with the rotation that they keep; float32."""
     names = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)

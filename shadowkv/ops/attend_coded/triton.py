@@ -1,8 +1,8 @@
 """Attention over coded rows in Triton: a page of one kv head at a time, all of its query heads together, pages of a
 sequence in several parts.
 
-What the mean key adds to the logits needs no angle of each token: cosines and sines of a page's first token turn the
-queries' side, those of the 64 places behind it are the same for all pages.
+What the mean key adds to the logits needs no angle of each token: cosines and sines of a page's first token rotate
+the queries' side, those of the 64 places behind it are the same for all pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.attend_coded.reference import products_by_frequency
+from shadowkv.ops.attend_coded.reference import rope_products
 from shadowkv.ops.attend_coded.triton_rows import (
     LEAST,
     PAGEWISE,
@@ -91,11 +91,11 @@ def thread_blocks(units: int, pages: int, device: torch.device) -> int:
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
     """Of centred keys by frequency what cosines and sines are multiplied by, [B, H, G, half] each, what is added
-    besides, the rotation's tables and the rows' first positions; and half."""
+    besides, RoPE's tables and the rows' first positions; and half."""
     if not isinstance(keys, CentredKeys):
         return (q, q, q, q, q, q, q, keys.pages), 0
     rotary = keys.rotary
-    along, across, rest = products_by_frequency(q, keys.mean[keys.states].unsqueeze(2), rotary)
+    along, across, rest = rope_products(q, keys.mean[keys.states].unsqueeze(2), rotary)
     near = tuple(table[:PAGE] / rotary.config.magnitude for table in (rotary.cos, rotary.sin))
     tables = rotary.cos, rotary.sin, *near
     return (along.contiguous(), across.contiguous(), rest.contiguous(), *tables, keys.first), along.shape[-1]
@@ -125,15 +125,15 @@ def _attend_coded(
     column = tl.arange(0, KEY_COLUMNS)
     q = tl.load(asked + (unit * GROUP + member[:, None]) * KEY_COLUMNS + column[None, :], mask=alive, other=0.0)
     frequency = tl.arange(0, HALF_BLOCK)
-    turning = frequency < HALF
+    in_half = frequency < HALF
     if HALF > 0:
         at = (unit * GROUP + member[:, None]) * HALF + frequency[None, :]
-        there = alive & turning[None, :]
+        there = alive & in_half[None, :]
         a, b = tl.load(along + at, mask=there, other=0.0), tl.load(across + at, mask=there, other=0.0)
         c = tl.load(rest + unit * GROUP + member, mask=member < GROUP, other=0.0)
         place = token[None, :] * HALF + frequency[:, None]
-        near_c = tl.load(near_cos + place, mask=turning[:, None], other=0.0)
-        near_s = tl.load(near_sin + place, mask=turning[:, None], other=0.0)
+        near_c = tl.load(near_cos + place, mask=in_half[:, None], other=0.0)
+        near_s = tl.load(near_sin + place, mask=in_half[:, None], other=0.0)
         start = tl.load(first + row)
     low, high = tl.load(begin + row), tl.load(end + row)
     peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
@@ -153,8 +153,8 @@ def _attend_coded(
         if HALF > 0:
             angle = (start + page * TOKENS) * HALF + frequency
             page_c, page_s = (
-                tl.load(cos + angle, mask=turning, other=0.0),
-                tl.load(sin + angle, mask=turning, other=0.0),
+                tl.load(cos + angle, mask=in_half, other=0.0),
+                tl.load(sin + angle, mask=in_half, other=0.0),
             )
             scores += tl.dot(a * page_c[None, :] + b * page_s[None, :], near_c, input_precision="tf32x3")
             scores += tl.dot(b * page_c[None, :] - a * page_s[None, :], near_s, input_precision="tf32x3")

@@ -1,8 +1,8 @@
 """How rows are stored, as Triton's kernels of attention read them: what a format needs of the queries' and the output's
 side, and the decoding of a page.
 
-Rows stay multiplied by their codec's rotation and in the order of their bytes, which queries, rotated once, are brought
-into, and the output is brought out of.
+Rows stay multiplied by their codec's rotation and in the order of their bytes. Queries are brought into both once, and
+the output is brought out of them.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class StoredForm:
 
     def ordered(self, q: Tensor) -> Tensor:
         """Queries [..., d] as they are multiplied with rows, [..., columns]."""
-        rotated = q if self.rotation is None else q @ self.rotation
-        padded = torch.nn.functional.pad(rotated, (0, self.columns))
+        asked = q if self.rotation is None else q @ self.rotation
+        padded = torch.nn.functional.pad(asked, (0, self.columns))
         return padded[..., self.order].to(self.exact)
 
     def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

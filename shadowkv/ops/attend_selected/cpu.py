@@ -47,7 +47,7 @@ def attend_selected(
 
 
 def _keys(keys: KeySource) -> tuple[Any, ...]:
-    """As rows; of latents, which are of every head, and of keys without their mean, states and rotation behind."""
+    """As rows; of latents, which are of every head, and of keys without their mean, states and RoPE behind."""
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
     rope = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
@@ -67,7 +67,7 @@ def _values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
-    """Codec, rows or codes, their pages; scale, its pages, rotation and levels of codes."""
+    """Codec, rows or codes, their pages; scale, its pages, the codec's rotation and levels."""
     if isinstance(source, DenseRows):
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])

@@ -50,7 +50,7 @@ def supports(case: Case) -> list[str]:
     if case.chunk not in CHUNKS:
         reasons.append(f"chunks of {case.chunk} tokens are not of {', '.join(map(str, CHUNKS))}")
     if case.rank:
-        reasons += _other_turns(case.rope_dim, case.head_dim, case.interleaved)
+        reasons += _other_rope(case.rope_dim, case.head_dim, case.interleaved)
     memory = _op(case.key_codec, case.value_codec, "_memory")
     try:
         needed = memory(case.key_codec, case.value_codec, case.head_dim, case.rank)
@@ -67,21 +67,21 @@ def attend_selected(
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
-    exact rows and bases bfloat16, ranks multiples of 32 up to 256; all dimensions rotate, in halves. Which codecs of
-    keys go with which of values, ``csrc/bindings/attend_selected.cu`` says. Pages lie on the queries' device, scales of
-    values in the pages of the keys.
+    exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates all dimensions, in halves. Which
+    codecs of keys go with which of values, ``csrc/bindings/attend_selected.cu`` says. Pages lie on the queries' device,
+    scales of values in the pages of the keys.
 
-    On Hopper, latents of rank up to 160, the 32 strongest in 8 bits and the others in 4, with rotated values that are
-    in no buffer, both of head dim 64 or 128, go to a kernel of their own (``cuda_sm90``), and all else to
-    ``csrc/kernels/attend_selected.cuh``.
+    On Hopper, latents of rank up to 160, the 32 strongest in 8 bits and the others in 4, with values of ``rotated``
+    codecs that are in no buffer, both of head dim 64 or 128, go to a kernel of their own (``cuda_sm90``), and all else
+    to ``csrc/kernels/attend_selected.cuh``.
 
-    Rebuilt keys are rotated and scored in half, coded latents are multiplied in half too: entries of the basis under
-    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``entries`` and ``selected`` are read on
-    the device and are not checked.
+    RoPE and scores of rebuilt keys are in half, coded latents are multiplied in half too: entries of the basis under
+    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected``
+    are read on the device and are not checked.
 
     Raises:
         RuntimeError: no kernel for these codecs, or arguments that it is not made for.
-        ValueError: another rotation, or scales in other pages than the keys.
+        ValueError: another RoPE, or scales in other pages than the keys.
     """
     batch, heads, dim = q.shape
     if not selected.numel():
@@ -112,11 +112,12 @@ def _op(key_codec: int, value_codec: int, what: str = "") -> Callable[..., Any]:
     return getattr(torch.ops.shadowkv_cuda, name + what)
 
 
-def _other_turns(rotating: int, dim: int, interleaved: bool) -> list[str]:
-    """Why keys of ``dim`` dimensions, ``rotating`` of which rotate, are not rotated as the kernel does."""
+def _other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
+    """Why keys of ``dim`` dimensions, ``rope_dim`` of which RoPE rotates, are not rotated as the kernel does."""
     pairs = "neighbours" if interleaved else "halves"
     return unless(
-        rotating == dim and not interleaved, f"{rotating} of {dim} dimensions rotate, in {pairs}: not all in halves"
+        rope_dim == dim and not interleaved,
+        f"RoPE rotates {rope_dim} of {dim} dimensions, in {pairs}: not all in halves",
     )
 
 
@@ -125,7 +126,7 @@ def _check(keys: KeySource, values: ValueSource) -> None:
     stored = values.source if isinstance(values, BufferedRows) else values
     if isinstance(keys, LatentKeys):
         rope = keys.rotary.config
-        for reason in _other_turns(rope.dim, rope.head_dim, rope.interleaved):
+        for reason in _other_rope(rope.dim, rope.head_dim, rope.interleaved):
             raise ValueError(reason)
     if isinstance(stored, CodedRows):
         scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
@@ -134,7 +135,7 @@ def _check(keys: KeySource, values: ValueSource) -> None:
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """Codec, rows; basis, mean, state and first position of each row, and RoPE's two factors, of latents."""
+    """Codec, rows; basis, mean, state and first position of each row, and two factors of cos and sin, of latents."""
     match keys:
         case DenseRows():
             return CodecId.DENSE, keys.rows, *[None] * 6
@@ -142,11 +143,11 @@ def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
             return keys.codec.id, keys.codes, *[None] * 6
         case LatentKeys():
             state = keys.basis, keys.mean, keys.states, keys.first
-            return keys.codec.id, keys.latents, *state, *_turns(keys.rotary)
+            return keys.codec.id, keys.latents, *state, *_angles(keys.rotary)
 
 
 def _stored_values(values: ValueSource) -> tuple[Any, ...]:
-    """Codec, rows or codes, scales and rotation of codes, pages or entries, and slots of a buffer."""
+    """Codec, rows or codes, scales and the codec's rotation, pages or entries, and slots of a buffer."""
     match values:
         case DenseRows():
             return CodecId.DENSE, values.rows, None, None, values.pages, None
@@ -167,17 +168,17 @@ def splits(units: int, tokens: int, processors: int) -> int:
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
 
 
-_turns_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+_angles_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 """Captured graphs read them by address: they live as long as the tables that they were made from."""
 
 
-def _turns(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
+def _angles(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
     """cos and sin as the kernel reads them, of every eighth position and of the first eight: the rest are products.
 
     float16 [n, d / 4, 2, 2], for each two dimensions their cosines and their sines, without the magnitude.
     """
-    if rotary not in _turns_of:
+    if rotary not in _angles_of:
         both = torch.stack([rotary.cos, rotary.sin], dim=1).unflatten(-1, (-1, 2)) / rotary.config.magnitude
         both = both.transpose(1, 2).half()
-        _turns_of[rotary] = both[::8].contiguous(), both[:8].contiguous()
-    return _turns_of[rotary]
+        _angles_of[rotary] = both[::8].contiguous(), both[:8].contiguous()
+    return _angles_of[rotary]

@@ -52,7 +52,7 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
     batch, heads, dim = q.shape
-    assert values.rotation is not None, "codes of these codecs are of rotated rows"
+    assert values.rotation is not None, "these codecs have a rotation"
     kv_heads = selected.shape[1]
     tiles = -(-selected.shape[2] * keys.latents.shape[2] // TILE)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -97,11 +97,11 @@ _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
 
 
 def frequencies(rotary: RotaryTables) -> Tensor:
-    """Turns per position as the kernel reads them, times 2^32: int32 [d / 32, 4, 2, 2], of dimensions 16 i + 8 j + 2 t
-    + e at [i, t, j, e].
+    """Revolutions per position as the kernel reads them, times 2^32: int32 [d / 32, 4, 2, 2], of dimensions 16 i + 8 j
+    + 2 t + e at [i, t, j, e].
     """
     if rotary not in _frequencies_of:
-        turns = rotary.config.inverse_frequencies() / (2 * math.pi) * 2**32
-        ordered = turns.round().to(torch.int32).unflatten(0, (-1, 2, 4, 2)).transpose(1, 2)
+        revolutions = rotary.config.inverse_frequencies() / (2 * math.pi) * 2**32
+        ordered = revolutions.round().to(torch.int32).unflatten(0, (-1, 2, 4, 2)).transpose(1, 2)
         _frequencies_of[rotary] = ordered.contiguous().to(rotary.cos.device)
     return _frequencies_of[rotary]

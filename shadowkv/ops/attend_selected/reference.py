@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.apply_rope.reference import rotate_by
+from shadowkv.ops.apply_rope.reference import rope_by
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
     CentredKeys,
@@ -48,8 +48,8 @@ def attend_selected(
 
 
 def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor:
-    """Rows of the selected chunks as they are attended to: keys after RoPE, coded ones in float32 without their codec's
-    rotation.
+    """Rows of the selected chunks as they are attended to: keys after RoPE, coded rows in float32, without their
+    codec's rotation.
 
     Args:
         source: where they are.
@@ -84,7 +84,7 @@ def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     rows = source.codec.decode(codes.flatten(2, 3), scale.flatten(2, 3), source.rotation, source.dim, state)
     if isinstance(source, CentredKeys):
         mean = source.mean[source.states].unsqueeze(2).to(rows.dtype)
-        rows = rows + _rope_rotated(mean, source, selected, codes.shape[3])
+        rows = rows + _with_rope(mean, source, selected, codes.shape[3])
     return rows
 
 
@@ -97,16 +97,16 @@ def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
     rows = picked.to(keys.basis.dtype) @ keys.basis[keys.states].transpose(1, 2)
     if keys.mean is not None:
         rows = rows + keys.mean[keys.states].unsqueeze(2).to(rows.dtype)
-    return _rope_rotated(rows, keys, selected, keys.latents.shape[2])
+    return _with_rope(rows, keys, selected, keys.latents.shape[2])
 
 
-def _rope_rotated(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, chunk: int) -> Tensor:
+def _with_rope(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, chunk: int) -> Tensor:
     """Rows [B, H, k * c or 1, d] RoPE-rotated to the positions of the selected chunks' tokens."""
     within = torch.arange(chunk, device=selected.device)
     positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * chunk + within).flatten(2)
     # Behind a row's end, where nothing counts, there may be no more positions.
     positions = positions.clamp(max=len(keys.rotary.cos) - 1)
-    return rotate_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
+    return rope_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 
 
 def _rows(pages_of: Tensor, pages: Tensor, selected: Tensor) -> Tensor:

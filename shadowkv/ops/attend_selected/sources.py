@@ -83,7 +83,8 @@ class CodedRows:
         scale: of the codec's dtype [N', H, 64, s]; nothing is read where s is 0.
         codec: what they mean.
         dim: head dim, which codes do not tell.
-        rotation: float32 [d, d], orthogonal; rows were multiplied by it before they were coded. None where not.
+        rotation: float32 [d, d], the codec's, orthogonal; rows were multiplied by it before they were coded. None where
+            not.
         pages: int64 [B, P], those of ``codes``.
         scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
         state: what the codec has learned, float32 [states, H, ...] each.

@@ -1,8 +1,8 @@
 """Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
-a prompt is given, values in other formats, rotations of neighbours or of some dimensions.
+a prompt is given, values in other formats, RoPE of neighbours or of some dimensions.
 
 A program takes as many tokens as a page has of one kv head at a time, all of its query heads together, and makes keys
-of their latents: the dimensions that rotate as a pair in two products.
+of their latents: the dimensions that RoPE rotates as a pair in two products.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def attend_selected(
         SAMPLED=log_weight is not None, MIXED=keys.widths is not None, PACKED=keys.codec.id == CodecId.LATENT_INT4,
         HAS_MEAN=keys.mean is not None, HEADS=heads, GROUP=group,
         GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
-        RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), ROTATING=rope.dim // 2,
+        RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), ROPE_HALF=rope.dim // 2,
         INTERLEAVED=rope.interleaved,
         VALUE_FORMAT=form.format, VALUE_BITS=form.bits, VALUE_COLUMNS=form.columns, VALUE_SCALED=form.scaled,
         VALUE_ENTRIES=form.row_entries,
@@ -94,7 +94,7 @@ def _attend_latents(
     latent_page, basis_state, mean_state, value_page, value_scale_page, pages, chunks, tiles, tiles_each,
     SAMPLED: tl.constexpr, MIXED: tl.constexpr, PACKED: tl.constexpr, HAS_MEAN: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, ROTATING: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, ROPE_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     VALUE_FORMAT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
     VALUE_ENTRIES: tl.constexpr,
@@ -104,12 +104,12 @@ def _attend_latents(
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
-    if INTERLEAVED:  # dimensions that rotate together; behind them those that do not
-        one = tl.where(pair < ROTATING, 2 * pair, pair + ROTATING)
-        other = tl.where(pair < ROTATING, 2 * pair + 1, pair + HALF)
-    elif ROTATING < HALF:
-        one = tl.where(pair < ROTATING, pair, pair + ROTATING)
-        other = tl.where(pair < ROTATING, pair + ROTATING, pair + HALF)
+    if INTERLEAVED:  # dimensions that RoPE rotates together; behind them those that do not
+        one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
+        other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
+    elif ROPE_HALF < HALF:
+        one = tl.where(pair < ROPE_HALF, pair, pair + ROPE_HALF)
+        other = tl.where(pair < ROPE_HALF, pair + ROPE_HALF, pair + HALF)
     else:
         one = pair
         other = pair + HALF
@@ -147,12 +147,12 @@ def _attend_latents(
             centre = mean + state * mean_state + head * DIM
             k_one += tl.load(centre + one, mask=in_pair, other=0.0).to(tl.float32)[None, :]
             k_other += tl.load(centre + other, mask=in_pair, other=0.0).to(tl.float32)[None, :]
-        angle = (start + position)[:, None] * ROTATING + pair[None, :]
-        rotates = lives[:, None] & (pair < ROTATING)[None, :]
-        cosine, sine = tl.load(cos + angle, mask=rotates, other=1.0), tl.load(sin + angle, mask=rotates, other=0.0)
-        turned_one, turned_other = k_one * cosine - k_other * sine, k_other * cosine + k_one * sine
-        scores = tl.dot(q_one, tl.trans(turned_one.to(q_one.dtype)), input_precision="ieee")
-        scores += tl.dot(q_other, tl.trans(turned_other.to(q_one.dtype)), input_precision="ieee")
+        angle = (start + position)[:, None] * ROPE_HALF + pair[None, :]
+        in_rope = lives[:, None] & (pair < ROPE_HALF)[None, :]
+        cosine, sine = tl.load(cos + angle, mask=in_rope, other=1.0), tl.load(sin + angle, mask=in_rope, other=0.0)
+        rope_one, rope_other = k_one * cosine - k_other * sine, k_other * cosine + k_one * sine
+        scores = tl.dot(q_one, tl.trans(rope_one.to(q_one.dtype)), input_precision="ieee")
+        scores += tl.dot(q_other, tl.trans(rope_other.to(q_one.dtype)), input_precision="ieee")
         if SAMPLED:
             weight = tl.load(log_weight + unit * chunks + number, mask=lives, other=0.0)
             scores += (weight * 1.4426950408889634)[None, :]

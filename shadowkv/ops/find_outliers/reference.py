@@ -10,7 +10,7 @@ def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> T
     """The chunks whose mean has the lowest cosine similarity with one of its members.
 
     Args:
-        rope_keys: [S, H, d], S a multiple of ``chunk``.
+        rope_keys: [S, H, d], after RoPE, S a multiple of ``chunk``.
         count: how many, at most S / chunk - ``sink``.
         sink: chunks at the start that are not candidates.
 

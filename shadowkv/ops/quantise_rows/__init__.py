@@ -3,7 +3,7 @@
 from shadowkv.ops.codec import LANES, CodecId
 
 MOST_DIMS = 128
-"""Of rows that a kernel rotates: wider rotations do not fit into shared memory beside the rows."""
+"""Of rows that a kernel multiplies by their codec's rotation: wider ones do not fit into shared memory beside them."""
 
 ROTATED_IN_KERNELS = (*LANES, CodecId.VQ_4X256)
 """Codecs whose rows the Triton kernel rotates and codes."""

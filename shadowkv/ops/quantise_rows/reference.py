@@ -25,7 +25,7 @@ def quantise_rows(
     Args:
         rows: [L, n, 64, H, d].
         codec: how.
-        rotation: float32 [d, d], or None where the codec has none.
+        rotation: float32 [d, d], the codec's, or None where it has none.
         state: the codec's of each page, [L, n or 1, H, ...] each.
         codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64.
         code_pages: int64 [n], which of the N take the codes.

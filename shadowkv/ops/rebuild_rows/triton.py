@@ -23,7 +23,7 @@ LEAST = 16
 """Dimensions that a matrix product takes at the least."""
 
 MOST = 64
-"""Coded dimensions that are rotated back at a time."""
+"""Coded dimensions that a product with the codec's rotation takes at a time."""
 
 
 def supports(case: Case) -> list[str]:
@@ -76,7 +76,7 @@ def _rebuild_coded_rows(
     source: CodedRows, pages: Tensor, first: int, out: Tensor, grid: tuple[int], tiles: int
 ) -> None:
     codec, (heads, _, dim) = source.codec, out.shape
-    # Entries of a rotation have three more bits in float16 than in bfloat16.
+    # Entries of a codec's rotation have three more bits in float16 than in bfloat16.
     exact = out.dtype if out.dtype == torch.float32 else torch.float16
     levels = places = rotation = step = source.codes
     scale_pages, bits = pages, 8
@@ -155,7 +155,7 @@ def _decode_rows(
             sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * TOKENS + token)
             x *= sizes.to(tl.float32)
         if CENTRED:
-            middle, rotates = mean + tl.load(states) * mean_stride + head * DIM, dim < 2 * HALF
+            middle, in_rope = mean + tl.load(states) * mean_stride + head * DIM, dim < 2 * HALF
             if INTERLEAVED:
                 pair, other, upper = dim // 2, dim ^ 1, dim % 2 == 1
             else:
@@ -163,8 +163,8 @@ def _decode_rows(
                 pair = tl.where(upper, dim - HALF, dim)
                 other = tl.where(upper, pair, dim + HALF)
             angle = (tl.load(starts) + (first_page + page) * TOKENS + token) * HALF + pair
-            cosine, sine = tl.load(cos + angle, mask=rotates, other=1.0), tl.load(sin + angle, mask=rotates, other=0.0)
-            across = tl.load(middle + other, mask=rotates, other=0.0)
+            cosine, sine = tl.load(cos + angle, mask=in_rope, other=1.0), tl.load(sin + angle, mask=in_rope, other=0.0)
+            across = tl.load(middle + other, mask=in_rope, other=0.0)
             x += tl.load(middle + dim, mask=lives, other=0.0) * cosine + tl.where(upper, across, -across) * sine
         target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
         tl.store(target + dim, x.to(out.dtype.element_ty), mask=lives)
