@@ -48,7 +48,7 @@ struct MeanShared {
       *reinterpret_cast<__half2*>(&near[row][16 * step + 8 * place + 2 * t]) = __floats2half2_rn(cos, sin);
     }
     const float scale = kLog2E * rsqrtf(float(kCodedDim));
-    const float* mean = in.mean + in.states[sequence] * in.state + head * kCodedDim;
+    const float* mean = in.mean + in.states[sequence] * in.mean_state + head * kCodedDim;
     for (int i = threadIdx.x; i < kCodedQueries * kFrequencies; i += blockDim.x) {
       const int query = i / kFrequencies, frequency = i % kFrequencies;
       float along = 0.0f, across = 0.0f;
