@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from shadowkv.layers.block_matrix import Run
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS
 from shadowkv.models.adapter import Adapter
 from shadowkv.models.byte_tokenizer import byte_tokenizer
 from shadowkv.models.config import ModelConfig
@@ -36,8 +37,6 @@ from shadowkv.models.tokenizer import Tokenizer, tokenizer_from_directory
 from shadowkv.models.weights import block_runs, check_shapes, fill, quantised
 from shadowkv.ops.registry import Ops
 from shadowkv.wording import SettingsError
-
-LOAD_FORMATS = ("auto", "dummy")
 
 Runnable = Callable[[ModelConfig], ModelConfig]
 """Refuses a config that cannot run here; returns it as it will be run."""
@@ -250,7 +249,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise SettingsError(f"dtype={dtype!r} is not one of auto, float32, bfloat16, float16", ["dtype"])
+        raise SettingsError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}", ["dtype"])
     return found
 
 

@@ -10,12 +10,10 @@ from typing import Any
 from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.kvcache.spec import FETCH_BUFFER, PREFILLS, KVSpec
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS
 from shadowkv.wording import SettingsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "dummy")
-"""Those of ``models.loader``, which cannot be imported without PyTorch, as flags are named."""
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")
