@@ -13,6 +13,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
+from shadowkv.kvcache.placing import Placing
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec
@@ -113,7 +114,7 @@ def two_turns(cache: KVCache, streams: list[Stream], lengths: list[int]) -> None
 
 def sealed_row(cache: KVCache, stream: Stream) -> SealedBatch:
     """All sealed pages of a sequence of one segment."""
-    (places,) = cache.prefill._places([(stream.sequence, 0)])
+    (places,) = Placing(cache.pool).find([(stream.sequence, 0)])
     (segment,) = places.cached
     return segment.row
 

