@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ragged_rows import BEGIN, END, check_replays
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
@@ -18,10 +19,6 @@ if not cuda_fp8.available():
 
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 8, 96), (1, 8, 256), (2, 16, 128)]
 """kv heads, query heads of each (more than 8 take two blocks), head dim."""
-
-BEGIN = [0, 8, 0, 3, 17, 64, 130, 40, 0, 200, 15]
-END = [640, 640, 1, 64, 65, 600, 131, 40, 0, 100, 16]
-"""Tokens of rows; the last but one ends before it begins."""
 
 Problem = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 
@@ -119,18 +116,7 @@ def test_what_is_not_a_number_shows(seed: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_captured_in_a_graph_it_gives_the_same_bits(seed: int) -> None:
-    args = problem(8, 4, 128)
-    begin, end = args[3:]
-    cuda_fp8.attend_coded(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = cuda_fp8.attend_coded(*args)
-    for shorter in (0, 3):  # lengths are read on the device
-        end.sub_(shorter)
-        begin.add_(shorter)
-        graph.replay()
-        for found, expected in zip(captured, cuda_fp8.attend_coded(*args), strict=True):
-            assert torch.equal(found, expected)
+    check_replays(cuda_fp8.attend_coded, problem(8, 4, 128))
 
 
 def test_other_rows_dims_and_dtypes_are_refused(seed: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ragged_rows import BEGIN, END, check_replays
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import MixedLatents
@@ -20,10 +21,6 @@ if not cuda_mixed.available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper, or the op was not built", allow_module_level=True)
 
 DIM, PAGES = 128, 10
-BEGIN = [0, 8, 0, 3, 17, 64, 130, 40, 0, 200, 15]
-END = [640, 640, 1, 64, 65, 600, 131, 40, 0, 100, 16]
-"""Tokens of rows; the last but one ends before it begins."""
-
 Problem = tuple[Tensor, LatentKeys, CodedRows, Tensor, Tensor]
 
 
@@ -143,18 +140,7 @@ def test_what_is_not_a_number_shows(seed: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_captured_in_a_graph_it_gives_the_same_bits(seed: int) -> None:
-    args = problem(8, 4, 192)
-    begin, end = args[3:]
-    cuda_mixed.attend_coded(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = cuda_mixed.attend_coded(*args)
-    for shorter in (0, 3):  # lengths are read on the device
-        end.sub_(shorter)
-        begin.add_(shorter)
-        graph.replay()
-        for found, expected in zip(captured, cuda_mixed.attend_coded(*args), strict=True):
-            assert torch.equal(found, expected)
+    check_replays(cuda_mixed.attend_coded, problem(8, 4, 192))
 
 
 def test_other_sources_are_refused(seed: int) -> None:
