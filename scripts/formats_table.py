@@ -18,8 +18,9 @@ from pathlib import Path
 from format_stages import CONTEXTS, LENGTHS, STAGES, open_rows
 from format_summary import summarise
 
-from shadowkv.engine.config import DEFAULT_MODEL, LOAD_FORMATS, policy_name
+from shadowkv.engine.config import DEFAULT_MODEL, policy_name
 from shadowkv.kvcache.presets import POLICY_HELP, PRESETS
+from shadowkv.load_settings import LOAD_FORMATS
 
 TABLE = "table"
 SAMPLES = 25

@@ -9,7 +9,8 @@ from typing import Any
 
 from shadowkv.cache.eviction import POLICIES
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
-from shadowkv.kvcache.spec import FETCH_BUFFER, PREFILLS, KVSpec
+from shadowkv.kvcache.spec import FETCH_BUFFER, PAGE, PREFILLS, KVSpec
+from shadowkv.load_settings import DTYPES, LOAD_FORMATS
 from shadowkv.wording import SettingsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -265,7 +266,7 @@ class EngineConfig:
         )
         add(kv, "--kv-rank", type=int, help="dimensions of low-rank keys")
         add(kv, "--kv-budget", type=parse_budget, help="selected tokens a step: a fraction (0.0156) or a count (2048)")
-        add(kv, "--kv-chunk", type=int, help="tokens selected together; divides 64")
+        add(kv, "--kv-chunk", type=int, help=f"tokens selected together; divides {PAGE}")
         add(kv, "--kv-outliers", type=int, help="exact chunks per kv head")
         add(
             kv,

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from shadowkv import __version__
-from shadowkv.serve.answers import Health, ModelList, ServedModel, Version
 from shadowkv.serve.anthropic.routes import messages_routes
 from shadowkv.serve.api_error import ApiError
 from shadowkv.serve.body_reader import BodyReader
-from shadowkv.serve.body_route import BodyRefused, BodyRoute
+from shadowkv.serve.body_route import BodyRefused
 from shadowkv.serve.cache_routes import cache_routes
 from shadowkv.serve.choice_routes import choice_routes
 from shadowkv.serve.documents import DOCUMENT_SECONDS, MAX_DOCUMENT_BYTES
@@ -28,7 +23,7 @@ from shadowkv.serve.errors import INTERNAL_ERROR, error_response
 from shadowkv.serve.guard import BodyTooLarge, Guard, too_large
 from shadowkv.serve.head import HeadAsGet
 from shadowkv.serve.metrics import Metrics
-from shadowkv.serve.openapi import Application, responses
+from shadowkv.serve.openapi import Application
 from shadowkv.serve.page_assets import page_assets
 from shadowkv.serve.page_routes import page_routes
 from shadowkv.serve.request_log import RequestLog
@@ -36,6 +31,7 @@ from shadowkv.serve.request_record import current_record
 from shadowkv.serve.responder import Responder
 from shadowkv.serve.responses.routes import responses_routes
 from shadowkv.serve.settings import ServerSettings
+from shadowkv.serve.status_routes import status_routes
 from shadowkv.serve.token_routes import token_routes
 from shadowkv.serve.tracing import Tracing
 from shadowkv.serve.unserved_routes import unserved_routes
@@ -72,45 +68,17 @@ def build_app(
 
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
     app.state.bodies, app.state.documents = bodies, documents
-    app.router.route_class = BodyRoute
     add_middleware(app, settings, tracing)
-    app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))
-    about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}
-    models = {name: {"id": name, **about, "max_model_len": one.max_model_len} for name, one in engines.items()}
-
     respond = Responder(engines, served_name, settings, metrics)
     for routes in (choice_routes, responses_routes, messages_routes):
         app.include_router(routes(engine, settings, respond))
     app.include_router(page_assets())
     app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
     app.include_router(unserved_routes())
-
-    @app.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 429, 503))
-    async def get_models() -> dict[str, Any]:
-        return {"object": "list", "data": [*models.values()]}
-
-    @app.get("/v1/models/{name:path}", response_model=None, responses=responses(ServedModel, 401, 404, 429, 503))
-    async def get_model(name: str) -> dict[str, Any]:
-        if name not in models:
-            raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
-        return models[name]
-
-    @app.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
-    async def get_health() -> Response:
-        alive = engine.is_alive
-        return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
-
-    @app.get("/version", response_model=None, responses=responses(Version, 503))
-    async def get_version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @app.get("/metrics", response_class=Response, responses=responses(None, 503, text="text/plain"))
-    async def get_metrics() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
+    app.include_router(status_routes(engine, engines, metrics))
     handle_errors(app)
     return app
 

@@ -35,7 +35,7 @@ def answers(engine: Engine, params: list[SamplingParams]) -> tuple[dict[str, lis
 
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "quest"])
-def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
+def test_answers_are_those_of_steps_one_by_one(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
     plain = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     kinds = [
         plain,
@@ -52,13 +52,13 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, kv: str) -> None:
     )
     ahead.decode_steps.run_ahead = True
     launched: list[bool] = []
-    launch = ahead.decode_steps._launch
+    decode = ahead.runner.decode
 
-    def spy(before: Any) -> Any:
-        launched.append(before is not None)
-        return launch(before)
+    def spy(sequences: Any, tokens: Any, sources: list[int], record: Any) -> Any:
+        launched.append(max(sources) >= 0)  # some tokens are still on their way
+        return decode(sequences, tokens, sources, record)
 
-    ahead.decode_steps._launch = spy
+    monkeypatch.setattr(ahead.runner, "decode", spy)
     assert answers(ahead, params) == answers(wanted, params)
     assert any(launched)
     for engine in (ahead, wanted):

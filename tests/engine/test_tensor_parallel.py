@@ -219,19 +219,21 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
     """Rank 0 runs it without: the sums of a graph are of more rows, and a rehearsal's are more sums."""
     with engine_of(model, 1) as engine:
         sent: list[tuple[Any, ...]] = []
-        ranks = SimpleNamespace(tell=lambda *what: None, send=lambda *what: sent.append(what), together=nullcontext)
+        told = SimpleNamespace(tell=lambda *what: sent.append(what), send=lambda *what: sent.append(what))
+        ranks = SimpleNamespace(**vars(told), together=nullcontext)
         driver = DriverRunner(engine.runner.model, cast(Any, engine.cache), cast(Any, ranks))
         monkeypatch.setattr(engine.cache, "numbers", lambda sequences: [0], raising=False)
         worker = Worker(Runner(engine.runner.model, engine.cache), engine.cache)
         monkeypatch.setattr(worker.runner, "graphs", SimpleNamespace())  # which can not run anything
+        sequence = engine.cache.allocate(3, 8)
         worker.allocate(0, 3, 8)
-        worker.prefill(0, [(0, [5, 6, 7])], False)
-        while worker._prefills:
-            worker.advance(0)
-        sequence = worker._sequences[0]
-        driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence]))
-        worker.obey(sent[-1])
-        assert sequence.length == 5
+        with torch.inference_mode():
+            for _ in driver.prefill([(sequence, [5, 6, 7])]):
+                pass
+            driver.decode([sequence], [8], None, SelectionRecord(engine.cache, [sequence]))
+        for command in sent:
+            worker.obey(command)
+        assert worker.sequences[0].length == sequence.length == 4
 
 
 @pytest.mark.slow

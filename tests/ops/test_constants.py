@@ -11,21 +11,24 @@ from shadowkv.kvcache.codecs import vectors
 from shadowkv.kvcache.layout import MOST_ENTRIES
 from shadowkv.kvcache.parts import bit_allocation
 from shadowkv.ops import sampling
+from shadowkv.ops.attend_blocks import cuda as attend_blocks
 from shadowkv.ops.attend_coded import cuda as attend_coded
 from shadowkv.ops.attend_coded import cuda_fp8
 from shadowkv.ops.attend_coded import cuda_mixed as attend_mixed
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
-from shadowkv.ops.codec import STRONG, CodecId
+from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
 from shadowkv.ops.dequantise_blocks.reference import FORMATS
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda as paged_attention
 from shadowkv.ops.select_blocks import cuda as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
+from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda
 from shadowkv.ops.select_by_sketch import reference as select_by_sketch
 from shadowkv.ops.select_top_chunks import cuda as select_top_chunks
 from shadowkv.ops.sign_scores import cpu as sign_scores_cpu
+from shadowkv.ops.sign_scores import cuda as sign_scores_cuda
 from shadowkv.ops.sign_scores import reference as sign_scores
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries import cuda as sketch_queries_cuda
@@ -86,6 +89,7 @@ SHARED = {
         "kVector": vectors.GROUP,
         "kEntries": vectors.ENTRIES,
         "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),
+        "kQueries": (4, attend_mixed.MAX_GROUP),
     },
     "kernels/block_copies.cuh": {"kBlock": select_blocks.BLOCK},
     "kernels/fetch_chunks.cuh": {"kBuckets": fetch_chunks.BUCKETS, "kMostEntries": MOST_ENTRIES},
@@ -101,6 +105,17 @@ SHARED = {
     },
 }
 """By file and name: the number in Python, or several that the definition names in order."""
+
+CHECKED = [
+    ("attend.h", "chunk", attend_selected.CHUNKS),
+    ("attend_blocks_sm90.cu", "dim", attend_blocks.DIMS),
+    ("attend_latents_sm90.h", "dim", cuda_sm90.DIMS),
+    ("score_blocks_sm90.cu", "dim", select_blocks_cuda.DIMS),
+    ("select_by_sketch.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+    ("sign_scores.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+    ("sketch_queries.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+]
+"""Bindings, what they check of their arguments, and what Python says it may be."""
 
 NUMBER = r"\b(?:0x[\da-f]+|\d+(?:\.\d+)?)"
 
@@ -130,9 +145,78 @@ def test_launches_of_paged_attention_know_how_many_blocks_a_multiprocessor_holds
     assert definitions("kernels/paged_rows.cuh", "kBlocks") == blocks
 
 
-def test_latents_of_the_largest_rank_for_hopper_have_a_kernel() -> None:
-    (ranks,) = re.findall(r"integer_sequence<int, ([^>]*)>", (CSRC / "bindings/attend_latents_sm90.cu").read_text())
+@pytest.mark.parametrize(("binding", "argument", "known"), CHECKED)
+def test_a_binding_takes_what_python_says_it_takes(binding: str, argument: str, known: tuple[int, ...]) -> None:
+    text = (CSRC / "bindings" / binding).read_text()
+    (checked,) = re.findall(rf"STD_TORCH_CHECK\(\s*((?:{argument} == \d+(?: \|\| |,))+)", text)
+    assert numbers(checked) == known
+
+
+def test_paged_attention_has_a_kernel_for_each_head_dim() -> None:
+    cases = re.findall(r"\bcase (\d+):", (CSRC / "bindings/paged_attention.h").read_text())
+    assert [*map(int, cases)] == [*paged_attention.RESIDENT_BLOCKS] == [*cuda_fp8.RESIDENT_BLOCKS]
+
+
+def test_latents_for_hopper_have_kernels_up_to_the_largest_rank_and_for_all_codecs() -> None:
+    text = (CSRC / "bindings/attend_latents_sm90.cu").read_text()
+    ((ranks, codecs),) = re.findall(r"AttendLatents<std::integer_sequence<int, ([^>]*)>, ([^>]*)>", text)
     assert max(numbers(ranks)) == cuda_sm90.MOST_RANK
+    assert tuple(SHARED["codecs.h"][f"k{name}"] for name in codecs.split(", ")) == UNIFORM
+
+
+def test_mixed_latents_have_a_kernel_for_each_rank() -> None:
+    (ranks,) = re.findall(r"integer_sequence<int, (\d[^>]*)>", (CSRC / "bindings/attend_mixed_sm90.cu").read_text())
+    assert numbers(ranks) == attend_mixed.RANKS
+
+
+def test_coded_rows_have_kernels_for_the_same_codecs() -> None:
+    text = (CSRC / "bindings/attend_coded.cu").read_text()
+
+    def cases(function: str) -> set[int]:
+        (body,) = re.findall(rf"\b{function}\([^;{{]*{{\s*switch (.*?)\n *}}\n", text, re.DOTALL)
+        return {int(SHARED["codecs.h"][name]) for name in re.findall(r"case codec::(\w+):", body)}
+
+    values = {codec for known in attend_coded.VALUES_OF.values() for codec in known}
+    assert cases("of_codecs") == set(attend_coded.VALUES_OF)
+    assert cases("of_lloyd") == set(attend_coded.LLOYD)
+    assert cases("row_of") == set(attend_coded.VALUES_OF) | values
+
+
+def test_a_warp_takes_as_many_selected_tokens_as_the_launch_splits_by() -> None:
+    (tokens, _) = definitions("kernels/attend/shape.cuh", "kTokens")  # the other is a tile's name for it
+    (tiles,) = re.findall(r"\bkWide \? (\d+) : 1\b", (CSRC / "bindings/attend_selected.h").read_text())
+    assert tokens == (16,) and 16 * int(tiles) == attend_selected.TILE
+
+
+def test_a_block_of_sign_scores_walks_no_more_pages_than_it_can_name() -> None:
+    assert definitions("kernels/sign_scores.cuh", "kPages") == [(4,)]
+    (most,) = definitions("kernels/sign_scores.cuh", "kMostRunPages")
+    for count in (1, 5, 1000, 10**6):
+        assert sign_scores_cuda.run_pages(count, 100) % 4 == 0 < sign_scores_cuda.run_pages(count, 100) <= most[0]
+
+
+def test_shared_memory_has_room_for_what_kernels_need_besides(tmp_path: Path) -> None:
+    """Selections of chunks say what fits beside counts of digits, which the kernels declare."""
+
+    def declared(path: str, name: str) -> str:
+        text = (CSRC / "kernels" / path).read_text()
+        (found,) = re.findall(rf"^struct {name} {{.*?^}};", text, re.DOTALL | re.MULTILINE)
+        return "\n".join([*re.findall(r"^constexpr int .*;", text, re.MULTILINE), found])
+
+    source = tmp_path / "sizes.cpp"
+    source.write_text(
+        "#include <cstdint>\nstruct uint2 { uint32_t x, y; };\n"
+        f"namespace chunks {{ {declared('select_top_chunks.cuh', 'SelectShared')} }}\n"
+        f"namespace runs {{ {declared('radix_select.cuh', 'RadixShared')} }}\n"
+        f"namespace runs {{ {declared('select_by_sketch/count.cuh', 'LargestMemory')} }}\n"
+        'extern "C" int of_chunks() { return sizeof(chunks::SelectShared); }\n'
+        'extern "C" int of_runs(int groups) {\n'
+        "  return sizeof(runs::RadixShared) + 16 + runs::LargestMemory(groups, true, 0).bytes();\n}\n"
+    )
+    sizes = compiled(source)
+    assert 8 * 1024 < sizes.of_chunks() <= select_top_chunks.STATIC_BYTES
+    for groups in (1, 2, 3, 4, 5, 1000, 54_001):  # of 8 values, each of which keeps 4 bytes
+        assert 8 * 1024 < sizes.of_runs(groups) - 4 * groups <= select_by_sketch_cuda.COUNTS_BYTES
 
 
 def test_random_numbers_are_the_same_hash() -> None:

@@ -20,10 +20,6 @@ if not cuda_fp8.available():
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 8, 96), (1, 8, 256), (2, 16, 128)]
 """kv heads, query heads of each (more than 8 take two blocks), head dim."""
 
-BEGIN = [0, 8, 0, 3, 17, 64, 130, 40, 0, 200, 15]
-END = [640, 640, 1, 64, 65, 600, 131, 40, 0, 100, 16]
-"""Tokens of rows; the last but one ends before it begins."""
-
 Problem = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 
 

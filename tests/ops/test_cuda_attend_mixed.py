@@ -21,10 +21,6 @@ if not cuda_mixed.available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper, or the op was not built", allow_module_level=True)
 
 DIM, PAGES = 128, 10
-BEGIN = [0, 8, 0, 3, 17, 64, 130, 40, 0, 200, 15]
-END = [640, 640, 1, 64, 65, 600, 131, 40, 0, 100, 16]
-"""Tokens of rows; the last but one ends before it begins."""
-
 Problem = tuple[Tensor, LatentKeys, CodedRows, Tensor, Tensor]
 
 

@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, runner: Runner, cache: KVCache) -> None:
         self.runner, self.cache = runner, cache
-        self._sequences: dict[int, CachedSequence] = {}
+        self.sequences: dict[int, CachedSequence] = {}
         self._prefills: dict[int, Generator[None, None, Any]] = {}
 
     def obey(self, command: Command) -> None:
@@ -41,25 +41,25 @@ class Worker:
         getattr(self, name)(*what)
 
     def allocate(self, number: int, start: int, capacity: int) -> None:
-        self._sequences[number] = self.cache.allocate(start, capacity)
+        self.sequences[number] = self.cache.allocate(start, capacity)
 
     def extend(self, number: int, start: int, capacity: int) -> None:
-        self.cache.extend(self._sequences[number], start, capacity)
+        self.cache.extend(self.sequences[number], start, capacity)
 
     def fork(self, number: int, new: int, length: int, start: int, capacity: int) -> None:
-        self._sequences[new] = self.cache.fork(self._sequences[number], length, start, capacity)
+        self.sequences[new] = self.cache.fork(self.sequences[number], length, start, capacity)
 
     def truncate(self, number: int, length: int) -> None:
-        self.cache.truncate(self._sequences[number], length)
+        self.cache.truncate(self.sequences[number], length)
 
     def trim(self, number: int) -> None:
-        self.cache.trim(self._sequences[number])
+        self.cache.trim(self.sequences[number])
 
     def release(self, number: int) -> None:
-        self.cache.release(self._sequences.pop(number))
+        self.cache.release(self.sequences.pop(number))
 
     def prefill(self, name: int, work: list[tuple[int, list[int]]], scored: bool) -> None:
-        found = [(self._sequences[number], tokens) for number, tokens in work]
+        found = [(self.sequences[number], tokens) for number, tokens in work]
         self._prefills[name] = self.runner.prefill(found, scored)
 
     def advance(self, name: int) -> None:
@@ -73,8 +73,8 @@ class Worker:
         self._prefills.pop(name).close()
 
     def prepare(self, numbers: list[int], joining: list[tuple[int, int]]) -> None:
-        running = [self._sequences[number] for number in numbers]
-        plan = self.runner.unprepared(running, [(self._sequences[number], tokens) for number, tokens in joining])
+        running = [self.sequences[number] for number in numbers]
+        plan = self.runner.unprepared(running, [(self.sequences[number], tokens) for number, tokens in joining])
         assert plan is not None, "the ranks have captured different graphs"
         self.runner.prepare(plan)
 
@@ -84,12 +84,12 @@ class Worker:
         self.runner.prompt_logprobs(model.group.copy_first(hidden), tokens, 0)
 
     def collective_rpc(self, function: Callable[..., Any], numbers: list[int], what: tuple[Any, ...]) -> None:
-        self.runner.collective_rpc(function, [self._sequences[number] for number in numbers], *what)
+        self.runner.collective_rpc(function, [self.sequences[number] for number in numbers], *what)
 
     def decode(
         self, numbers: list[int], seeds: list[int], tokens: list[int], sources: list[int] | None, recorded: bool
     ) -> None:
-        sequences = [self._sequences[number] for number in numbers]
+        sequences = [self.sequences[number] for number in numbers]
         for sequence, seed in zip(sequences, seeds, strict=True):
             sequence.seed = seed
         self.runner.share_chosen(sources)

@@ -7,6 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.page import PAGE
+
+TOKENS = tl.constexpr(PAGE)
+"""Of a program."""
+
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
     """As the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rope_keys`` is dense."""
@@ -25,12 +30,12 @@ def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> T
 def _worst_cosine(
     rope_keys, worst, token_stride, head_stride, chunks, CHUNK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """64 tokens of one head: the smallest cosine of each chunk's members with their mean."""
+    """A page of tokens of one head: the smallest cosine of each chunk's members with their mean."""
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    CHUNKS: tl.constexpr = 64 // CHUNK
+    CHUNKS: tl.constexpr = TOKENS // CHUNK
     chunk = block * CHUNKS + tl.arange(0, CHUNKS)
-    within = tl.arange(0, 64)
-    token = block * 64 + within
+    within = tl.arange(0, TOKENS)
+    token = block * TOKENS + within
     dim = tl.arange(0, DIM_BLOCK)
     lives = (token < chunks * CHUNK)[:, None] & (dim < DIM)[None, :]
     rows = tl.load(rope_keys + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
