@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from shadowkv.layers.block_matrix import Run
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.load_settings import DTYPES, LOAD_FORMATS
 from shadowkv.models.adapter import Adapter
@@ -116,15 +115,16 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
-    name, device = _name(source), torch.device(device)
-    place = _Place(device, _dtype(dtype, device), group)
+    name = _name(source)
+    device = torch.device(device)
+    weights_dtype = _dtype(dtype, device)
 
     # Before anything is fetched or read.
-    check_hardware(quantization, device, place.dtype, "quantization='fp8':", "leave it out")
+    check_hardware(quantization, device, weights_dtype, "quantization='fp8':", "leave it out")
 
     def runnable(config: ModelConfig) -> ModelConfig:
         who = f"{source}: its weights are quantised in fp8, and"
-        check_hardware(config.quantization, device, place.dtype, who, REMEDY)
+        check_hardware(config.quantization, device, weights_dtype, who, REMEDY)
         return _quantised(config, quantization)
 
     if load_format == "dummy":
@@ -135,6 +135,7 @@ def load_model(
         # What cannot be run is refused before gigabytes of its weights are fetched.
         runnable(load_config(source, max_model_len, rope_theta))
     path = resolve(source, weights=True)
+    sampling = read_sampling(path) if path.is_dir() else {}
     files = (_gguf if path.suffix == ".gguf" else _directory)(path, max_model_len, rope_theta, runnable)
     config, shapes, tensors = files.config, files.shapes, files.tensors
     whole = config.quantization is None and group.size == 1
@@ -180,57 +181,28 @@ class _Files:
         in_fp8: the weights, if they are stored in 8-bit floats.
     """
 
-    path: Path
     config: ModelConfig
     tokenizer: Tokenizer
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Iterator[tuple[str, Stored]]
     forms: Mapping[str, str] = field(default_factory=dict)
     in_fp8: FP8Weights | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def _gguf(path: Path, max_model_len: int | None, rope_theta: float | None, runnable: Runnable) -> _Files:
     file = GGUFFile(path)
     config = runnable(config_from_gguf(file, max_model_len, rope_theta))
     tokenizer = tokenizer_from_gguf(file, config.eos_token_ids)
-    return _Files(path, config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
+    return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config), gguf_forms(file))
 
 
 def _directory(path: Path, max_model_len: int | None, rope_theta: float | None, runnable: Runnable) -> _Files:
-    sampling = read_sampling(path)
     config, kind = _config_from_directory(path, max_model_len, rope_theta)
     config = runnable(config)
     tokenizer = tokenizer_from_directory(path, config.eos_token_ids, config.vocab_size)
     in_fp8 = None if kind is None else FP8Weights(path, kind)
     weights = SafetensorsWeights(path) if in_fp8 is None else in_fp8
-    return _Files(path, config, tokenizer, weights.shapes, weights.stream(), in_fp8=in_fp8, sampling=sampling)
-
-
-def _with_weights(files: _Files, place: _Place, adapter: Path | None) -> tuple[Shard, Decoder, tuple[str, ...]]:
-    """This rank's part of the model that files hold, and notes on its weights.
-
-    All that can be found wrong is found before anything as large as the weights is allocated or read.
-    """
-    config, shapes, tensors = files.config, files.shapes, files.tensors
-    whole = config.quantization is None and place.group.size == 1
-    forms = dict(files.forms) if whole and _keeps_blocks(place.device) else {}
-    notes: tuple[str, ...] = ()
-    targets, outline = family(config.architecture).targets(config), Decoder(config, place.dtype, "meta")
-    with naming(files.path, "use the config that belongs to the weights, and all of their files"):
-        check_shapes(outline, targets, shapes)
-    if adapter is not None:
-        merge = Adapter(adapter)
-        merge.check(shapes)
-        tensors = merge.merged(tensors)
-        if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
-            notes = (f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...",)
-    shard, model = place.empty(config, block_runs(targets, forms))
-    # A bar, where it goes to a terminal.
-    fill(model, targets, tqdm(tensors, "loading weights", len(shapes), unit="tensor", leave=False, disable=None), shard)
-    if files.in_fp8 is not None:
-        notes = files.in_fp8.notes(quantised(model, targets))
-    return shard, model, notes
+    return _Files(config, tokenizer, weights.shapes, weights.stream(), in_fp8=in_fp8)
 
 
 def _keeps_blocks(device: torch.device) -> bool:

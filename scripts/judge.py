@@ -31,54 +31,14 @@ from judge_rules import (
     utf8,
 )
 
-from shadowkv.ops.page import PAGE
-
 ENDS = (["stop"], ["length"], ["tool_calls"])
 """Finish reasons of a choice, in all of its chunks."""
 
 CONVERSATIONS = ("/v1/responses", "/v1/messages")
 """Routes of APIs other than that of chats."""
 
-SAMPLING: dict[str, Rule] = {
-    "min_tokens": integer(0),
-    "temperature": number(0, 100),
-    "top_p": number(0, 1, above=0),
-    "top_k": integer(-1),
-    "min_p": number(0, 1),
-    "repetition_penalty": number(0, 100, above=0),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "ignore_eos": boolean,
-    "cache_prompt": boolean,
-    "cache_salt": short(256, least=1),
-    "seed": integer(-(2**63), 2**63 - 1),
-    "stream": boolean,
-}
-"""Of all routes that answer with text, whatever the model is; those of messages and responses have others besides."""
-
-SAMPLING_OF_TEXT: dict[str, Rule] = {
-    "n": integer(1, 128),
-    "best_of": integer(1, 128),
-    "max_tokens": integer(0),
-    "stop": either(short(1024, least=1), some(short(1024, least=1), most=64)),
-    "response_format": response_format,
-    "stream_options": fields({"include_usage": boolean}),
-    "return_selections": boolean,
-    "kv_transfer_params": fields(
-        {
-            "do_remote_decode": boolean,
-            "do_remote_prefill": boolean,
-            "remote_snapshots": some(snapshot_name, most=4096),
-        }
-    ),
-}
-"""Of completions and chats."""
-
-TEMPLATE: dict[str, Rule] = {
-    "tools": some(tool),
-    "chat_template_kwargs": lambda value: isinstance(value, dict),
-}
-"""Of all routes that apply a chat template."""
+PAGE = 64
+"""Tokens that are saved together."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +55,10 @@ class Judge:
         shared = shared_rules(self.model, self.vocab)
         model, sampling, token = {"model": shared["model"]}, sampling_rules(shared), integer(0, self.vocab - 1)
         tokens = some(token, 1)
-        prompt = either(utf8, tokens)
-        shared = {**model, **SAMPLING, "logit_bias": self._bias, "stop_token_ids": some(token, most=1024)}
-        sampling = {**shared, **SAMPLING_OF_TEXT}
+        prompt = either(utf8, tokens, some(either(utf8, tokens), 1, 2048))
         return {
             "/v1/completions": fields(
-                {
-                    **sampling,
-                    "prompt": either(prompt, some(prompt, 1, 2048)),
-                    "logprobs": integer(0, 20),
-                    "echo": boolean,
-                },
-                "prompt",
+                {**sampling, "prompt": prompt, "logprobs": integer(0, 20), "echo": boolean}, "prompt"
             ),
             "/v1/chat/completions": fields(
                 {
@@ -152,16 +104,6 @@ class Judge:
             ),
             "/cache/restore": fields({**model, "name": save_name}, "name"),
         }
-
-    @cached_property
-    def _named(self) -> set[str]:
-        """Every token, as a key of an object."""
-        return {str(token) for token in range(self.vocab)}
-
-    def _bias(self, bias: Any) -> bool:
-        if not isinstance(bias, dict) or len(bias) > 1024:
-            return False
-        return {*bias} <= self._named and all(map(number(-100, 100), bias.values()))
 
     # -- requests --------------------------------------------------------------------------------------------------
 

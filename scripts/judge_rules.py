@@ -152,19 +152,6 @@ tool_call = fields(
     "id",
     "function",
 )
-roles = ("system", "developer", "user", "assistant", "tool")
-part = fields({"type": lambda kind: kind == "text", "text": utf8}, "type", "text")
-message = fields(
-    {
-        "role": lambda role: role in roles,
-        "content": either(utf8, some(part)),
-        "name": short(256),
-        "tool_calls": some(tool_call),
-        "tool_call_id": short(256),
-        "reasoning_content": utf8,
-    },
-    "role",
-)
 
 
 def loads(raw: bytes) -> Any:

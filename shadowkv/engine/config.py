@@ -14,9 +14,6 @@ from shadowkv.load_settings import DTYPES, LOAD_FORMATS
 from shadowkv.wording import SettingsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "dummy")
-"""Those of ``models.loader``, which cannot be imported without PyTorch; here named as flags."""
 PREFILL = ("auto", *PREFILLS)
 DISK_GIB = 64.0
 ROLES = ("both", "prefill", "decode")

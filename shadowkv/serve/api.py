@@ -69,6 +69,7 @@ def build_app(
     app = Application(title="shadowkv", docs_url="/docs", redoc_url=None, lifespan=lifespan)
     app.state.bodies, app.state.documents = bodies, documents
     add_middleware(app, settings, tracing)
+    app.include_router(token_routes(engine, served_name))
     metrics = Metrics(engine, served_name)
     app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
     app.include_router(cache_routes(engine, served_name, settings, metrics))

@@ -13,7 +13,6 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
-from shadowkv.kvcache.placing import Placing
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.shape import ModelShape
 from shadowkv.kvcache.spec import PAGE, KVSpec

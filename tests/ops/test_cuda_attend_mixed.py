@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captured import check_captured
+from ragged_rows import BEGIN, END, check_replays
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.latents import MixedLatents
@@ -140,7 +140,7 @@ def test_what_is_not_a_number_shows(seed: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_captured_in_a_graph_it_gives_the_same_bits(seed: int) -> None:
-    check_captured(cuda_mixed.attend_coded, *problem(8, 4, 192))
+    check_replays(cuda_mixed.attend_coded, problem(8, 4, 192))
 
 
 def test_other_sources_are_refused(seed: int) -> None:
