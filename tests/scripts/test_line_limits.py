@@ -1,45 +1,102 @@
-"""What ``scripts/line_limits.py`` finds too long."""
+"""What is too long is found, in Python and in C++, and so is an exception that nothing needs."""
 
-from __future__ import annotations
+from pathlib import Path
 
-import line_limits
 import pytest
+from line_limits import EXCEPTIONS, FOLDERS, OF_A_FILE, OF_A_FUNCTION, ROOT, cpp_functions, python_functions, too_long
 
-LINES = line_limits.FUNCTION_LINES
-BODY = "\n".join(f"    x += {number};  // }}" for number in range(LINES))
-NATIVE = f"""
-namespace a {{
-const char* brace = "{{";
-struct alignas(16) Shape {{
-{BODY}
-}};
-template <int kN>
-__global__ void __launch_bounds__(f(kN), 2) long_kernel(const Inputs in, int (&x)[2]) {{
-  if (in.x) {{
-{BODY}
-  }}
-}}
-void short_one() {{ x = '}}'; }}
-}}  // namespace a
+PYTHON = '''
+def short(): return 1
+
+class One:
+    @property
+    def method(self):
+        """Two lines,
+        and three."""
+        def inner():
+            return 1
+
+if True:
+    async def other(
+        x,
+    ):
+        pass
+'''
+CPP = r"""
+#define MACRO(x) { \
+    {
+namespace a { // {
+/* { { */
+constexpr int kTable[] = {1, 2};
+template <class T>
+struct Two : Three<T> {
+  int x{0};
+  Two(int y) : x(y) {
+    for (int i = 0; i < 1'000; ++i) { x += '{' + "\"{"[0]; }
+  }
+};
+extern "C" {
+__global__ void __launch_bounds__(128)
+    kernel(Two<int> two = {},
+           int y = f({1, 2})) {
+  asm volatile("{ .reg .b32 x; \n"
+               "}");
+}
+}
+#if A
+#endif
+const auto text = R"({ ( " )";
+void last() {}
+} // namespace a
 """
 
 
-def test_long_files_and_functions_are_found() -> None:
-    long = "class A:\n    async def long(self):\n" + "        self\n" * LINES
-    assert [*line_limits.violations("a.py", long)] == ["a.py: long has 81 lines, more than 80"]
-    (found,) = line_limits.violations("a.py", "x = 1\n" * (line_limits.FILE_LINES + 1))
-    assert found == "a.py has 401 lines, more than 400"
+def file(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
 
 
-def test_bodies_of_native_functions_are_counted() -> None:
-    (found,) = line_limits.violations("a.cuh", NATIVE)
-    assert found == f"a.cuh: long_kernel has {LINES + 4} lines, more than 80"
-    assert "short_one" in dict(line_limits.native_functions(NATIVE))
+def body(lines: int) -> str:
+    return "def f():\n" + "    pass\n" * (lines - 1)
 
 
-def test_what_may_be_longer_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = "def f():\n" + "    x\n" * LINES
-    monkeypatch.setattr(line_limits, "LONGER", {"a.py:f": "a reason"})
-    assert not [*line_limits.violations("a.py", long)] and not [*line_limits.unneeded({"a.py": long})]
-    (found,) = line_limits.unneeded({"a.py": "def f():\n    x\n"})
-    assert found.startswith("a.py:f has no more than 80 lines")
+def test_functions_of_python() -> None:
+    assert [*python_functions(PYTHON)] == [("short", 1), ("One.method", 5), ("other", 4)]
+
+
+def test_functions_of_cpp() -> None:
+    assert [*cpp_functions(CPP)] == [("Two", 3), ("kernel", 6), ("last", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("void f() {", "is not closed"), ("void f() {}}", "is closed that was not opened")]
+)
+def test_braces_that_do_not_match_are_found(tmp_path: Path, text: str, reason: str) -> None:
+    file(tmp_path, "csrc/f.h", text)
+    assert too_long(tmp_path, {}) == [f"csrc/f.h: a brace {reason}"]
+
+
+def test_what_is_too_long_is_found(tmp_path: Path) -> None:
+    file(tmp_path, "models/just.py", body(OF_A_FUNCTION) + "#\n" * (OF_A_FILE - OF_A_FUNCTION))
+    assert too_long(tmp_path, {}) == []
+    file(tmp_path, "models/long.py", "#\n" * (OF_A_FILE + 1))
+    file(tmp_path, "eval/function.py", body(OF_A_FUNCTION + 1))
+    file(tmp_path, "csrc/a/kernel.cuh", "void g(int x) {\n" + "  ;\n" * (OF_A_FUNCTION - 1) + "}\n")
+    file(tmp_path, "tests/function.py", body(OF_A_FUNCTION + 1))
+    assert too_long(tmp_path, {"eval/function.py: f": "it may"}) == [
+        f"csrc/a/kernel.cuh: g has {OF_A_FUNCTION + 1} lines, more than {OF_A_FUNCTION}",
+        f"models/long.py: {OF_A_FILE + 1} lines, more than {OF_A_FILE}",
+    ]
+
+
+def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
+    file(tmp_path, "eval/function.py", body(OF_A_FUNCTION))
+    unneeded = {"eval/function.py: f": "it was longer", "eval/gone.py: f": "it is gone"}
+    assert too_long(tmp_path, unneeded) == [f"{name} needs no exception" for name in unneeded]
+
+
+def test_all_folders_are_looked_at() -> None:
+    assert all(list((ROOT / folder).rglob("*.py")) for folder in FOLDERS)
+    kernels = [name for path in (ROOT / "csrc").rglob("*.cuh") for name, _ in cpp_functions(path.read_text())]
+    assert {"attend_coded_kernel", "sketch_queries_kernel"} <= {*kernels}
+    assert all(EXCEPTIONS.values())
