@@ -14,15 +14,15 @@ from shadowkv.kvcache.shape import ModelShape
 from shadowkv.ops.sampling import Sampling
 
 SEALED_AT_ONCE = 512
-"""Pages of one layer that are coded at a time, to bound what that takes beside them."""
+"""Pages of one layer that are coded at a time, to bound the temporary memory."""
 
 OBSERVED = 64
 """Newest queries of a prompt that an index can learn from."""
 
 TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
-"""Layers of a short prompt are stored together, and sequences that are compressed as they grow: every launch of what
-stores them takes as long as one of a layer's. At the most so many tokens of all layers, what is kept of their queries
-counted too, and fitted states of one sequence or of several."""
+"""Layers of a short prompt are stored together, and so are sequences that are compressed as they grow: each launch that
+stores them takes as long as one for a single layer. At most that many tokens of all layers are stored together, the
+queries kept of them counted too, and that many fitted states, of one sequence or of several."""
 
 
 def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
@@ -32,7 +32,7 @@ def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
 
 
 class SequenceNumbers(NamedTuple):
-    """Of each of B sequences, int64 [B]: its slot, tokens cached, tokens sealed, pages of the ring, static pages."""
+    """For each of B sequences, int64 [B]: its slot, tokens cached, tokens sealed, pages of the ring, static pages."""
 
     slot: Any
     length: Any
@@ -42,9 +42,9 @@ class SequenceNumbers(NamedTuple):
 
 
 class SegmentNumbers(NamedTuple):
-    """Of each of R segments, int64 [R]: its slot of the page tables, its state, the sequence of the batch that it is
-    of, the positions of its first token and after its last, chunks to select by top-k and by sampling per kv head, and
-    the seed of what is sampled in this step."""
+    """For each of R segments, int64 [R]: its slot in the page tables, its state, its sequence in the batch, the
+    positions of its first token and after its last, chunks to select by top-k and by sampling per kv head, and the seed
+    of what is sampled in this step."""
 
     slot: Any
     state: Any
@@ -67,7 +67,7 @@ class DecodePlan:
         exact_pages, sealed_pages: pages of the longest sequence and segment, at least 1 and 0; the widths of the page
             tables.
         max_budget: chunks that any segment may select, top-k and sampled.
-        micro_batches: parts of the rows that go through the layers one behind the other, so that values of one are
+        micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
             fetched while another computes.
         sealing: int64 [6, n], pages to be sealed before the step (``Sealing.seal_pages``); None where there are none.
     """
@@ -83,7 +83,7 @@ class DecodePlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the shapes of all tensors of a step follow from."""
+        """Determines the shapes of all tensors of a step."""
         most = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), most
         return (*counts, self.exact_pages, self.sealed_pages, self.max_budget, self.micro_batches)
@@ -94,7 +94,7 @@ class DecodePlan:
         return np.concatenate((*self.sequences, *self.segments, *of_sequence))
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """The same of ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
+        """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
         count, rows, most = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * most].view(count, most)
@@ -106,7 +106,7 @@ class SealedBatch:
     """Sealed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
 
     Attributes:
-        slots: int64 [R], theirs of the page tables, and of what else each has for itself.
+        slots: int64 [R], their slots in the page tables and in whatever else each segment has of its own.
         states: int64 [R], their fitted states.
         first: int64 [R], positions of their first tokens.
         pages: int64 [R, P], names of their sealed pages; anything past a segment's end.
@@ -115,11 +115,11 @@ class SealedBatch:
         num_chunks: int64 [R], their chunks.
         budget: int64 [R], chunks to select by top-k per kv head.
         max_budget: no row selects more, top-k and sampled.
-        sampling: chunks to sample besides, by the seeds of requests and the positions of the new tokens: another sample
-            in every step; None where the policy samples none.
+        sampling: chunks to sample in addition, by the seeds of requests and the positions of the new tokens: a
+            different sample in every step; None where the policy samples none.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
-        span: of a policy without an index the tokens of each row that are attended to, those behind the sink: the first
-            and the last + 1, int64 [R] each. None of others.
+        span: for a policy without an index, the tokens of each row that are attended to, those after the sink: the
+            first and the last + 1, int64 [R] each. None for other policies.
     """
 
     slots: Tensor
@@ -136,7 +136,7 @@ class SealedBatch:
     span: tuple[Tensor, Tensor] | None = None
 
     def part(self, rows: slice) -> SealedBatch:
-        """Some of the rows, of values on the host that an index selects from: nothing is sampled from those."""
+        """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
         assert self.sampling is None and self.span is None
         names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
@@ -153,11 +153,11 @@ class DecodeBatch:
         write_page: int64 [B], name of the exact page that takes the new token.
         write_offset: int64 [B], its row there.
         sealed: None where no row has sealed pages.
-        whole: of layers that are skipped, names of all pages of a sequence, sealed ones and those of its tail, int64
-            [B, S], and valid tokens of each, int64 [B, S]; None where no layer is or no row has sealed pages.
-        sequence: int64 [R], the rows of the batch that those of ``sealed`` are of; None where they are the same.
-        of_sequence: int64 [B, S], which rows of ``sealed`` each of the batch has, R for none; None where it has one at
-            the most.
+        whole: for skipped layers, names of all pages of a sequence, sealed ones and those of its tail, int64 [B, S],
+            and valid tokens of each, int64 [B, S]; None where no layer is skipped or no row has sealed pages.
+        sequence: int64 [R], the row of the batch that each row of ``sealed`` belongs to; None where they are the same.
+        of_sequence: int64 [B, S], which rows of ``sealed`` each row of the batch has, R for none; None where each has
+            at most one.
     """
 
     positions: Tensor
@@ -175,7 +175,7 @@ class DecodeBatch:
         return x if self.sequence is None else x[self.sequence]
 
     def split(self, count: int) -> list[DecodeBatch]:
-        """``count`` micro-batches, of values on the host where it is more than one; at most as many as rows."""
+        """``count`` micro-batches, at most as many as rows; more than one only for values on the host."""
         if count == 1:
             return [self]
         bounds = [part * len(self.positions) // count for part in range(count + 1)]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class ByLayer:
-    """As a tensor [num_layers, ...], of which some layers may be missing, or lie elsewhere than others.
+    """Acts as a tensor [num_layers, ...] in which some layers may be missing, or stored elsewhere than others.
 
     Args:
-        runs: of each run of layers that are alike, which they are, and their tensor [layers, ...].
+        runs: for each run of layers that are alike, those layers and their tensor [layers, ...].
     """
 
     def __init__(self, runs: Iterable[tuple[range, Tensor]]) -> None:
@@ -25,12 +25,12 @@ class ByLayer:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the first run's tensor."""
+        """Shape of the first run's tensor."""
         return self._runs[0][1].shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        """What a tensor gives for a layer, for a slice of layers of one run, or for either and more of an index; all
-        layers, ``:``, are those of the only run."""
+        """What a tensor gives for a layer, for a slice of layers of one run, or for either with further indices; ``:``
+        requires a single run and stands for its layers."""
         layers, *more = index if isinstance(index, tuple) else (index,)
         if not isinstance(layers, slice):
             first, tensor = self._run_of(int(layers))

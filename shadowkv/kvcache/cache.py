@@ -1,9 +1,9 @@
 """The KV cache: what models, engine and evaluations see of it.
 
-ShadowKV, arXiv:2410.21465. What a policy does differs by its parts alone. Models call ``append``, ``begin`` or
-``attend``, and ``finish_prefill``; an engine holds sequences (``allocate``, ``extend``, ``fork``, ``trim``,
-``release``) and runs steps (``plan_decode``, ``decode_batch``, ``end_decode``), makes bytes of sequences
-(``open_reading``) and sequences of bytes (``restore``).
+ShadowKV, arXiv:2410.21465. Policies differ only in their parts. Models call ``append``, ``begin`` or ``attend``, and
+``finish_prefill``; an engine holds sequences (``allocate``, ``extend``, ``fork``, ``trim``, ``release``) and runs steps
+(``plan_decode``, ``decode_batch``, ``end_decode``), turns sequences into bytes (``open_reading``) and bytes into
+sequences (``restore``).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class KVCache:
     """Keys and values of every sequence that an engine holds.
 
     Args:
-        layout: of the policy on the model, for sequences of up to its ``max_model_len``.
-        rope: the model's RoPE; queries and keys arrive before it.
+        layout: the policy's layout on the model, for sequences of up to its ``max_model_len``.
+        rope: the model's RoPE; queries and keys are passed in before it.
         slots: sequences that can be held at once, running or finished.
         memory: blocks of the tiers of pages.
         device: where attention is computed.
-        backends: of ops, by name, where they are not to be chosen by what all of these say.
+        backends: backends of ops, by name, where they are not to be chosen from the arguments above.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class KVCache:
 
     @property
     def total(self) -> Blocks:
-        """What there is: blocks of each tier, slots of segments, and sequences."""
+        """All that there is: blocks of each tier, slots of segments, and sequences."""
         return self.pool.total
 
     @property
     def free(self) -> Blocks:
-        """What no sequence holds."""
+        """Blocks that no sequence holds."""
         return self.pool.free
 
     @property
@@ -101,15 +101,15 @@ class KVCache:
         return sum(pool.changes for pool in self.pool.pools.values())
 
     def demand(self, start: int, capacity: int) -> Blocks:
-        """What a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
+        """Blocks that a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
         return self.layout.demand(start, capacity)
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
-        """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.pool.growth(sequence, start, capacity)
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
-        """What would be free if ``sequences`` were released."""
+        """Blocks that would be free if ``sequences`` were released."""
         return self.pool.held(sequences)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
@@ -136,7 +136,7 @@ class KVCache:
         self.pool.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
+        """Gives back what a finished sequence holds for future tokens; it can be extended again."""
         self.pool.trim(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
@@ -144,17 +144,17 @@ class KVCache:
         self.pool.release(sequence)
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
-        """What a snapshot of ``sequence`` behind its first ``start`` tokens, a fork point or 0, has in it; found on the
+        """What a snapshot of ``sequence`` after its first ``start`` tokens, a fork point or 0, contains; found on the
         host alone. Raises ValueError where it cannot be forked there.
 
         Args:
-            stop: tokens after which it ends, a fork point: it is then that of a fork there, whatever ``sequence`` goes
-                on with, and nothing of it changes any more. None for all there are, with the exact tail.
+            stop: tokens after which it ends, a fork point: it is then that of a fork there, however ``sequence``
+                continues, and nothing in it changes any more. None for all there are, with the exact tail.
         """
         return self.transfer.describe(sequence, start, stop)
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
-        """Begins to read what ``describe`` says, layer by layer; what it reads it holds until it is closed.
+        """Begins to read what ``describe`` says, layer by layer; holds what it reads until it is closed.
 
         Raises ValueError as ``describe`` does, and where there is nothing to read.
         """
@@ -163,36 +163,35 @@ class KVCache:
     def restore(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> Restoring:
-        """A new sequence of what is used of snapshots, which are then to be written, extended to ``start`` tokens by a
-        prompt and to ``capacity`` by decoding.
+        """A new sequence from the used parts of snapshots, which are then to be written, extended to ``start`` tokens
+        by a prompt and to ``capacity`` by decoding.
 
         Raises OutOfBlocks, with nothing taken, and ValueError where this cache stores other bytes, or where the chain
         has gaps.
 
         Args:
-            chain: headers, and up to which token each is used: there the next one starts. That is a point where the
-                sequence can be forked, of the last one also any token of what is dense or in its exact tail.
-            parent: a sequence that has what stands before the chain: it is shared, where the first header starts.
+            chain: headers, and the token up to which each is used: the next one starts there. That is a point where the
+                sequence can be forked; for the last one also any token that is dense or in its exact tail.
+            parent: a sequence that has what comes before the chain, which is shared up to the first header's start.
         """
         return self.transfer.restore(chain, start, capacity, parent)
 
     def restore_demand(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> Blocks:
-        """What ``restore`` takes; raises the same ValueErrors."""
+        """Blocks that ``restore`` takes; raises the same ValueErrors."""
         return self.transfer.demand(chain, start, capacity, parent)
 
     def fork_demand(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> Blocks:
-        """What ``fork`` takes; raises the same ValueErrors."""
+        """Blocks that ``fork`` takes; raises the same ValueErrors."""
         return self.pool.demand(self.pool.forked(sequence, length), start, capacity)
 
     def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
-        """All that ``sequence`` is behind its first ``start`` tokens (``describe``), as bytes of their own."""
+        """Everything of ``sequence`` after its first ``start`` tokens (``describe``), as bytes of its own."""
         return self.transfer.export(sequence, start)
 
     def load(self, snapshots: Snapshot | Sequence[tuple[Snapshot, int]], capacity: int) -> CachedSequence:
-        """A new sequence that is what a snapshot says, or a chain of them (``restore``), and may grow to ``capacity``
-        tokens.
+        """A new sequence from a snapshot, or from a chain of them (``restore``), that may grow to ``capacity`` tokens.
 
         Raises ValueError where this cache stores other bytes, OutOfBlocks, with nothing taken, where it has no room.
         """
@@ -212,24 +211,24 @@ class KVCache:
         )
 
     def use(self) -> dict[str, TierUse]:
-        """Bytes of each tier; may be asked for on any thread."""
+        """Bytes of each tier; may be called from any thread."""
         return {name: TierUse(tier.used_bytes, tier.total_bytes) for name, tier in self.store.tiers.items()}
 
     @property
     def fetches(self) -> FetchCounts | None:
-        """Chunks fetched from the host so far; None where there is no buffer. May be asked for on any thread."""
+        """Chunks fetched from the host so far; None where there is no buffer. May be read from any thread."""
         return None if self.decode.fetching is None else self.decode.fetching.counts
 
     def forget_fetches(self) -> None:
-        """Counts fetched chunks from here on."""
+        """Resets the counts of fetched chunks."""
         if self.decode.fetching is not None:
             self.decode.fetching.forget()
 
     def diagnostics(self, sequence: CachedSequence) -> dict[str, Tensor]:
-        """What the policy's parts have to say of how well a compressed sequence's states fit, by name, [layers] each,
+        """What the policy's parts report on how well a compressed sequence's states fit, by name, [layers] each,
         float32; the part that declares a name says what it means.
 
-        The least of its segments, of the layers that are not skipped; nothing where the sequence is dense.
+        The minimum over its segments, for the layers that are not skipped; empty where the sequence is dense.
         """
         names = self.parts.diagnostics
         if not (names and sequence.path and self.layout.compressed):
@@ -269,13 +268,13 @@ class KVCache:
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
         """Plans a step of padding rows, with the shapes of one that ``sequences`` will take together with those of
-        ``joining``, whose prompts of so many tokens are being computed; None where these are not known."""
+        ``joining``, whose prompts of that many tokens are being computed; None where these are not known."""
         return self.decode.forecast(sequences, joining)
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
-        """What ``plan`` means to the device; ``numbers`` are the plan's, packed, where they are there already and what
-        is due has been sealed (``seal_pages``): then nothing but the plan's shapes is used, as a captured graph needs
-        it."""
+        """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
+        what is due has been sealed (``seal_pages``): then only the plan's shapes are used, as a captured graph
+        requires."""
         return self.decode.batch(plan, numbers)
 
     def rounded(self, plan: DecodePlan, max_batch: int) -> DecodePlan:
@@ -283,11 +282,11 @@ class KVCache:
         return rounded(plan, max_batch, self.spec, self.pool.tables)
 
     def padded_sealing(self, numbers: np.ndarray) -> np.ndarray:
-        """``DecodePlan.sealing`` of a rounded number of pages."""
+        """``DecodePlan.sealing`` for a number of pages that is rounded up."""
         return padded(numbers, self.sealing.padding)
 
     def join_capture(self) -> None:
-        """Where a capture fails half way: without what runs on other streams joined it could not end."""
+        """To be called where a capture fails halfway: it could not end before what runs on other streams is joined."""
         self.decode.side_stream.join_capture()
 
     def seal_pages(self, numbers: Tensor) -> None:
@@ -301,8 +300,8 @@ class KVCache:
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called with layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects in a decode step;
-        what it returns is attended to; not where nothing is selected (``KVSpec.selects``). To be set before the
-        first step: captured graphs go on with what they were made with."""
+        what it returns is attended to. Not called where nothing is selected (``KVSpec.selects``). To be set before the
+        first step: captured graphs keep the hook that they were captured with."""
         return self.decode.hook
 
     @selection_hook.setter
@@ -322,7 +321,7 @@ class KVCache:
         self.prefill.sparse.hook = hook
 
     def take_attention_density(self) -> float | None:
-        """Share of the blocks of keys that sparse prefills attended to since this was asked last; None where there were
+        """Share of the blocks of keys that sparse prefills attended to since the last call; None where there were
         none. Waits for the device."""
         return None if self.prefill.sparse is None else self.prefill.sparse.take_density()
 
@@ -337,7 +336,7 @@ class KVCache:
         return self.store.k[layer][pages].transpose(0, 1).flatten(1, 2)
 
     def exact_values(self, layer: int, pages: Tensor) -> Tensor:
-        """The same of values."""
+        """The same for values."""
         return self.store.v[layer][pages].transpose(0, 1).flatten(1, 2)
 
     def sealed_rows(self, layer: int, batch: SealedBatch) -> tuple[Tensor, Tensor]:
@@ -375,13 +374,13 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Tensor:
         """Attention [T, H_q, d] of the batch's new tokens, softmax scale 1 / sqrt(d); q is before RoPE.
 
-        In prefill over everything, or in blocks that are chosen where the policy's is sparse; in decode over [sink |
+        In prefill over everything, or over chosen blocks where the policy's prefill is sparse; in decode over [sink |
         outliers | selected | tail], or over everything where dense.
         """
         return self.begin(layer, q, batch)()
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch | PrefillBlock) -> Callable[[], Tensor]:
-        """Begins ``attend``, as far as it need not wait for values from the host; what is returned finishes it."""
+        """Begins ``attend``, as far as it need not wait for values from the host; the returned function finishes it."""
         if isinstance(batch, PrefillBlock):
             out = self.prefill.attend(layer, q, batch)
             return lambda: out

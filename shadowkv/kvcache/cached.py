@@ -1,8 +1,8 @@
 """What a cached segment has sealed, as plain keys and values in long spans: what a later turn's tokens attend to.
 
-Exact tokens (sink and outliers) take the places of their own approximations: attention asks for no order, so that a
-block needs no mask. Values on the host cross the bus one span ahead of attention. In layers that are skipped all are
-exact where they are.
+Exact tokens (sink and outliers) take the places of their own approximations: attention does not depend on order, so
+that a block needs no mask. Values on the host cross the bus one span ahead of attention. In skipped layers all tokens
+are exact in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
 SPAN_PAGES = 512
-"""Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans are there together."""
+"""Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""
 
 
 class CachedTokens:
@@ -33,7 +33,7 @@ class CachedTokens:
         self.side_stream = SideStream(store.compute, self.across_bus)
 
     def spans(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
-        """RoPE-rotated keys and values [H, m, d], to be used up, on this stream, before the next ones are asked for."""
+        """RoPE-rotated keys and values [H, m, d], to be consumed, on this stream, before the next are requested."""
         if self.store.layout.skips(layer):
             for names in segment.row.pages[0].split(SPAN_PAGES):
                 keys, values = (x[layer][names].transpose(0, 1).flatten(1, 2) for x in (self.store.k, self.store.v))
@@ -43,7 +43,7 @@ class CachedTokens:
         pages = row.pages.shape[1]
         step = min(SPAN_PAGES, pages)
         spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
-        # A row more than a span has, for the exact tokens that are none of the span's.
+        # One row more than a span has, for the exact tokens that are not in the span.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
         exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
@@ -54,7 +54,7 @@ class CachedTokens:
         key_source, value_source = (x.source(self.store, layer, row) for x in (self.parts.keys, self.parts.values))
 
         def read_values(i: int) -> Callable[[], None]:
-            """Starts reading a span's values; returns what makes this stream wait for them."""
+            """Starts reading a span's values; returns a function that makes this stream wait for them."""
             first, last = spans[i]
             out = buffers[i % 2][1, :, : (last - first) * PAGE]
             return self.side_stream.start(lambda: self.ops.rebuild_rows(value_source, first, out, self.across_bus))
@@ -62,7 +62,7 @@ class CachedTokens:
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
             wait = arrived
-            if i + 1 < len(spans):  # into the buffer whose attention has been launched last
+            if i + 1 < len(spans):  # into the buffer whose attention was launched last
                 arrived = read_values(i + 1)
             block, count = buffers[i % 2], (last - first) * PAGE
             self.ops.rebuild_rows(key_source, first, block[0, :, :count], False)
@@ -75,8 +75,8 @@ class CachedTokens:
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]
-            chunks = excluded.to(torch.uint8).topk(exact).indices  # as many of every head
-        else:  # the sink alone
+            chunks = excluded.to(torch.uint8).topk(exact).indices  # equally many for every head
+        else:  # only the sink
             chunks = torch.arange(exact, device=row.pages.device).expand(self.shape.num_kv_heads, -1)
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
         place = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]

@@ -1,6 +1,6 @@
 """Decode: one more token for each sequence of a batch, attended to over [sink | outliers | selected | tail].
 
-Every segment of a sequence is searched and attended to for itself, with the state that it is stored with and its share
+Every segment of a sequence is searched and attended to separately, with the state that it is stored with and its share
 of the budget; the results and that of the exact tokens are merged by log-sum-exp.
 """
 
@@ -48,8 +48,8 @@ class Decode:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def plan(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """Makes segments of tails that have outgrown their state, and plans the sealing that is due and one more token
-        for each."""
+        """Turns tails that have outgrown their state into segments, and plans the sealing that is due and one more
+        token for each."""
         tables, spec = self.tables, self.spec
         for sequence in sequences:
             self.pool.arrived(sequence)
@@ -89,8 +89,8 @@ class Decode:
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
         """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
-        prompts of so many tokens are computed in those. None where shapes follow from more than that: from segments, of
-        which a sequence has several, or from the micro-batches of values on the host."""
+        prompts of that many tokens are computed in those. None where shapes depend on more than that: on segments,
+        where a sequence has several, or on the micro-batches of values on the host."""
         if self.fetching is not None or not sequences:
             return None
         tables, layout = self.tables, self.store.layout
@@ -127,7 +127,7 @@ class Decode:
             slot, last = tables.segment_slots[slots[sequence], place], place == count[sequence] - 1
         first, end = tables.first[slot], tables.end[slot]
         budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
-        if isinstance(spec.budget, int):  # of the whole sequence
+        if isinstance(spec.budget, int):  # for the whole sequence
             budget = -(-budget * (end - first) // np.maximum(1, numbers.sealed[sequence]))
         budget = np.where(end > first, budget, 0)
         sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
@@ -137,11 +137,11 @@ class Decode:
         ), of_sequence
 
     def batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> DecodeBatch:
-        """What ``plan`` means to the device, from shapes that the plan fixes and numbers that the device has.
+        """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
 
         Args:
-            numbers: the plan's, packed, already on the device, and what is due sealed; with it nothing but the plan's
-                shapes is used, so that the result can be captured in a graph and used for other plans of the same
+            numbers: the plan's, packed, already on the device, with what is due sealed already; then only the plan's
+                shapes are used, so that the result can be captured in a graph and used for other plans of the same
                 shapes.
         """
         if numbers is None:
@@ -157,7 +157,7 @@ class Decode:
             if self.spec.skip_layers:
                 whole = self._whole(plan, segments, of_sequence, pages, counts, static_pages)
             # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
-            # which a GPU alone has use for, are cut by rows of the whole batch.
+            # which only a GPU uses, are cut by rows of the whole batch.
             there = segments.end > segments.first
             if of_sequence is not None:
                 sequence = segments.sequence
@@ -186,19 +186,19 @@ class Decode:
         counts: Tensor,
         static_pages: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], of which those of sink
-        and outliers count nothing: these are in the sealed ones."""
+        """``DecodeBatch.whole``: sealed pages of all segments [B, S * P] and exact ones [B, E], where those of sink
+        and outliers count 0 tokens: these are in the sealed ones."""
         sealed = self.tables.pages[segments.slot, : plan.sealed_pages].long()
         page = torch.arange(plan.sealed_pages, device=sealed.device)
         filled = ((segments.end - segments.first)[:, None] - PAGE * page).clamp(0, PAGE)
-        if of_sequence is not None:  # a row of nothing for sequences that have fewer segments than others
+        if of_sequence is not None:  # an empty row for sequences that have fewer segments than others
             sealed, filled = (torch.cat((x, torch.zeros_like(x[:1])))[of_sequence].flatten(1) for x in (sealed, filled))
         static = torch.arange(pages.shape[1], device=pages.device) < static_pages[:, None]
         return torch.cat((sealed, pages), 1), torch.cat((filled, counts.masked_fill(static, 0)), 1)
 
     def _sealed_batch(self, plan: DecodePlan, segments: SegmentNumbers) -> SealedBatch:
         pages = value_pages = self.tables.pages[segments.slot, : plan.sealed_pages].long()
-        if self.spec.place == "host":  # otherwise one tensor says so to kernels that look a page up once
+        if self.spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
             value_pages = self.tables.value_pages[segments.slot, : plan.sealed_pages].long()
         tokens, span = segments.end - segments.first, None
         if not self.spec.selects:
@@ -229,7 +229,7 @@ class Decode:
         """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
         if batch.sealed is None or self.fetching is not None or self.store.layout.skips(layer):
             self._append(layer, k, v, batch)
-        else:  # where exact attention, which reads them, is as well
+        else:  # on the same stream as exact attention, which reads them
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
@@ -238,7 +238,7 @@ class Decode:
         return rope_q
 
     def begin(self, layer: int, q: Tensor, batch: DecodeBatch) -> Callable[[], Tensor]:
-        """Begins attention of queries [B, H_q, d] before RoPE; what is returned finishes it."""
+        """Begins attention of queries [B, H_q, d] before RoPE; the returned function finishes it."""
         q = self.apply_rope(q, batch)
         if batch.whole is not None and self.store.layout.skips(layer):
             exact: Tensor = self.ops.paged_attention(q, self.store.k[layer], self.store.v[layer], *batch.whole)[0]
@@ -257,7 +257,7 @@ class Decode:
             return self._attend_exact(layer, q, batch)[0]
         exact = self.side_stream.start(
             lambda: self._attend_exact(layer, q, batch)
-        )  # a little, while chunks are searched
+        )  # little work, while chunks are searched
         sealed = self._attend_sealed(layer, batch.of_sealed(q), batch.sealed)
         return self._merge(exact(), sealed, batch)
 
@@ -287,7 +287,7 @@ class Decode:
             merged: Tensor = merge([(batch.of_sealed(exact[0]), batch.of_sealed(exact[1])), sealed])
             return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
         out, lse = exact
-        # A row of nothing for sequences that have fewer segments than others.
+        # An empty row for sequences that have fewer segments than others.
         outs = torch.cat((sealed[0], torch.zeros_like(sealed[0][:1])))
         sums = torch.cat((sealed[1], torch.full_like(sealed[1][:1], float("-inf"))))
         for rows in batch.of_sequence.unbind(1):
@@ -297,7 +297,7 @@ class Decode:
     def _begin_fetched(
         self, layer: int, q: Tensor, batch: DecodeBatch, sealed: SealedBatch, fetching: Fetching
     ) -> Callable[[], Tensor]:
-        """In portions of the rows: values of one cross the bus while others are scored or attended."""
+        """In portions of the rows: values of one cross the bus while others are scored or attended to."""
         queries, started = batch.of_sealed(q), []
         for rows in fetching.portions(sealed):
             portion = sealed.part(rows)

@@ -1,4 +1,4 @@
-"""One prefill into several caches, of policies whose prefill attends alike: all store the same."""
+"""One prefill into several caches whose policies attend alike in prefill: all store the same keys and values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FanOut:
             cache.finish_prefill(layer, one)
 
     def leave_prefill(self) -> None:
-        """At the end of a prefill, or where it is given up."""
+        """To be called when a prefill ends or is given up."""
         for cache in self.caches:
             cache.leave_prefill()
 

@@ -11,16 +11,16 @@ from shadowkv.kvcache.spec import FORMER_NAMES, PREFILLS
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 FORMAT = 1
-"""Of snapshots and of all codecs' bytes: to be raised when either changes and no shape or dtype of a field says so
-already, as files outlive the program."""
+"""Version of snapshots and of all codecs' bytes: to be incremented when either changes and no shape or dtype of a field
+shows it already, as files outlive the program."""
 
 LATER = {"skip_layers": 0, "key_groups": 1}
-"""Fields added since the oldest readable files, with the value those imply."""
+"""Fields added since the oldest readable files, with the values that those files imply."""
 
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
-    """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, without what says how much is
-    selected, stays exact behind what is sealed, or lies where. The weights of the model are for others to compare."""
+    """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, except for how much is
+    selected, how much stays exact after what is sealed, and where it is stored. Comparing weights is left to others."""
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
     spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
     fields = (*layout.sealed_fields, *layout.host_fields, *layout.state_fields)

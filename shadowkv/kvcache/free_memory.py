@@ -1,4 +1,4 @@
-"""Memory that this process can still take: the machine's, as far as its control groups let it, or a GPU's."""
+"""Memory that this process can still take: the machine's, within the limits of its control groups, or a GPU's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOUNT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class _Version:
-    """How a version of Linux's control groups says what a group may have, what it has, and what of that is cache."""
+    """How a version of Linux's control groups states a group's limit, its usage, and how much of that is cache."""
 
     mount: Path
     limit: str
@@ -23,11 +23,11 @@ class _Version:
     cache: tuple[str, ...]
 
     def left(self, group: Path) -> int | None:
-        """Bytes that a group can still take, cache that it gives up included; None where it has no limit."""
+        """Bytes that a group can still take, including cache that it gives up; None where it has no limit."""
         try:
             limit, usage = (group / self.limit).read_text().strip(), int((group / self.usage).read_text())
             lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
-        except OSError:  # a group without the controller, or none that can be seen from within a container
+        except OSError:  # a group without the controller, or not visible from within a container
             return None
         if limit == "max":
             return None
@@ -35,7 +35,7 @@ class _Version:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, those that PyTorch keeps for reuse included."""
+    """Bytes that can still be allocated on a device, including those that PyTorch keeps for reuse."""
     if device.type != "cuda":
         return free_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -43,12 +43,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes() -> int:
-    """Bytes of the host's memory that can still be taken without swapping, or being killed for it."""
+    """Bytes of host memory that can still be taken without swapping or being killed for it."""
     return min([psutil.virtual_memory().available, *_left_by_groups()])
 
 
 def _left_by_groups() -> Iterator[int]:
-    """What each limited control group leaves that this process is in, however deeply; nothing where there are none."""
+    """Bytes that each limited control group of this process leaves, at any depth; nothing where there are none."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux
@@ -69,7 +69,7 @@ def _left_by_groups() -> Iterator[int]:
         else:
             continue
         group = version.mount / path.lstrip("/")
-        # A container may see its own group as the root, whatever path it is told: so up to there.
+        # A container may see its own group as the root, whatever path is reported: walk up to the root.
         while group.is_relative_to(version.mount):
             left = version.left(group)
             if left is not None:

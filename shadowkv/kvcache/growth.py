@@ -1,9 +1,9 @@
-"""When tokens get a fitted state of their own: how far a state reaches, and what a sequence may come to need.
+"""When tokens get a fitted state of their own: how far a state reaches, and what a sequence may need as it grows.
 
 Pre-RoPE keys of a prompt and of its continuation share a subspace (ShadowKV+, arXiv:2410.21465, section 4.1), but a
-basis of 400 tokens does not hold a document that follows them: 1,500 later tokens lose 9 to 12 % of their keys' energy,
+basis of 400 tokens does not fit a document that follows them: 1,500 later tokens lose 9 to 12 % of their keys' energy,
 2 to 3 % with a basis of their own. So a state serves ``REACH`` times as many later tokens as it was fitted on. What
-comes then stays exact, like a short prompt, until there is enough of it to be a segment with a state of its own.
+follows stays exact, like a short prompt, until there is enough of it for a segment with a state of its own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Protocol
 from shadowkv.kvcache.spec import PAGE, KVSpec
 
 REACH = 0.25
-"""Later tokens that a state serves, in those that it was fitted on. With SmolLM2 and ``turbo``, 400 tokens first, KL to
-full attention is 0.0047 where 400 others and a question follow and all come in one prefill, 0.0101 where their state
-has to serve the others, and 0.0049 where these have a state of their own; with 200 others 0.0065 and 0.0147."""
+"""Later tokens that a state serves, as a fraction of those that it was fitted on. With SmolLM2 and ``turbo``, after 400
+tokens, KL to full attention is 0.0047 where 400 others and a question follow and all come in one prefill, 0.0101 where
+the state of the first has to serve the others, and 0.0049 where these have a state of their own; with 200 others 0.0065
+and 0.0147."""
 
 SETTLED = 2048
-"""Tokens on which a fitted state serves all that is generated behind them. Where 1,536 tokens follow 2,048, KL to full
-attention is 0.0106, 0.0078 and 0.0074 on their state and 0.0093, 0.0059 and 0.0061 with one of their own (three texts);
-but states for all that a long answer may come to would have to be held from its start."""
+"""A state fitted on at least this many tokens serves all that is generated after them. Where 1,536 tokens follow 2,048,
+KL to full attention is 0.0106, 0.0078 and 0.0074 on the state of the 2,048 and 0.0093, 0.0059 and 0.0061 with one of
+their own (three texts); but states for all that a long answer may grow to would have to be held from its start."""
 
 MOST_SEGMENTS = 8
-"""Segments of one sequence with states of their own: the last one's serves whatever comes."""
+"""Segments of one sequence with states of their own: the last one's state serves everything that follows."""
 
 UNLIMITED = 2**62
 """Reach of a state that serves everything after it."""
@@ -49,10 +50,10 @@ class Standing:
     """How far a sequence is sealed.
 
     Attributes:
-        sealed: tokens.
-        segments: with fitted states, or one where nothing is fitted; 0 while it is dense.
+        sealed: sealed tokens.
+        segments: segments with fitted states, or one where nothing is fitted; 0 while it is dense.
         reach: position up to which tokens of prompts may be sealed on the last one's state.
-        generated_reach: the same of generated tokens.
+        generated_reach: the same for generated tokens.
     """
 
     sealed: int = 0
@@ -62,7 +63,7 @@ class Standing:
 
     @classmethod
     def behind(cls, path: Sequence[SealedRun]) -> Standing:
-        """That of a sequence of these segments."""
+        """The standing of a sequence with these segments."""
         if not path:
             return cls()
         last = path[-1]
@@ -71,11 +72,11 @@ class Standing:
 
 @dataclass(frozen=True)
 class Sealed:
-    """What is sealed once a sequence has so many tokens.
+    """What is sealed once a sequence has a given number of tokens.
 
     Attributes:
-        tokens: sealed ones in all.
-        fits: whether those that are sealed now are a new segment, with a state of its own.
+        tokens: all sealed tokens.
+        fits: whether those that are sealed now form a new segment, with a state of its own.
     """
 
     tokens: int
@@ -84,25 +85,25 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a sequence may need on its way: new segments, and tokens of its longest exact tail."""
+    """What a sequence may need as it grows: new segments, and tokens of its longest exact tail."""
 
     segments: int
     tail: int
 
 
 def fitted_with_earlier(first: int, end: int) -> bool:
-    """Whether tokens ``first`` to ``end`` are too few for a subspace of their own: it is then found by all before them,
-    too, so that states reach further the longer a sequence is."""
+    """Whether tokens ``first`` to ``end`` are too few for a subspace of their own: it is then fitted on all before
+    them, too, so that states reach further the longer a sequence is."""
     return end - first < first
 
 
 def cut_short(end: int, reach: int, fitted: int, stop: int) -> tuple[int, int, int]:
-    """These of a segment, for a sequence that goes on otherwise behind position ``stop``."""
+    """These numbers of a segment, for a sequence that continues differently after position ``stop``."""
     return min(end, stop), reach - end + min(end, stop), min(fitted, stop)
 
 
 def generated_reach(first: int, end: int, reach: int) -> int:
-    """How far a state reaches for generated tokens that was fitted for ``first`` to ``end`` and has that ``reach``."""
+    """How far a state that was fitted for ``first`` to ``end`` and has that ``reach`` reaches for generated tokens."""
     fitted = end if fitted_with_earlier(first, end) else end - first
     return UNLIMITED if fitted >= SETTLED else reach
 
@@ -112,7 +113,7 @@ class Growth:
     """The rules of one policy.
 
     Attributes:
-        spec: resolved.
+        spec: a resolved spec.
         learns: whether its parts have fitted states.
     """
 
@@ -120,18 +121,18 @@ class Growth:
     learns: bool
 
     def reach(self, segments: int, first: int, end: int) -> int:
-        """How far the state of a sequence's last segment reaches that is for tokens ``first`` to ``end``."""
+        """How far the state of a sequence's last segment, for tokens ``first`` to ``end``, reaches."""
         if not self.learns or segments >= MOST_SEGMENTS:
             return UNLIMITED
         return end + int(REACH * (end if fitted_with_earlier(first, end) else end - first))
 
     def fitted(self, at: Standing, sealed: int, end: int) -> Standing:
-        """What comes of ``at`` when tokens behind it, up to ``end``, get a state and are sealed up to ``sealed``."""
+        """What ``at`` becomes when tokens after it, up to ``end``, get a state and are sealed up to ``sealed``."""
         reach = self.reach(at.segments + 1, at.sealed, end)
         return Standing(sealed, at.segments + 1, reach, generated_reach(at.sealed, end, reach))
 
     def limit(self, segments: int) -> int:
-        """The longest tail behind so many segments that stays exact if a prompt ends with it."""
+        """The longest tail after that many segments that stays exact if a prompt ends with it."""
         return self.spec.exact_limit if segments else self.spec.dense_limit
 
     def late_limit(self, segments: int) -> int:
@@ -159,7 +160,7 @@ class Growth:
             at = replace(at, sealed=soon.tokens)
             longest = start - soon.tokens
         while at.segments < MOST_SEGMENTS:
-            stuck = max(at.sealed, at.generated_reach // PAGE * PAGE)  # what can be sealed on the last state is
+            stuck = max(at.sealed, at.generated_reach // PAGE * PAGE)  # all that can be sealed on the last state
             if at.segments and capacity > stuck + spec.local + PAGE:
                 longest = max(longest, min(capacity - stuck, spec.exact_limit + 1))
             fitted = stuck + self.late_limit(at.segments)

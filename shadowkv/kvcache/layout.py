@@ -23,8 +23,8 @@ class TierLayout:
     """A tier as a policy uses it.
 
     Attributes:
-        block_bytes: of one layer.
-        skipped_bytes: the same of a layer that the policy skips; 0 where nothing of it is in the tier.
+        block_bytes: bytes of a block in one layer.
+        skipped_bytes: the same for a layer that the policy skips; 0 where nothing of it is in the tier.
         pinned: whether it is the host's memory, which the device reads and writes across the bus.
         paged: whether its blocks are divided into pages.
     """
@@ -48,7 +48,7 @@ class PageCount:
     segments: int = 0
 
     def lacking(self, owned: PageCount) -> PageCount:
-        """What is missing of each kind where ``owned`` is there."""
+        """What is missing of each kind beyond what is ``owned``."""
         return PageCount(*(max(0, wanted - there) for wanted, there in zip(self.counts, owned.counts, strict=True)))
 
     def __add__(self, other: PageCount) -> PageCount:
@@ -56,23 +56,23 @@ class PageCount:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All of them, in order."""
+        """All counts, in order."""
         return tuple(vars(self).values())
 
 
 MOST_ENTRIES = 32767
-"""Chunks that the buffer can number."""
+"""Most chunks that the buffer can number."""
 
 LEAST_WASTE = 0.02
-"""Share of a block that may be lost to sealed pages that do not fill it, and half of what exact ones may lose: what
-fills a device are long sequences."""
+"""Share of a block that may be lost where sealed pages do not fill it, and half the share for exact pages: long
+sequences are what fills a device."""
 
 SPARE_SEGMENTS = 16
 """At full occupancy, one sequence in this many may have a second segment."""
 
 
 def pack(exact: int, sealed: int) -> tuple[int, int, int]:
-    """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever it holds."""
+    """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever kind it holds."""
     best, least = (1, 1, max(exact, sealed)), 1.0
     for count in range(1, 9):
         other = max(1, round(count * exact / sealed))
@@ -91,21 +91,21 @@ class Layout:
     Args:
         spec: the policy; resolved here for ``shape``, which raises ValueError where it cannot be used.
         shape: the model's attention sizes.
-        dtype: of exact keys and values and of what the parts store at full precision.
+        dtype: dtype of exact keys and values and of what the parts store at full precision.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks of a segment's buffer of fetched values, in those that a step selects of the longest
-            context: at least 1, or 0 for no buffer.
+        fetch_buffer: chunks of a segment's buffer of fetched values, as a multiple of those that a step selects from
+            the longest context: at least 1, or 0 for no buffer.
 
     Attributes:
-        parts: of the policy.
-        exact_fields, sealed_fields: of pages of the device tier.
-        excluded_fields: of the sealed ones, ``EXCLUDED`` where the policy has it.
-        host_fields: of pages of the host tier.
-        state_fields: of a fitted state.
-        buffer_fields: of a segment's buffer of fetched values.
+        parts: the policy's parts.
+        exact_fields, sealed_fields: fields of pages in the device tier.
+        excluded_fields: among the sealed ones, ``EXCLUDED`` where the policy has it.
+        host_fields: fields of pages in the host tier.
+        state_fields: fields of a fitted state.
+        buffer_fields: fields of a segment's buffer of fetched values.
         compressed: the layers that the policy does not skip; all where it skips none.
-        runs: layers that are alike, one run behind the other: those skipped, the compressed ones, those skipped.
-        tiers: those that pages and states lie in.
+        runs: layers that are alike, one run after the other: those skipped, the compressed ones, those skipped.
+        tiers: the tiers that pages and states are stored in.
         growth: when tokens get a state of their own.
     """
 
@@ -153,11 +153,11 @@ class Layout:
         )
 
     def resized(self, max_model_len: int) -> Layout:
-        """The same for other longest sequences."""
+        """The same layout for another ``max_model_len``."""
         return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer)
 
     def with_fields(self, **fields: Any) -> Layout:
-        """The same of another policy: of these fields of a KVSpec, all others as they are."""
+        """The same layout for another policy: with these fields of a KVSpec, all others as they are."""
         return Layout(replace(self.spec, **fields), self.shape, self.dtype, self.max_model_len, self.fetch_buffer)
 
     def skips(self, layer: int) -> bool:
@@ -165,7 +165,7 @@ class Layout:
         return layer not in self.compressed
 
     def alike(self, most: int) -> Iterator[slice]:
-        """All layers in order, at most so many at a time and none that differ together."""
+        """All layers in order, at most ``most`` at a time, and together only those that are alike."""
         for run in self.runs:
             for first in run[::most]:
                 yield slice(first, min(first + most, run.stop))
@@ -185,16 +185,16 @@ class Layout:
         return Blocks(sizes, segment_slots=layers * sum(field.nbytes for field in self.buffer_fields))
 
     def fixed_blocks(self, sequences: int) -> Blocks:
-        """What that many sequences of any lengths have: their numbers, and slots and states of segments."""
+        """What that many sequences of any length have: their numbers, and slots and states of segments."""
         if not self.spec.seals:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MOST_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as can be
+            segments += max(MOST_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as are allowed
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
-        """Device bytes of that; one more of each fills up captured batches."""
+        """Device bytes of that; one more of each pads captured batches."""
         count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
         return sum((count[kind] + 1) * unit[kind] for kind in ("segment_slots", "states"))
 
@@ -253,12 +253,12 @@ class Layout:
         return Blocks({kind: max(short[kind], long[kind]) for kind in {**short, **long}})
 
     def snapshot_bytes(self, capacity: int) -> int:
-        """Bytes of a snapshot of ``capacity`` tokens, at the most."""
+        """Bytes of a snapshot of ``capacity`` tokens, at most."""
         exact = 2 * self.spec.skip_layers * self._exact_layer_bytes(capacity)
         return len(self.compressed) * self._compressed_layer_bytes(capacity) + exact
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
-        """The same of any of its layers."""
+        """The same for any of its layers."""
         exact = self._exact_layer_bytes(capacity) if self.spec.skip_layers else 0
         return max(self._compressed_layer_bytes(capacity), exact)
 
@@ -272,15 +272,15 @@ class Layout:
         return most + max(1, pages.segments) * page_bytes(self.state_fields)
 
     def _skipped_bytes(self) -> int:
-        """Bytes of a block of the device tier in a layer that is skipped: its sealed pages are exact ones.
+        """Bytes of a block of the device tier in a skipped layer: its sealed pages are exact ones.
 
-        Names are further apart, by a multiple of 16 bytes, as vector loads need them.
+        Names are further apart, by a multiple of 16 bytes, as vector loads require.
         """
         apart = max(GRANULE, -(-self.exact_bytes // (self.sealed_bytes // GRANULE) // 16) * 16)
         return self.block_bytes // GRANULE * apart
 
     def _buffer_fields(self) -> tuple[Field, ...]:
-        """The fields of a segment's ``ChunkBuffer``; none where it has nothing to choose or cannot hold a step."""
+        """The fields of a segment's ``ChunkBuffer``; none where nothing is chosen or it cannot hold a step."""
         spec, heads = self.spec, self.shape.num_kv_heads
         if not self.host_fields or not spec.selects or not self.fetch_buffer:
             return ()

@@ -71,10 +71,10 @@ def page_bytes(fields: Iterable[Field]) -> int:
 
 
 class BlockPool:
-    """Which blocks are free, and how many hold a reference to each of the others.
+    """Which blocks are free, and how many references there are to each of the others.
 
     Args:
-        step: names from one block to the next: a block is named by the first of its own.
+        step: names from one block to the next: a block is named by the first of its names.
 
     Attributes:
         spare: name of an extra block that is never allocated, the target of writes for padding rows.
@@ -90,7 +90,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that are not held."""
         return len(self._free)
 
     def block_of(self, name: int) -> int:
@@ -102,7 +102,7 @@ class BlockPool:
         return list(dict.fromkeys(map(self.block_of, names)))
 
     def references(self, block: int) -> int:
-        """How many hold ``block``."""
+        """References to ``block``."""
         return self._references[block // self.step]
 
     def allocate(self, count: int) -> list[int]:
@@ -118,14 +118,14 @@ class BlockPool:
         return [number * self.step for number in taken]
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to each of ``blocks``, which somebody holds."""
+        """Adds a reference to each of ``blocks``, which must be held already."""
         self.changes += 1
         for block in blocks:
             assert self._references[block // self.step], f"block {block} of the {self.name} tier is nobody's"
             self._references[block // self.step] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Gives back a reference to each of ``blocks``; a block that has none is free."""
+        """Gives back a reference to each of ``blocks``; a block without references is free."""
         self.changes += 1
         for block in blocks:
             number = block // self.step
@@ -136,13 +136,13 @@ class BlockPool:
 
 
 class Tier(BlockPool):
-    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``, and the same of layers with larger blocks.
+    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``, and the same for layers with larger blocks.
 
     Args:
-        device: where the arena's tensors can be used. For ``pinned`` memory, which is the host's, that is the GPU that
+        device: where the arena's tensors can be used. For ``pinned`` memory, which is host memory, that is the GPU that
             reads and writes it across the bus.
         paged: whether blocks are divided into pages, so that names count granules; else they count blocks.
-        skipped_layers, skipped_bytes: layers besides those whose blocks have other bytes, and how many.
+        skipped_layers, skipped_bytes: number of additional layers with blocks of another size, and that size.
 
     Attributes:
         arena: uint8 [num_layers, bytes].
@@ -184,16 +184,16 @@ class Tier(BlockPool):
         return self.num_blocks * self.bytes_per_block
 
     def views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
-        """For each field the view ``[num_layers, names, *shape]`` of pages that lay ``fields`` out in order."""
+        """For each field, the view ``[num_layers, names, *shape]`` of pages with ``fields`` laid out in order."""
         return _views(self.arena, self.block_bytes // self.step, fields)
 
     def skipped_views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
-        """The same ``[skipped_layers, names, *shape]``."""
+        """The same for skipped layers, ``[skipped_layers, names, *shape]``."""
         return _views(self.skipped, self.skipped_bytes // self.step, fields)
 
 
 def _views(arena: Tensor, apart: int, fields: Sequence[Field]) -> dict[str, Tensor]:
-    """Of an arena uint8 [layers, bytes] in which names are so many bytes apart."""
+    """Views of an arena uint8 [layers, bytes] in which names are ``apart`` bytes apart."""
     views: dict[str, Tensor] = {}
     offset = 0
     for field in fields:
@@ -241,7 +241,7 @@ def _pin(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def pin(array: np.ndarray) -> Callable[[], None]:
-    """Pins host memory for the current CUDA context, slab by slab; returns what undoes it.
+    """Pins host memory for the current CUDA context, slab by slab; returns a function that undoes it.
 
     Not through PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError.
     """

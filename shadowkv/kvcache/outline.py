@@ -1,4 +1,4 @@
-"""What a new sequence begins with: tokens of a sequence that is there, of snapshots, or of one and then the others."""
+"""What a new sequence begins with: tokens of an existing sequence, of snapshots, or of a sequence, then snapshots."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shadowkv.kvcache.spec import PAGE
 
 
 class Link(NamedTuple):
-    """A snapshot of a chain, and up to which token of the sequence it is used."""
+    """A snapshot of a chain, and the token of the sequence up to which it is used."""
 
     header: SnapshotHeader
     stop: int
 
 
 class Span(NamedTuple):
-    """A segment's place in its sequence; as a ``Segment`` has it."""
+    """A segment's place in its sequence; fields are those of ``Segment``."""
 
     first: int
     end: int
@@ -89,7 +89,7 @@ class Outline:
 
 
 def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:
-    """``spans`` and a segment behind them, or what it adds to the last one."""
+    """``spans`` followed by a segment, or with what it adds to the last one."""
     span, sealed = Span(*(getattr(new, name) for name in Span._fields)), spans[-1].sealed if spans else 0
     if not new.continued and new.first == sealed:
         return [*spans, span]

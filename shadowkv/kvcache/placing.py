@@ -26,14 +26,14 @@ from shadowkv.kvcache.upload import upload
 
 
 class Numbers:
-    """Numbers on their way to the device: each array is a part of one that is copied."""
+    """Numbers on their way to the device: each array that is added is a part of the one that is copied."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
         self._size = 0
 
     def add(self, numbers: ArrayLike) -> slice:
-        """Where they will be."""
+        """Adds ``numbers``; returns where they will be in the copy."""
         array = np.asarray(numbers, np.int64).ravel()
         self._arrays.append(array)
         self._size += len(array)
@@ -45,8 +45,8 @@ class Numbers:
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
-    """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are
-    there."""
+    """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are on
+    the device."""
     position = np.arange(start, stop)
     names = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
     rows = numbers.add(np.stack((names, position % PAGE)))
@@ -60,14 +60,14 @@ class Placing:
         self.pool, self.layout, self.device = pool, pool.layout, pool.store.compute
 
     def find(self, work: Iterable[tuple[CachedSequence, int]]) -> list[Places]:
-        """Where ``count`` new tokens of each sequence go; one has a new segment if their state is to be fitted."""
+        """Where ``count`` new tokens of each sequence go; it gets a new segment if a state is to be fitted on them."""
         numbers = Numbers()
         found = [self._find(numbers, sequence, count) for sequence, count in work]
         there = numbers.on(self.device)
         return [places(there) for places in found]
 
     def _find(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], Places]:
-        """The same of one sequence, once its ``numbers`` are there."""
+        """The same for one sequence, once its ``numbers`` are on the device."""
         start, before = sequence.length, sequence.sealed
         length = start + count
         after = self.layout.growth.sealed(sequence.standing, length, length == sequence.capacity)
@@ -110,7 +110,7 @@ class Placing:
         )
 
     def _cached(self, numbers: Numbers, segment: Segment) -> Callable[[Tensor], CachedSegment]:
-        """A segment that later tokens attend to all of."""
+        """A segment that later tokens attend to in full."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
         one = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])
@@ -137,13 +137,13 @@ class Placing:
 
 
 def to_store(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) -> ToStore:
-    """What is stored of some of a batch's sequences, whose places those are."""
+    """What is stored of some of a batch's sequences; ``found`` gives them with their places."""
     sealed = [(slice(one.start, one.stop), places) for one, places in found if places.sealed]
     return ToStore(_observed(batch, found), list(_exact(found)), sealed)
 
 
 def _observed(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) -> list[LastQueries]:
-    """Which of the sequences learn from their last queries: those of which as many are kept together."""
+    """Which of the sequences learn from their last queries; those that keep equally many queries are grouped."""
     alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
     for one, places in found:
         if places.observed is not None:
@@ -162,7 +162,7 @@ def _observed(batch: PrefillBatch, found: Sequence[tuple[NewTokens, Places]]) ->
 
 
 def _exact(found: Sequence[tuple[NewTokens, Places]]) -> Iterator[tuple[slice, ExactRows]]:
-    """Rows of sequences that stay exact, and where they go: those that follow one another in one."""
+    """Rows of sequences that stay exact, and where they go; adjacent ones are joined."""
     start, stop, together = 0, 0, list[ExactRows]()
 
     def joined() -> tuple[slice, ExactRows]:

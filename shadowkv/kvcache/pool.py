@@ -1,7 +1,7 @@
 """Sequence lifetimes: who holds which blocks, slots and states, from admission to release.
 
 A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
-runs out of memory half way. What is sealed it may share with others.
+runs out of memory halfway. It may share what is sealed with other sequences.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SequencePool:
         max_model_len: longest sequence, in tokens.
 
     Attributes:
-        tables: what kernels read of them.
-        pools: by what they count: the tiers, ``segment_slots`` and ``sequences``.
+        tables: what kernels read about them.
+        pools: pools of blocks, by name: the tiers, ``segment_slots`` and ``sequences``.
     """
 
     def __init__(self, store: Store, slots: int, max_model_len: int) -> None:
@@ -50,20 +50,20 @@ class SequencePool:
 
     @property
     def total(self) -> Blocks:
-        """What there is of everything."""
+        """All blocks, by kind."""
         return Blocks({name: pool.num_blocks for name, pool in self.pools.items()})
 
     @property
     def free(self) -> Blocks:
-        """What no sequence holds."""
+        """Blocks that no sequence holds, by kind."""
         return Blocks({name: pool.free_blocks for name, pool in self.pools.items()})
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
-        """What ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
         return self.layout.blocks(self._lacking(sequence, start, capacity))
 
     def demand(self, outline: Outline, start: int, capacity: int) -> Blocks:
-        """What ``restore`` takes."""
+        """Blocks that ``restore`` takes."""
         shared = sum(span.first < outline.shared for span in outline.spans)
         return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, segment_slots=shared)
 
@@ -88,7 +88,7 @@ class SequencePool:
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked: a page boundary.
 
-        Exact copies of outliers are of all pages that a segment was fitted with: those stay together.
+        Exact copies of outliers belong to all pages that a segment was fitted with, so those pages stay together.
         """
         if not sequence.path:
             return min(length, sequence.length) // PAGE * PAGE
@@ -101,8 +101,8 @@ class SequencePool:
     def restore(
         self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A sequence that begins as ``outline`` says, extended to ``start`` and ``capacity`` tokens; what stands in its
-        pages, but for those that it shares with ``parent``, is the caller's to write.
+        """A sequence that begins as ``outline`` says, extended to ``start`` and ``capacity`` tokens; the caller writes
+        the contents of its pages, except for those that it shares with ``parent``.
 
         Raises OutOfBlocks, with nothing taken, if anything is lacking, and ValueError where it would be too long.
         """
@@ -145,15 +145,15 @@ class SequencePool:
         self._write(sequence)
 
     def arrived(self, sequence: CachedSequence) -> None:
-        """Makes what the current stream does from now on wait for all that is on its way to a restored sequence."""
+        """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
         if sequence.arrival is not None:
             sequence.arrival.wait(self.layout.shape.num_layers - 1)
             sequence.arrival = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
-        """Makes a new last segment behind what is sealed, with a state that is to be fitted on tokens up to ``end``.
+        """Appends a segment after what is sealed, with a state to be fitted on tokens up to ``end``.
 
-        All that it takes is held from the start, whatever else is held: what a sequence answers depends on itself.
+        All that it takes is held from the start, whatever else is held: a sequence's answer depends on itself alone.
         """
         spec, first, number = self.layout.spec, sequence.sealed, len(sequence.path) + 1
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
@@ -176,7 +176,7 @@ class SequencePool:
             self.store.buffer.reset(segment.slot)  # once: its sealed chunks never change
 
     def seal(self, sequence: CachedSequence, sealed: int) -> None:
-        """Notes that tokens up to position ``sealed`` stand in the last segment's pages, the first of the reserve."""
+        """Records that tokens up to position ``sealed`` are in the last segment's pages, the first of the reserve."""
         last = sequence.path[-1]
         new = not last.pages
         self._name_sealed(sequence, (sealed - last.sealed) // PAGE)
@@ -198,7 +198,7 @@ class SequencePool:
         self.tables.length[sequence.slot] = length
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Gives back what a finished sequence holds for tokens to come; it can be extended again."""
+        """Gives back what a finished sequence holds for future tokens; it can be extended again."""
         self.arrived(sequence)
         sequence.capacity, sequence.observed = (length := sequence.length), False
         unused = slice(-(-length // PAGE), None)
@@ -230,7 +230,7 @@ class SequencePool:
         self.pools["sequences"].release([sequence.slot])
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
-        """What would be free if ``sequences`` were released: what they alone hold."""
+        """Blocks that would be free if ``sequences`` were released: those that only they hold."""
         names: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
         for sequence in sequences:
             names["sequences"].update([sequence.slot])
@@ -245,7 +245,7 @@ class SequencePool:
         )
 
     def _counted(self, sequence: CachedSequence) -> list[tuple[str, list[int]]]:
-        """All that a sequence holds of what is not divided into pages."""
+        """Everything a sequence holds that is not divided into pages."""
         path, host = sequence.path, self.layout.host_fields
         return [
             ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
@@ -254,7 +254,7 @@ class SequencePool:
         ]
 
     def _drop(self, sequence: CachedSequence, *reserves: list[int]) -> list[list[int]]:
-        """Gives back the blocks of pages of ``reserves`` in which nothing else lies; what is left of the reserves."""
+        """Gives back the blocks that hold only pages of ``reserves``; returns what is left of the reserves."""
         device = self.pools["device"]
         kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
         dropped = [block for block in device.blocks_of(name for part in reserves for name in part) if block not in kept]
@@ -262,7 +262,7 @@ class SequencePool:
         return [[name for name in part if device.block_of(name) in kept] for part in reserves]
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
-        """Makes ``child`` begin as ``parent`` does, up to ``length``; what of that is on its way arrives for both."""
+        """Makes ``child`` begin as ``parent`` does, up to ``length``; any of it still on its way arrives for both."""
         child.arrival = parent.arrival
         segments = [segment for segment in parent.path if segment.first < length]
         slots = self.pools["segment_slots"].allocate(len(segments))
@@ -279,14 +279,14 @@ class SequencePool:
                 self.store.buffer.reset(slot)
 
     def _name_sealed(self, sequence: CachedSequence, count: int) -> None:
-        """Makes the first pages of the reserve the last segment's."""
+        """Moves the first pages of the reserve to the last segment."""
         last = sequence.path[-1]
         last.pages += sequence.sealed_reserve[:count]
         last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.sealed_reserve)[:count]
         del sequence.sealed_reserve[:count], sequence.host_reserve[:count]
 
     def _take(self, sequence: CachedSequence, new: PageCount) -> None:
-        """Adds what ``new`` says to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        """Adds what ``new`` counts to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
         count = self.layout.blocks(new)
         if not count.within(self.free):
             raise OutOfBlocks(f"the sequence needs {count}, free are {self.free}")
@@ -327,12 +327,12 @@ class SequencePool:
         )
 
     def _prompted(self, at: Standing, length: int, start: int) -> int:
-        """How far prompts reach in a sequence of ``length`` tokens that is extended to ``start``: where none follows, a
-        dense one stays so for as long as answers do."""
+        """How far prompts reach in a sequence of ``length`` tokens that is extended to ``start``: where no prompt
+        follows, a dense sequence stays dense for as long as answers do."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
     def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:
-        """Adds pages to the ring; the tail's pages get the places that they have in a wider one."""
+        """Adds pages to the ring; the tail's pages move to their places in the wider ring."""
         old = sequence.ring
         ring: list[int | None] = [None] * (len(old) + len(more))
         for number in range(sequence.sealed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():

@@ -46,7 +46,7 @@ class Prefill:
         self.store, self.parts, self.pool, self.sealing = store, parts, pool, sealing
         self.tables, self.layout, self.ops = pool.tables, store.layout, store.ops
         self.spec, self.shape = store.layout.spec, store.layout.shape
-        # Of high priority: what takes little finds its way between the blocks of the kernels that take all.
+        # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
         self.sparse = SparsePrefill(self.ops, store.compute) if self.spec.prefill == "sparse" else None
         self.cached, self._places = CachedTokens(store, parts), Placing(pool).find
@@ -67,11 +67,11 @@ class Prefill:
         self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
 
     def attend(self, layer: int, q: Tensor, block: PrefillBlock) -> Tensor:
-        """Attention [n, H_q, d] of a block of tokens, every block of the layer having been appended; the
-        last block last.
+        """Attention [n, H_q, d] of a block of tokens, once every block of the layer has been appended; the
+        last block comes last.
 
-        Its attention is under way while the layer is stored: by then all queries are known from which
-        an index learns.
+        Its attention runs while the layer is stored: by then all queries that an index learns from are
+        known.
         """
         batch = block.batch
         q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
@@ -86,7 +86,7 @@ class Prefill:
 
     def finish_layer(self, layer: int, batch: PrefillBatch) -> None:
         """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
-        been computed; their memory can be used again."""
+        been computed; their memory can be reused afterwards."""
         layers = batch.stored_after(layer)
         if layers is None:
             return
@@ -96,7 +96,7 @@ class Prefill:
         self.join()
 
     def join(self) -> None:
-        """Makes what is launched from now on wait for what is being stored."""
+        """Makes subsequent launches wait for what is being stored."""
         if self.side is not None:
             torch.cuda.current_stream(self.store.compute).wait_stream(self.side)
 
@@ -109,8 +109,8 @@ class Prefill:
             self._commit(segment.sequence, places)
 
     def seal_tails(self, sequences: list[CachedSequence]) -> None:
-        """Makes the tails of sequences that have outgrown their last states, if they have one, segments with their own:
-        those that are alike together."""
+        """Turns the tails of sequences that have outgrown their last states, if they have one, into segments with
+        states of their own: those that are alike together."""
         alike: dict[tuple[int, ...], list[tuple[CachedSequence, Places]]] = {}
         found = self._places([(sequence, 0) for sequence in sequences])
         for sequence, places in zip(sequences, found, strict=True):
@@ -142,7 +142,7 @@ class Prefill:
     def _start_storing(self, layer: int, batch: PrefillBatch, side: torch.cuda.Stream) -> None:
         """Stores the tokens of new sequences on another stream, if it is time: attention reads them from the batch.
 
-        What is cached of others would be overwritten while their new tokens still read it.
+        Not those of others: what these have cached would be overwritten while their new tokens still read it.
         """
         layers = batch.stored_after(layer)
         if layers is None:
@@ -177,8 +177,8 @@ class Prefill:
             part.observe(self.store, layers, states, queries, first)
 
     def _write(self, layers: slice, all_places: list[Places], new: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Stores tokens of layers of sequences that are sealed alike, as many of each: those that were exact and
-        the new ones, keys, RoPE-rotated keys and values [L, n, H, d]."""
+        """Stores, in some layers, tokens of sequences that are sealed alike, equally many of each: those that were
+        exact and the new ones, as keys, RoPE-rotated keys and values [L, n, H, d]."""
         places = all_places[0]
         joined = [self._behind_exact(layers, one, *tokens) for one, tokens in zip(all_places, new, strict=True)]
         keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
@@ -221,7 +221,7 @@ class Prefill:
     def _behind_exact(
         self, layers: slice, places: Places, keys: Tensor, rope_keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """New tokens [L, n, H, d] behind the exact tail that their sequence has."""
+        """The exact tail of a sequence followed by its new tokens [L, n, H, d]."""
         count = len(places.tail.pages)
         if not count:
             return keys, rope_keys, values
@@ -234,7 +234,7 @@ class Prefill:
 
     def _earlier(self, layers: slice, places: Places) -> Tensor:
         """Keys before RoPE [L, n, H, d] of all that a sequence has sealed, rebuilt: new tokens that are too few
-        for a subspace of their own are in one with those."""
+        for a subspace of their own share one with those."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):
             for one in places.cached:
@@ -264,7 +264,7 @@ class Prefill:
     def _write_exact(self, layers: slice, rows: ExactRows, rope_keys: Tensor, values: Tensor) -> None:
         """Writes tokens [L, n, H, d] to exact pages."""
         for exact, tokens in ((self.store.k[layers], rope_keys), (self.store.v[layers], values)):
-            # A GPU scatters numbers one by one: of 8 bytes, there are few.
+            # A GPU scatters elements one by one: with 8 bytes each, there are fewer.
             wide = exact.dtype if exact.shape[-1] * exact.itemsize % 8 else torch.int64
             exact.view(wide)[:, rows.pages, :, rows.offsets] = tokens.to(exact.dtype).transpose(0, 1).view(wide)
 
@@ -277,8 +277,8 @@ class Prefill:
     # -- attending -------------------------------------------------------------------------------------------------
 
     def _shared(self, batch: PrefillBatch, run: Run) -> tuple[object, ...] | None:
-        """What neighbouring runs must have in common to attend to what they have cached together: the same pages, all
-        of them densely. None for a run that attends by itself."""
+        """What neighbouring runs must have in common to attend together to what they have cached: the same pages, all
+        of them attended to densely. None for a run that attends by itself."""
         segment = run.alone
         if segment is None or not segment.cached or self._sparse(segment, run.stop) is not None:
             return None
@@ -304,8 +304,8 @@ class Prefill:
         return sparse.attend(layer, q, k, v, segment.stop - run.stop)
 
     def _attend_cached(self, layer: int, q: Tensor, batch: PrefillBatch, runs: tuple[Run, ...]) -> Tensor:
-        """Attention of runs of which each sequence has the same cached: each to its own exact tokens, and all together
-        to what is rebuilt for them once."""
+        """Attention of runs whose sequences have the same segments cached: each to its own exact tokens, and all
+        together to what is rebuilt for them once."""
         cached = batch.places_of(cast(NewTokens, runs[0].alone), self._places).cached
         own = []
         for run in runs:
@@ -324,8 +324,8 @@ class Prefill:
     def _behind_exact_tail(
         self, layer: int, batch: PrefillBatch, segment: NewTokens, stop: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, H, d] of a segment's new tokens, up to the batch's row ``stop``, and before them of the
-        exact tail that its sequence has."""
+        """Keys and values [n, H, d] of the exact tail of a segment's sequence, followed by those of its new tokens, up
+        to the batch's row ``stop``."""
         keys, values = (x[batch.place(layer), segment.start : stop] for x in (batch.rope_keys, batch.values))
         if not segment.cached:
             return keys, values
@@ -335,14 +335,14 @@ class Prefill:
         return self._behind_tail(self.store.k[layer], tail, keys), self._behind_tail(self.store.v[layer], tail, values)
 
     def _sparse(self, segment: NewTokens, stop: int) -> SparsePrefill | None:
-        """What a block of a segment's queries, up to the batch's row ``stop``, attends with; None: to everything."""
+        """What a block of a segment's queries, up to the batch's row ``stop``, attends with; None for everything."""
         new, seen = segment.stop - segment.start, segment.cached + stop - segment.start
         return self.sparse if self.sparse is not None and self.sparse.pays(new, seen) else None
 
     def _behind_cached(
         self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Everything that segments have sealed, and keys and values [n, H, d] behind it."""
+        """Everything that segments have sealed, followed by keys and values [n, H, d]."""
         if not cached:
             return k, v
         sealed = sum(PAGE * one.row.pages.shape[1] for one in cached)
@@ -357,8 +357,8 @@ class Prefill:
         return joined[0], joined[1]
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor) -> Tensor:
-        """The exact tail [t, H, d] in ``pages`` and behind it new tokens [n, H, d]."""
-        names = tail.pages[None, ::PAGE]  # the tail begins with a page
+        """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d]."""
+        names = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
         whole, count = names.shape[1] * PAGE, len(tail.pages)
         joined = new.new_empty(whole + len(new), *new.shape[1:])
         self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), names), 0, joined[:whole].transpose(0, 1), False)
@@ -367,7 +367,7 @@ class Prefill:
 
 
 def _stacked(tokens: Sequence[Tensor]) -> Tensor:
-    """[L, n, S, H, d] of n times [L, S, H, d], which are not copied where there is one."""
+    """[L, n, S, H, d] from n tensors [L, S, H, d], not copied where there is only one."""
     return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)
 
 

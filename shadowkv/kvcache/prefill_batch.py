@@ -42,7 +42,7 @@ class CachedSegment:
     Attributes:
         row: a batch of one row.
         static: its sink and outliers.
-        names: of its state, its pages and those of its values: the same of sequences that share it.
+        names: names of its state, its pages and those of its values: the same for sequences that share it.
     """
 
     row: SealedBatch
@@ -55,18 +55,18 @@ class Places:
     """Where the new tokens of a sequence go, the same in every layer: on the device, so that no layer waits for a copy.
 
     Attributes:
-        length: tokens of the sequence with them.
-        before, sealed: tokens that are sealed already, and those that are now.
-        fits: whether it is new: its state is to be fitted.
-        state: int64 [1].
-        observed: int64 [1], the state that learns from their last queries: that one, or the one that is held for when a
-            dense sequence is compressed; None where there is none.
-        first: position of the first token of the segment that it is of.
+        length: tokens of the sequence, including them.
+        before, sealed: tokens that are sealed already, and those that are sealed now.
+        fits: whether their segment is new: its state is to be fitted.
+        state: int64 [1], the state of their segment.
+        observed: int64 [1], the state that learns from their last queries: that one, or the one that is reserved for
+            when a dense sequence is compressed; None where there is none.
+        first: position of the first token of their segment.
         pages, value_pages: int64 [sealed / 64], names of the pages that they go to.
         page_starts: int64 [sealed / 64], positions of the first tokens of these pages.
         static: where the sink and the outliers of a new segment go.
-        tail: where the exact tokens are that the sequence has already; those that are sealed now come from there first.
-        exact: where the newest tokens go, or all that are new where none are sealed.
+        tail: where the exact tokens that the sequence already has are; those that are sealed now come from there first.
+        exact: where the newest tokens go, or all new ones where none are sealed.
         cached: the segments that the sequence has already.
     """
 
@@ -88,12 +88,12 @@ class Places:
 
 @dataclass(frozen=True)
 class LastQueries:
-    """Sequences of a batch of which as many last queries are kept: the parts learn from them together.
+    """Sequences of a batch for which equally many last queries are kept: the parts learn from them together.
 
     Attributes:
-        states: int64 [n], what learns.
-        rows: int64 [n, w], of the batch's ``queries``.
-        first: int64 [n], the token of its segment that each one's first query is of.
+        states: int64 [n], the states that learn.
+        rows: int64 [n, w], rows of the batch's ``queries``.
+        first: int64 [n], the token within its segment that each one's first query belongs to.
     """
 
     states: Tensor
@@ -107,7 +107,7 @@ class ToStore:
 
     Attributes:
         observed: what is learned first.
-        exact: tokens that stay exact, as rows of the batch, and where they go: neighbours in one.
+        exact: tokens that stay exact, as rows of the batch, and where they go; neighbours are joined.
         sealed: the others, each sequence's rows and places.
     """
 
@@ -117,18 +117,18 @@ class ToStore:
 
 
 class PrefillBatch:
-    """New tokens of one or a few sequences, packed, and keys and values of them in the layers that are stored together.
+    """New tokens of one or a few sequences, packed, and their keys and values in the layers that are stored together.
 
     Attributes:
         new: tokens of each sequence, in order.
         positions: int64 [T].
         starts: int32 [S + 1], where each sequence's tokens begin.
-        layers_at_once: g, how many are stored together.
+        layers_at_once: g, how many layers are stored together.
         keys, rope_keys, values: [g, T, H, d], scratch of the layers at work, reused by the next.
-        queries: the same of the last tokens of each sequence, one behind the other: [g, Q, H_q, d], after RoPE.
-        last: int64 [Q], the rows of the batch that those are of.
-        runs: layers that are alike: only such are stored together.
-        storing: the layer at whose end new sequences are being stored, or were last, while it attends.
+        queries: the same for the last tokens of each sequence, one after the other: [g, Q, H_q, d], after RoPE.
+        last: int64 [Q], the rows of the batch that those belong to.
+        runs: layers that are alike: only those are stored together.
+        storing: the layer during whose last attention new sequences are being stored, or were last.
     """
 
     def __init__(
@@ -169,15 +169,14 @@ class PrefillBatch:
     def places_of(
         self, segment: NewTokens, find: Callable[[Sequence[tuple[CachedSequence, int]]], list[Places]]
     ) -> Places:
-        """Where a segment's tokens go; those of all are found when one is first asked for."""
+        """Where a segment's tokens go; the places of all segments are found on the first call."""
         if not self._places:
             found = find([(one.sequence, one.stop - one.start) for one in self.new])
             self._places = {one.start: places for one, places in zip(self.new, found, strict=True)}
         return self._places[segment.start]
 
     def to_store(self, cached: bool, find: Callable[[list[NewTokens]], ToStore]) -> ToStore:
-        """What is stored of sequences that have something ``cached``, or of the new ones; found when first asked
-        for."""
+        """What is stored of sequences that have something ``cached``, or of the new ones; found on the first call."""
         if cached not in self._to_store:
             self._to_store[cached] = find([one for one in self.new if bool(one.cached) == cached])
         return self._to_store[cached]
@@ -185,7 +184,7 @@ class PrefillBatch:
     def alike(
         self, block: PrefillBlock, shared: Callable[[PrefillBatch, Run], tuple[object, ...] | None]
     ) -> list[tuple[Run, ...]]:
-        """Runs of a block, neighbours together for which ``shared`` says the same; found when first asked for."""
+        """Runs of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
         if (block.start, block.stop) not in self._alike:
             found: list[tuple[Run, ...]] = []
             last: tuple[object, ...] | None = None
@@ -200,21 +199,21 @@ class PrefillBatch:
         return self._alike[block.start, block.stop]
 
     def stored_after(self, layer: int) -> slice | None:
-        """The layers that are stored together once ``layer`` has been computed; None where others belong to them."""
+        """The layers that are stored together once ``layer`` has been computed; None where more layers belong to it."""
         place = self.place(layer)
         if place + 1 < self.layers_at_once and layer + 1 != self._run(layer).stop:
             return None
         return slice(layer - place, layer + 1)
 
     def place(self, layer: int) -> int:
-        """Which of the layers in scratch ``layer`` is."""
+        """The place of ``layer`` among the layers in scratch."""
         return (layer - self._run(layer).start) % self.layers_at_once
 
     def _run(self, layer: int) -> range:
         return next(run for run in self.runs if layer in run)
 
     def last_of(self, segment: NewTokens) -> np.ndarray:
-        """Rows of ``queries`` that are a segment's."""
+        """Rows of ``queries`` that belong to a segment."""
         return np.arange(*np.searchsorted(self._last, (segment.start, segment.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
@@ -254,7 +253,7 @@ class Run:
     """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch.
 
     Attributes:
-        alone: the one sequence that they are of; None where they are whole new ones.
+        alone: the only sequence that they belong to; None where they are whole new ones.
         cu_seqlens: int32 [S + 1], where each of those begins among them.
         longest: tokens of the longest of those.
     """
@@ -268,11 +267,11 @@ class Run:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """A run of a prefill's tokens: the unit between which it can be paused.
+    """A run of a prefill's tokens: the prefill can be paused between blocks.
 
     Attributes:
-        runs: what attends together of it.
-        kept: rows of the batch's ``queries`` that are of its tokens.
+        runs: its tokens, by what attends together.
+        kept: rows of the batch's ``queries`` that belong to its tokens.
         last: int64, which of its tokens those are.
     """
 

@@ -96,7 +96,7 @@ def _parse(text: str) -> KVSpec:
 
 
 def _value(field: str, text: str) -> Any:
-    """The value of a KVSpec's field as its type has it; a number with a point is a fraction, one without a count."""
+    """The value of a KVSpec's field, by its type; a number with a decimal point is a fraction, one without a count."""
     from shadowkv.kvcache.parts import AXES
 
     kinds = get_type_hints(KVSpec)

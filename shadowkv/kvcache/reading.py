@@ -13,15 +13,15 @@ from shadowkv.kvcache.snapshot_places import SnapshotPlaces
 
 
 class Reading:
-    """What a snapshot of a sequence is made of, where it was when the reading began.
+    """What a snapshot of a sequence is made from, where it was when the reading began.
 
     It holds the blocks that it reads until it is closed: the sequence may meanwhile decode, be trimmed, forked and
-    released. What is read cannot be truncated. An exact tail is written over by what follows it, so that a compressed
+    released. What is read cannot be truncated. An exact tail is overwritten by what follows it, so that a compressed
     sequence whose tail is read cannot be extended, and one that still decodes should be read up to a fork point.
-    Layers may be read on any stream that comes after what had been launched when it was opened.
+    Layers may be read on any stream that is ordered after the work launched before the reading was opened.
 
     Attributes:
-        header: of the snapshot.
+        header: the header of the snapshot.
     """
 
     def __init__(self, pool: SequencePool, sequence: CachedSequence, header: SnapshotHeader) -> None:
@@ -34,8 +34,8 @@ class Reading:
         sequence.readings.append(header.length)
 
     def read_layer(self, layer: int, out: Tensor) -> None:
-        """Copies a layer into ``out``, uint8 [bytes of it] where the cache computes, which begins at a multiple of 16
-        bytes; what is no field becomes 0. The host does not wait."""
+        """Copies a layer into ``out``, uint8 [bytes of the layer] on the cache's device, which begins at a multiple of
+        16 bytes; bytes outside fields become 0. The host does not wait."""
         for place in self._places(layer):
             place.read(layer, out)
         fields = self.header.fields_of(layer)
@@ -46,7 +46,7 @@ class Reading:
                 out[stop:start].zero_()
 
     def close(self) -> None:
-        """Lets go of what it reads: what the device does from now on must come after the layers that were read."""
+        """Releases what it reads: subsequent work on the device must be ordered after the layers that were read."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""Restoring: a sequence made of snapshots, which are written layer by layer."""
+"""Restoring: a sequence made from snapshots, which are written layer by layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shadowkv.kvcache.store import Store
 class Restoring:
     """A sequence that has everything but its bytes; to be kept until these are written.
 
-    Until then whoever uses the sequence has to wait: ``sequence.arrival`` says how, where it is set. Layers may be
-    written on any stream that comes after what had been launched when it was made.
+    Until then any user of the sequence has to wait: ``sequence.arrival`` says how, where it is set. Layers may be
+    written on any stream that is ordered after the work launched before it was made.
 
     Attributes:
-        sequence: the new one.
+        sequence: the new sequence.
     """
 
     def __init__(self, store: Store, chain: Sequence[Link], sequence: CachedSequence) -> None:
@@ -27,7 +27,7 @@ class Restoring:
         self._places = [SnapshotPlaces(store, header, header.cut(stop), sequence).found() for header, stop in chain]
 
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
-        """Copies a layer of the chain's snapshot number ``link`` to its place, as much of it as is used: ``data`` is
-        uint8 [bytes of it] where the cache computes and begins at a multiple of 16 bytes. The host does not wait."""
+        """Copies the used part of a layer of the chain's snapshot number ``link`` to its place: ``data`` is uint8
+        [bytes of the layer] on the cache's device and begins at a multiple of 16 bytes. The host does not wait."""
         for place in self._places[link](layer):
             place.write(layer, data)

@@ -11,7 +11,7 @@ from shadowkv.kvcache.sequence import Tables
 from shadowkv.kvcache.spec import PAGE, KVSpec
 
 FEWEST_PAGES = 8
-"""Width of a page table at the least."""
+"""Minimum width of a page table."""
 
 
 def round_up(count: int) -> int:
@@ -21,13 +21,13 @@ def round_up(count: int) -> int:
 
 
 def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
-    """Of a row that pads a batch: a sequence whose ring has a page, and its segment, which is empty."""
+    """Numbers of a row that pads a batch: a sequence whose ring has one page, and its segment, which is empty."""
     slot = tables.padding_segment_slot
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
 
 
 def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> DecodePlan:
-    """``plan`` for a batch of up to ``max_batch`` sequences, more where it has more."""
+    """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more."""
     count, rows, most = plan.shape[:3]
     batch = max(min(round_up(count), max_batch), count)
     exact = min(round_up(max(plan.exact_pages, FEWEST_PAGES)), tables.exact.shape[1])
@@ -55,7 +55,7 @@ def rounded(plan: DecodePlan, max_batch: int, spec: KVSpec, tables: Tables) -> D
 
 
 def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
-    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a page that pads, int64 [6]."""
+    """Numbers int64 [6, n] of pages to be sealed, rounded up with those of a padding page, int64 [6]."""
     more = round_up(numbers.shape[1]) - numbers.shape[1]
     return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
 

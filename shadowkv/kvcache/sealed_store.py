@@ -14,16 +14,16 @@ from shadowkv.ops.rotations import random_rotation
 
 
 class SealedStore:
-    """Tensors by name and layer, of the layers that the policy does not skip, and what else parts compute with.
+    """Tensors by name and layer, for the layers that the policy does not skip, and what else parts compute with.
 
     Args:
         head_dim: the size of the fixed rotations.
         across_bus: the names of the fields of ``page`` that are in the host's memory.
 
     Attributes:
-        ops: the cache's.
-        rotary: of the positions of its tokens.
-        compute: where it computes.
+        ops: the cache's ops.
+        rotary: tables for the positions of its tokens.
+        compute: the device that it computes on.
         page: per field [num_layers, names, *field.shape], sealed pages.
         state: per field [num_layers, states, *field.shape], fitted states.
     """
@@ -44,7 +44,7 @@ class SealedStore:
         self._rotations: dict[str, Tensor] = {}
 
     def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
-        """The fixed rotation of that name, float32 [d, d], where the cache computes: ``matrix`` makes it once."""
+        """The fixed rotation of that name, float32 [d, d], where the cache computes: created once, by ``matrix``."""
         if name not in self._rotations:
             self._rotations[name] = matrix(self._head_dim, name).to(self.compute)
         return self._rotations[name]

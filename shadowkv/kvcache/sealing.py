@@ -37,7 +37,7 @@ class Sealing:
             return
         if excluded is None:
             shape = layers, len(tokens.pages), *self.store.page[EXCLUDED].shape[2:]
-            # Not simply False: a number would have to come from the host, which a captured graph cannot wait for.
+            # Not simply False: a scalar would have to come from the host, which a captured graph cannot wait for.
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
         self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
@@ -49,7 +49,7 @@ class Sealing:
         return reached & (length - sealed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """What ``seal_pages`` has to know to seal the oldest page of each of ``slots``, int64 [6, n]."""
+        """What ``seal_pages`` needs to know to seal the oldest page of each of ``slots``, int64 [6, n]."""
         tables = self.tables
         page, segment = tables.sealed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
         column = tables.static_pages[slots] + page % tables.ring_pages[slots]
@@ -57,7 +57,7 @@ class Sealing:
 
     @property
     def padding(self) -> np.ndarray:
-        """The same of a page that pads, int64 [6]."""
+        """The same for a padding page, int64 [6]."""
         segment = self.tables.padding_segment_slot
         return np.array((self.tables.padding_slot, 0, 0, segment, 0, self.tables.state[segment]))
 

@@ -1,4 +1,4 @@
-"""The scores of what a step selected, to be shown: computed once more, in PyTorch, for one row."""
+"""The scores of what a step selected, for display: recomputed in PyTorch for one row."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ class Segment:
     """Sealed pages that follow one another, and the state that they are stored with.
 
     Attributes:
-        slot: its slot of the page tables, which no other sequence uses.
+        slot: its slot in the page tables, which no other sequence uses.
         state: name of the fitted state, which other sequences may name too; None where nothing is fitted.
         first: position of its first token, a multiple of 64.
         end: position up to which its tokens took part in the fit.
         reach: position up to which pages of prompts may be sealed on the state.
-        fitted: position after the pages that were sealed as it was fitted: its outliers are all among them.
+        fitted: position after the pages that were sealed when it was fitted: all its outliers are among them.
         pages, value_pages: names of its sealed pages and of those that hold their values.
         static: names of exact pages with its sink and outliers.
         static_tokens: tokens in those, per kv head.
@@ -54,7 +54,7 @@ class Segment:
         return self.first + PAGE * len(self.pages)
 
     def prefix(self, slot: int, stop: int) -> Segment:
-        """Its pages up to position ``stop``, for a sequence that goes on otherwise there."""
+        """Its pages up to position ``stop``, for a sequence that continues differently there."""
         count = min(len(self.pages), (stop - self.first) // PAGE)
         end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
         return replace(
@@ -74,13 +74,13 @@ class CachedSequence:
     """Pages of one sequence, all owned from admission on: nothing is allocated while it decodes.
 
     Attributes:
-        tables: of all sequences.
+        tables: the tables of all sequences.
         slot: its slot there.
         capacity: tokens it may grow to.
         observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
-        shared: tokens that it has, or had, in common with sequences forked from it or it from them.
-        readings: of each reading that is open, up to which token it reads (``reading.py``).
-        arrival: of a restored one, what is still on its way (``arrival.py``); None where everything is there.
+        shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
+        readings: for each open reading, the token up to which it reads (``reading.py``).
+        arrival: for a restored one, what is still on its way (``arrival.py``); None where everything has arrived.
         path: its segments, in order.
         dense: names of the exact pages of a dense sequence's tokens.
         ring: names of the exact pages that hold a compressed sequence's tail, as a ring.
@@ -112,8 +112,8 @@ class CachedSequence:
 
     @property
     def seed(self) -> int:
-        """What tokens of attention are sampled by, with the position of each new token: 0 until it is set, so that what
-        has no request behind it repeats. Of a number that is set the low 64 bits count."""
+        """The seed by which attended tokens are sampled, with the position of each new token: 0 until it is set, so
+        that sequences without a request are reproducible. Only the low 64 bits of a number that is set count."""
         return int(self.tables.seed[self.slot])
 
     @seed.setter
@@ -147,7 +147,7 @@ class CachedSequence:
 
     @property
     def owned(self) -> PageCount:
-        """What it has of each kind; of static pages and segments those to come."""
+        """What it has of each kind; for static pages and segments, those to come."""
         sealed = sum(len(segment.pages) for segment in self.path)
         return PageCount(
             dense=len(self.dense),
@@ -172,7 +172,8 @@ class CachedSequence:
 class Tables:
     """Numbers and page tables of all sequences and of their segments; numbers on the host, tables on the device.
 
-    The slot after the last, of sequences and of segments, is no sequence's: rows that pad a captured batch name it.
+    The slot after the last, of sequences and of segments, belongs to no sequence: rows that pad a captured batch name
+    it.
 
     Attributes:
         padding_slot, padding_segment_slot: those after the last.
@@ -181,9 +182,9 @@ class Tables:
         static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
             itself.
         segments: int64 [slots], how many segments a sequence has.
-        seed: uint64 [slots], what a sequence samples by.
-        segment_slots: int64 [slots, MOST_SEGMENTS], theirs.
-        state, first, end, static_tokens: int64 [segment slots], of a segment: its state, the positions of its first
+        seed: uint64 [slots], the seed that a sequence samples by.
+        segment_slots: int64 [slots, MOST_SEGMENTS], the slots of those.
+        state, first, end, static_tokens: int64 [segment slots], for a segment: its state, the positions of its first
             token and after its last, and how many of its tokens are exact elsewhere, per kv head.
         exact: int32 [slots, E], names; static_counts: int32 [slots, E], tokens in the static ones.
         pages, value_pages: int32 [segment slots, P], names.
@@ -209,7 +210,7 @@ class Tables:
         self.pages, self.value_pages = torch.zeros(2, segment_slots + 1, sealed_width, dtype=torch.int32, device=device)
 
     def write(self, sequence: CachedSequence) -> None:
-        """Numbers of a sequence's segments."""
+        """Writes the numbers of a sequence's segments."""
         slot, path = sequence.slot, sequence.path
         at = sequence.standing
         self.sealed[slot], self.reach[slot], self.segments[slot] = at.sealed, at.generated_reach, len(path)
@@ -221,7 +222,7 @@ class Tables:
                 self.state[segment.slot] = segment.state
 
     def write_exact(self, sequence: CachedSequence) -> None:
-        """Names of a sequence's exact pages."""
+        """Writes the names of a sequence's exact pages."""
         static, ring = sequence.static, sequence.ring if sequence.path else sequence.dense
         self.static_pages[sequence.slot], self.ring_pages[sequence.slot] = len(static), max(1, len(ring))
         counts = [
@@ -233,7 +234,7 @@ class Tables:
         _write(self.static_counts, sequence.slot, counts)
 
     def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
-        """Names of a sequence's sealed pages, and of the last segment's to come."""
+        """Writes the names of a sequence's sealed pages, and of those that the last segment is still to get."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]
@@ -243,7 +244,7 @@ class Tables:
             _write(self.value_pages, segment.slot, values[:width])
 
     def ring_widths(self, slots: np.ndarray) -> np.ndarray:
-        """Exact pages behind the static ones that a step of these slots looks at, int64 [slots]."""
+        """Exact pages, after the static ones, that a step of these slots reads, int64 [slots]."""
         return np.where(self.segments[slots] > 0, self.ring_pages[slots], self.length[slots] // PAGE + 1)
 
     def clear(self, slot: int) -> None:

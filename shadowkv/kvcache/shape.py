@@ -1,4 +1,4 @@
-"""What a KV cache has to know of a model: the sizes of its attention."""
+"""What a KV cache has to know about a model: the sizes of its attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder's attention; every layer is alike.
+    """Sizes of a decoder's attention; all layers are alike.
 
     Attributes:
         num_layers: decoder layers.
@@ -39,7 +39,7 @@ class ModelShape:
 
 
 def share(count: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:
-    """A rank's share of ``count`` things, first and last + 1, in whole multiples but for the end of all: sizes differ
+    """A rank's share of ``count`` items, first and last + 1, in whole multiples except at the very end: sizes differ
     by one multiple at most."""
     each, more = divmod(-(-count // multiple), size)
     start = rank * each + min(rank, more)

@@ -1,4 +1,4 @@
-"""Work on a CUDA stream of its own, beside what the current stream does."""
+"""Work on a CUDA stream of its own, concurrent with the current stream."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Result = TypeVar("Result")
 
 
 class SideStream:
-    """Where there is no GPU, or nothing is to be gained, work is done at once.
+    """Where there is no GPU, or nothing to gain, work is done at once.
 
-    The stream is of high priority: what takes few thread blocks finds its way between those of kernels that take all.
+    The stream has high priority: kernels of few thread blocks find room between the blocks of kernels that take all.
     Memory that the work allocates is reused by later work of this stream only, which begins after the current one.
 
     Args:
         wanted: False to do all work at once.
-        captured: to do work at once unless it is captured in a graph: launched one by one, kernels hardly overlap, and
-            where a graph found no memory there may be none for this stream either.
+        captured: True to do work at once unless it is captured in a graph: launched one by one, kernels hardly overlap,
+            and where a graph found no memory there may be none for this stream either.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True, captured: bool = False) -> None:
@@ -27,8 +27,8 @@ class SideStream:
         self.stream = torch.cuda.Stream(device, priority=-1) if wanted and device.type == "cuda" else None
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Launches ``work`` after all that the current stream has; what is returned makes the current stream wait for
-        it and returns its result."""
+        """Launches ``work`` after everything on the current stream; the returned function makes the current stream
+        wait for it and returns its result."""
         if self.stream is None or (self.captured and not torch.cuda.is_current_stream_capturing()):
             result = work()
             return lambda: result
@@ -45,7 +45,7 @@ class SideStream:
         return wait
 
     def join_capture(self) -> None:
-        """Brings the stream back to the current one, if it is being captured with it."""
+        """Joins the stream to the current one, if it is being captured with it."""
         if self.stream is None:
             return
         with torch.cuda.stream(self.stream):

@@ -1,8 +1,8 @@
-"""Snapshots: what stands behind a fork point of a cached sequence, as bytes, and the header that says what they are.
+"""Snapshots: what follows a fork point of a cached sequence, as bytes, and the header that says what they are.
 
-The bytes are those of one layer behind those of another, so that a layer travels in one piece. Snapshots form chains:
-each begins where what is used of the one before it ends, and the first at 0. What is sealed on a state that an earlier
-snapshot has is kept without that state.
+The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains: each begins where
+the used part of the one before it ends, and the first at 0. What is sealed on a state that an earlier snapshot has is
+stored without that state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shadowkv.kvcache.spec import PAGE
 
 
 class Cut(NamedTuple):
-    """What is used of a snapshot: segments, of each the first pages, and the first tokens of the tail."""
+    """The part of a snapshot that is used: segments, each with its first pages, and the first tokens of the tail."""
 
     segments: tuple[SnapshotSegment, ...]
     tail_tokens: int
@@ -47,7 +47,7 @@ class SnapshotHeader(SnapshotContents):
 
     @property
     def runs(self) -> tuple[int, int]:
-        """Runs of equally many bytes, and the bytes of one: its layers, or all of them in one where they differ."""
+        """Number of runs of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
         return (1, self.nbytes) if self.skip_layers else (self.num_layers, self.layer_bytes)
 
     def skips(self, layer: int) -> bool:
@@ -55,11 +55,11 @@ class SnapshotHeader(SnapshotContents):
         return not self.skip_layers <= layer < self.num_layers - self.skip_layers
 
     def fields_of(self, layer: int) -> tuple[SnapshotField, ...]:
-        """Of any layer."""
+        """Fields of any layer."""
         return self.exact_fields if self.skips(layer) else self.fields
 
     def bytes_of(self, layer: int) -> int:
-        """Of any layer, a multiple of 256."""
+        """Bytes of any layer, a multiple of 256."""
         if not self.skips(layer):
             return self.layer_bytes
         return aligned(sum(field.nbytes for field in self.exact_fields), LAYER_ALIGNED)
@@ -76,8 +76,8 @@ class SnapshotHeader(SnapshotContents):
         return self.length - self.tail_tokens
 
     def cut(self, stop: int) -> Cut:
-        """What is used of it by a sequence that goes on otherwise behind its first ``stop`` tokens; all of it where
-        those are all. Raises ValueError unless they end in it: where a page does, or among exact tokens."""
+        """The part of it that is used by a sequence that continues differently after its first ``stop`` tokens; all of
+        it where those are all. Raises ValueError unless they end in it: at a page boundary, or among exact tokens."""
         if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
             raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
         if stop == self.length:
@@ -88,12 +88,12 @@ class SnapshotHeader(SnapshotContents):
         return Cut(tuple(one.cut(self.start, stop) for one in there), 0, False)
 
     def to_json(self) -> str:
-        """For ``from_json``."""
+        """JSON for ``from_json``."""
         return strict_json.to_json(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
-        """A header from text that anybody may have written; raises ValueError with what is wrong."""
+        """A header from untrusted text; raises ValueError that says what is wrong."""
         return strict_json.from_json(SnapshotHeader, text)
 
 

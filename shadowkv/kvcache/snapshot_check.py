@@ -11,11 +11,11 @@ from shadowkv.kvcache.snapshot_fields import ALIGNED, DTYPES, LAYER_ALIGNED, ali
 from shadowkv.kvcache.spec import PAGE
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
-"""Of anything that a header counts: numbers above are taken for nonsense."""
+"""Limits for everything that a header counts: numbers above are rejected as nonsense."""
 
 
 def reasons(header: SnapshotContents) -> Iterator[str]:
-    """Why its numbers cannot be; each presumes that there is none before it."""
+    """Why its numbers are invalid; each reason presumes that there is none before it."""
     if not re.fullmatch("[0-9a-f]{64}", header.form):
         yield f"form {header.form[:100]!r} is not 64 hexadecimal digits"
     yield from _out_of(("length", header.length, 0, MOST["tokens"]), ("start", header.start, 0, header.length))
@@ -103,7 +103,7 @@ def _of_exact_fields(header: SnapshotContents) -> Iterator[str]:
 
 
 def _shapes(header: SnapshotContents) -> dict[str, tuple[int, ...]]:
-    """What names of fields begin with, or are, and how shapes of those begin."""
+    """Names of fields, or what they begin with, and the first axes of those fields' shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number, one in enumerate(header.segments):
         if one.num_pages:

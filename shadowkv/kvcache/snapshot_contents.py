@@ -1,4 +1,4 @@
-"""What a snapshot's header says, before anything of it is checked."""
+"""What a snapshot's header says, before any of it is checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SnapshotSegment:
     """A segment of a sequence, or its newer part.
 
     Attributes:
-        first, end, reach, fitted, static_tokens: as a ``Segment`` has them.
+        first, end, reach, fitted, static_tokens: as in ``Segment``.
         num_pages: sealed pages that are in this snapshot.
         continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
             pages before the snapshot's start.
@@ -29,7 +29,7 @@ class SnapshotSegment:
     continued: bool
 
     def begin(self, start: int) -> int:
-        """Position of the first token that a snapshot from ``start`` on has of it."""
+        """Position of its first token in a snapshot from ``start`` on."""
         return start if self.continued else self.first
 
     def sealed(self, start: int) -> int:
@@ -37,7 +37,7 @@ class SnapshotSegment:
         return self.begin(start) + PAGE * self.num_pages
 
     def cut(self, start: int, stop: int) -> SnapshotSegment:
-        """It for a sequence that goes on otherwise behind position ``stop`` (``Segment.prefix``)."""
+        """The segment for a sequence that continues differently after position ``stop`` (``Segment.prefix``)."""
         count = min(self.num_pages, (stop - self.begin(start)) // PAGE)
         end, reach, fitted = cut_short(self.end, self.reach, self.fitted, stop)
         return replace(self, end=end, reach=reach, fitted=fitted, num_pages=count)
@@ -49,17 +49,17 @@ class SnapshotContents:
 
     Attributes:
         form: what caches must have in common to read it (``form_of``).
-        start: tokens of the sequence that stand before it, a multiple of 64.
+        start: tokens of the sequence that come before it, a multiple of 64.
         length: tokens of the sequence.
-        segments: those with sealed pages behind ``start``, or the last one where none has; empty where it is dense.
-        tail_tokens: exact tokens behind ``start`` and behind what is sealed, up to ``length``.
-        observed: whether what is known of a dense sequence's state is here.
-        fields: of a layer, one behind the other: ``segments.0.pages.latents`` [num_pages, ...],
+        segments: those with sealed pages after ``start``, or the last one where none has; empty where it is dense.
+        tail_tokens: exact tokens after ``start`` and after what is sealed, up to ``length``.
+        observed: whether it has what is known of a dense sequence's state.
+        fields: those of a layer, one after the other: ``segments.0.pages.latents`` [num_pages, ...],
             ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
             [2, tail_tokens, H, d], ``observed.basis`` [...]: RoPE-rotated keys and values where there are two.
-        num_layers: all of the model's.
-        layer_bytes: of those that have these fields.
-        skip_layers: so many of the first and of the last layers have others:
+        num_layers: all layers of the model.
+        layer_bytes: bytes of a layer that has these fields.
+        skip_layers: that many of the first and of the last layers have others:
         exact_fields: ``tokens`` [2, length - start, H, d], RoPE-rotated keys and values.
     """
 

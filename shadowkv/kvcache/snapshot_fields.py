@@ -22,7 +22,7 @@ DTYPES = {
         torch.int8, torch.int16, torch.int32, torch.int64,
     )
 }  # fmt: skip
-"""Of fields, by name."""
+"""Dtypes of fields, by name."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class SnapshotField:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a layer."""
+        """Bytes in a layer."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def of(self, layer: Tensor) -> Tensor:
-        """It, [*shape], in a layer uint8 [layer_bytes] that begins at a multiple of 16 bytes."""
+        """The array, [*shape], in a layer uint8 [layer_bytes] that begins at a multiple of 16 bytes."""
         return layer[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
 
 
@@ -50,7 +50,7 @@ def aligned(size: int, to: int) -> int:
 
 
 def laid_out(arrays: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[tuple[SnapshotField, ...], int]:
-    """Fields of names, shapes and dtypes, one behind the other, and the bytes of a layer of them."""
+    """Fields with these names, shapes and dtypes, one after the other, and the bytes of a layer that has them."""
     fields, offset = [], 0
     for name, shape, dtype in arrays:
         fields.append(SnapshotField(name, shape, str(dtype).removeprefix("torch."), offset))

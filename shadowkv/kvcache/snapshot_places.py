@@ -1,4 +1,4 @@
-"""Where the fields of a snapshot's layer are in a cache's memory: from there they are read, to there written."""
+"""Where the fields of a snapshot's layer are in a cache's memory, to read them from there and write them there."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shadowkv.kvcache.spec import PAGE
 from shadowkv.kvcache.store import Store
 
 TOKENS_AT_ONCE = 8192
-"""Exact tokens that are copied at a time, to bound what that takes beside them."""
+"""Exact tokens that are copied at a time, to bound the temporary memory."""
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""What pages are copied as: copies of the largest words take the fewest steps."""
+"""Words that pages are copied in: copies in the largest words take the fewest steps."""
 
 
 class Place(Protocol):
-    """Where a field is, or as much of it as is used."""
+    """Where a field is, or the part of it that is used."""
 
     def read(self, layer: int, out: Tensor) -> None:
         """Copies it to its place in a layer of bytes, uint8 [layer_bytes]."""
 
     def write(self, layer: int, data: Tensor) -> None:
-        """Copies what is used of it from there."""
+        """Copies the part of it that is used from there."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class TokensPlace:
 
 
 class SnapshotPlaces:
-    """The places of what is ``used`` of a snapshot, in a sequence as it is now.
+    """The places of the part of a snapshot that is ``used``, in a sequence as it is now.
 
     Attributes:
-        held: names of the pages of the device and of the host, and of the states, that it is in.
+        held: names of the device pages, the host pages and the states that it is in.
     """
 
     def __init__(self, store: Store, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
@@ -119,7 +119,7 @@ class SnapshotPlaces:
             self._add_state("observed", sequence.state_reserve[0])
 
     def found(self) -> Callable[[int], list[Place]]:
-        """All of them, by layer; what they need to know is brought to the device in one copy that nobody waits for."""
+        """All places, by layer; the numbers that they need are copied to the device at once, without waiting."""
         there = self._numbers.on(self._store.compute)
         compressed, exact = ([place(there) for place in places] for places in (self._found, self._exact))
         return lambda layer: exact if self._store.layout.skips(layer) else compressed
@@ -150,7 +150,7 @@ class SnapshotPlaces:
         self._found.append(lambda x: TokensPlace(self._fields[name], (self._store.k, self._store.v), rows(x)))
 
     def _add_exact(self, sealed: list[int], ring: list[int], start: int, stop: int) -> None:
-        """Tokens of layers that are skipped: in pages that others have sealed, which come first, and in the ring."""
+        """Tokens of skipped layers: first those in pages that other layers have sealed, then those in the ring."""
         later = range(len(sealed), -(-stop // PAGE))
         rows = exact_rows(self._numbers, [*sealed, *(ring[page % len(ring)] for page in later)], start, stop)
         self._exact.append(lambda x: TokensPlace(self._fields["tokens"], (self._store.k, self._store.v), rows(x)))

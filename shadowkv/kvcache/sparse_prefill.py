@@ -1,8 +1,8 @@
 """Sparse prefill: tiles of a long prompt's queries attend to blocks of keys that a few of them choose.
 
-Nothing is calibrated: a tile keeps what holds a share of its own sampled queries' attention, so that heads and layers
-whose attention is spread keep more than others. Tiles that would keep nearly everything are cut off where attention to
-their blocks takes as long as to all.
+Nothing is calibrated: a tile keeps blocks that hold a share of its own sampled queries' attention, so that heads and
+layers whose attention is spread out keep more than others. Tiles that would keep nearly everything are capped where
+attention to their blocks takes as long as to all.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 SHARE = 0.02
-"""Of a sampled query's softmax over all blocks that are not attended to anyway: what a block has to have."""
+"""Share that a block must have of a sampled query's softmax over all blocks that are not attended to anyway."""
 
 MOST = 0.75
-"""Of the blocks that a tile may attend to, the most that it does: choosing them and attending to them then takes about
-as long as attending to all."""
+"""Largest share of the blocks that a tile may attend to that it does attend to: choosing them and attending to them
+then takes about as long as attending to all."""
 
 SPARSE_FROM, FEWEST_QUERIES = 8192, 1024
-"""Keys, and new tokens of a sequence, from which on it pays. Below, attention is exact."""
+"""Keys, and new tokens of a sequence, from which on sparse attention pays. Below, attention is exact."""
 
 DENSE_LAST = 256
-"""Newest tokens of a prompt that attend to everything, with the others of their tiles: where a question is, each token
-may look for something else."""
+"""Newest tokens of a prompt that attend to everything, with the others of their tiles: in a question, each token may
+look for something different."""
 
 BlockHook = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SparsePrefill:
-    """Attention of new tokens over blocks of what is before them.
+    """Attention of new tokens over blocks of the tokens before them.
 
     Attributes:
         hook: called with layer, RoPE-rotated queries [n, H_q, d], and indices and counts as ``select_blocks`` returns
-            them; what it returns is attended to. None leaves them.
+            them; what it returns is attended to. None leaves them as they are.
     """
 
     def __init__(self, ops: Ops, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class SparsePrefill:
 
     @staticmethod
     def pays(new: int, keys: int) -> bool:
-        """Whether queries that see so many keys, of a sequence that gains ``new`` tokens, attend sparsely."""
+        """Whether queries that see that many ``keys``, of a sequence that gains ``new`` tokens, attend sparsely."""
         return new >= FEWEST_QUERIES and keys > SPARSE_FROM
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int) -> Tensor:
@@ -65,8 +65,8 @@ class SparsePrefill:
         return out
 
     def take_density(self) -> float | None:
-        """Share of the blocks up to each tile that were attended to since this was asked last; None where no attention
-        was sparse. Waits for the device."""
+        """Share of the blocks up to each tile that were attended to since the last call; None where no attention was
+        sparse. Waits for the device."""
         kept, causal = int(self._kept), self._causal
         self._kept.zero_()
         self._causal = 0

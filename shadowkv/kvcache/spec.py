@@ -14,17 +14,18 @@ DEFAULT_BUDGET = 1 / 64
 """Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""
 
 SINK = 8
-"""First tokens that always stay exact, in whole chunks: they draw attention whatever they say (arXiv:2309.17453)."""
+"""First tokens that always stay exact, in whole chunks: they attract attention whatever they are (arXiv:2309.17453)."""
 
 DEFAULT_BUDGET_FLOOR = 256
-"""Tokens selected at the least, where the budget is the default."""
+"""Tokens selected at least, where the budget is the default."""
 
 LATE = 512
-"""Tokens by which an answer may outgrow what prompts are compressed from on, and stay dense: most end before. By the
-costs of a GPU (``engine.crossover``) compressing 8K tokens pays for itself 1,500 tokens later, not at once."""
+"""Tokens by which an answer may exceed the length from which prompts are compressed, and stay dense: most end before.
+At a GPU's costs (``engine.crossover``), compressing 8K tokens pays for itself 1,500 tokens later, not at once."""
 
 FETCH_BUFFER = 2.0
-"""Chunks that a buffer keeps of values on the host, in those that a step selects: most of them are selected again."""
+"""Chunks of values on the host that a buffer keeps, as a multiple of those that a step selects: most are selected
+again."""
 
 PREFILLS = ("dense", "sparse")
 """Prefill attention over everything, or in long prompts over the blocks of keys that sampled queries choose."""
@@ -51,13 +52,13 @@ class KVSpec:
             ``tq35``, ``tq25``, ``fp8``, of keys alone ``kvarn-4bit``, or of values alone ``kvarn-2bit`` and
             ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
         place: where sealed values live: ``device`` or ``host`` (pinned where there is a GPU).
-        budget: tokens selected a step: a float is a fraction of the context, an int a number of tokens,
+        budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 256 tokens). Sink, outliers and local window come on top.
         mass: share of the softmax over sealed tokens, as the index estimates it, at which a step stops selecting:
             per kv head the best chunks are taken until every query head has that much, and never more than the
-            budget. What is said of attended tokens and bytes is then an upper bound. None always takes the budget.
+            budget. Numbers of attended tokens and bytes are then upper bounds. None always takes the budget.
         sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's
-            scores, each to stand for as many as its chance says: so that attention that is spread thin is not lost
+            scores, each standing for as many as its probability implies, so that thinly spread attention is not lost
             (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is sampled where the budget holds the
             whole context.
         chunk: tokens found and fetched together; divides 64.
@@ -65,13 +66,13 @@ class KVSpec:
         local: newest tokens that always stay exact.
         rank: dimensions of the low-rank keys; None picks by model (``LowRankKeys.with_defaults``).
         key_groups: groups of kv heads, each with low-rank keys of its own, as tensor-parallel ranks have them; the
-            dimensions are shared out by heads, rounded up to a multiple of 32 (see ``key_ranks``).
+            dimensions are divided in proportion to heads, rounded up to a multiple of 32 (see ``key_ranks``).
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
-            is as short as can be: what would be attended exactly anyway (see ``dense_limit``).
-        prefill: ``dense`` or ``sparse``; None is dense where no engine picks.
-        centred: whether coded keys are stored without the mean key of their prompt, taken off before RoPE: for
-            the same error they need about one bit less. Its share of the logits is added when they are attended to.
-        skip_layers: so many of the first layers and as many of the last stay as they are: keys and values exact on the
+            is as few as possible: what would be attended exactly anyway (see ``dense_limit``).
+        prefill: ``dense`` or ``sparse``; None is dense unless an engine picks.
+        centred: whether coded keys are stored without the mean key of their prompt, subtracted before RoPE:
+            for the same error they need about one bit less. Its share of the logits is added when they are attended to.
+        skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
             device, all of them attended to (TurboQuant in vLLM has 2).
     """
 
@@ -93,7 +94,7 @@ class KVSpec:
     skip_layers: int = 0
 
     def contradictions(self, shape: ModelShape) -> list[str]:
-        """Why its numbers cannot be, for models of ``shape``; what its parts cannot do, they say themselves
+        """Why its numbers are invalid for models of ``shape``; its parts say themselves what they cannot do
         (``parts.resolve``)."""
         reasons = []
         if self.prefill not in (None, *PREFILLS):
@@ -132,7 +133,7 @@ class KVSpec:
         return reasons
 
     def key_ranks(self, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
-        """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1. Of a resolved spec."""
+        """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1. For a resolved spec."""
         assert self.rank is not None, "the spec must be resolved"
         heads = [share(shape.num_kv_heads, group, self.key_groups) for group in range(self.key_groups)]
         if self.key_groups == 1:
@@ -164,12 +165,12 @@ class KVSpec:
 
     @property
     def static_tokens(self) -> int:
-        """Tokens per kv head that prefill makes exact for good: the sink and the outliers."""
+        """Tokens per kv head that stay exact permanently from prefill on: the sink and the outliers."""
         return (self.sink_chunks + self.outliers) * self.chunk
 
     @property
     def exact_limit(self) -> int:
-        """Tokens of a tail that would be attended exactly anyway: there is nothing to gain by a segment of fewer."""
+        """Tokens of a tail that would be attended exactly anyway: a segment of fewer gains nothing."""
         floor = DEFAULT_BUDGET_FLOOR if self.selects and self.budget is None else 0
         return self.static_tokens + self.local + PAGE + floor
 
@@ -180,7 +181,7 @@ class KVSpec:
 
     @property
     def late_limit(self) -> int:
-        """Longest, in tokens, that a dense sequence becomes by being answered."""
+        """Longest sequence, in tokens, that stays dense while an answer is generated."""
         return self.dense_limit + (LATE if self.dense_limit > self.exact_limit else 0)
 
     @property
@@ -207,7 +208,7 @@ class KVSpec:
         return -(-self.budget_tokens(context) // self.chunk)
 
     def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are sampled of ``selectable`` tokens, int64; the others are its top-k."""
+        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k."""
         top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
         scarce = budget * self.chunk < selectable
         return np.where(scarce, budget - top_k, 0)
@@ -222,7 +223,7 @@ class KVSpec:
         return share if self.budget else np.maximum(share, DEFAULT_BUDGET_FLOOR)
 
     def attended_tokens(self, context: int) -> int:
-        """Tokens that a step attends to at the most out of a context of ``context`` tokens, per kv head."""
+        """Tokens that a step attends to, at most, out of a context of ``context`` tokens, per kv head."""
         if not self.seals or context <= self.dense_limit:
             return context
         tail = context - PAGE * self.sealed_pages(context)

@@ -21,9 +21,9 @@ class Store(SealedStore):
     """Tensors by name and layer, those that parts see and all others.
 
     Attributes:
-        tiers: by name; those where the policy keeps nothing have no bytes.
-        k, v: [num_layers, names, H, 64, d], exact pages; in layers that are skipped sealed pages too.
-        buffer: fetched chunks of the layers that are not skipped, [layers, segment slots, *field.shape] but for the
+        tiers: the tiers by name; those where the policy keeps nothing have no bytes.
+        k, v: [num_layers, names, H, 64, d], exact pages; in skipped layers, sealed pages too.
+        buffer: fetched chunks of the layers that are not skipped, [layers, segment slots, *field.shape] except for the
             counters; None without one.
     """
 
@@ -49,7 +49,7 @@ class Store(SealedStore):
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
-            def of_segments(field: Field) -> Tensor:  # one more, for the rows that fill up a captured batch
+            def of_segments(field: Field) -> Tensor:  # one more, for the rows that pad a captured batch
                 return torch.zeros(layers, fixed["segment_slots"] + 1, *field.shape, dtype=field.dtype, device=device)
 
             counters = torch.zeros(2, dtype=torch.int64, device=device)
@@ -57,7 +57,7 @@ class Store(SealedStore):
             self.buffer.reset(slice(None))
 
     def _exact(self, pages: Tensor, skipped: Tensor) -> Tensor | ByLayer:
-        """Exact pages of all layers, of those of the compressed layers and of the skipped ones."""
+        """Exact pages of all layers, from those of the compressed layers and of the skipped ones."""
         if not len(skipped):
             return pages
         first, (compressed, last) = len(skipped) // 2, (self.layout.compressed, self.layout.shape.num_layers)

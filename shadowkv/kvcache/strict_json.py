@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, read back strictly: whatever a text holds, either it is right or there is a ValueError."""
+"""Dataclasses as JSON, read back strictly: any text is either valid or raises ValueError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 Value = TypeVar("Value")
 
 MOST_BYTES = 2**20
-"""Of a text: nothing longer is parsed."""
+"""Longest text that is parsed."""
 
 
 def to_json(value: Any) -> str:
@@ -18,8 +18,8 @@ def to_json(value: Any) -> str:
 
 
 def from_json(kind: type[Value], text: str | bytes) -> Value:
-    """A ``kind`` from what ``to_json`` has made of one, now or before it had all the fields that have defaults; raises
-    ValueError with what is wrong."""
+    """A ``kind`` from what ``to_json`` made of one, now or before it had all the fields that have defaults; raises
+    ValueError that says what is wrong."""
     if len(text) > MOST_BYTES:
         raise ValueError(f"the text has {len(text)} bytes, more than {MOST_BYTES}")
     try:

@@ -1,4 +1,4 @@
-"""What a decode step has to read, and the shortest time that takes: a floor from bytes, without any compute."""
+"""What a decode step has to read, and the shortest time that takes: a lower bound from bytes, without any compute."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 from shadowkv.kvcache.spec import PAGE
 
-if TYPE_CHECKING:  # a command's help has these numbers, without PyTorch
+if TYPE_CHECKING:  # a command's help shows these numbers, without PyTorch
     from shadowkv.kvcache.layout import Layout
 
 DEVICE_BANDWIDTH = 4.5e12
-"""Bytes a second at which kernels read a GPU's own memory, at the most: measured on one H200."""
+"""Highest rate, in bytes per second, at which kernels read a GPU's own memory: measured on one H200."""
 
 HOST_BANDWIDTH = 50.7e9
-"""The same of pinned host memory, read by the GPU across the bus without copies: measured on one H200."""
+"""The same for pinned host memory, read by the GPU across the bus without copies: measured on one H200."""
 
 HIT_RATE = 0.6
-"""Of the chunks that a step selects, those that the step before selected, too, so that a device buffer has their
-values (ShadowKV, arXiv:2410.21465, section 4.1)."""
+"""Share of the chunks selected by a step that the previous step selected, too, so that a device buffer has their values
+(ShadowKV, arXiv:2410.21465, section 4.1)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sequences as bytes and back: snapshots of what a cache holds, for caches of any blocks, budgets and places."""
+"""Sequences as bytes and back: snapshots of what a cache holds, for caches with any blocks, budgets and places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shadowkv.kvcache.store import Store
 
 
 class Transfer:
-    """Snapshots of a cache's sequences, and sequences made of snapshots.
+    """Snapshots of a cache's sequences, and sequences made from snapshots.
 
     Attributes:
         form: what another cache must have in common with this one.
@@ -33,7 +33,7 @@ class Transfer:
         self.form = form_of(store.layout, store.rotary.config)
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
-        """What a snapshot of ``sequence`` behind ``start`` tokens has in it; see ``KVCache.describe``."""
+        """What a snapshot of ``sequence`` after ``start`` tokens contains; see ``KVCache.describe``."""
         for point in (start, stop):
             if point and self.pool.fork_point(sequence, point) != point:
                 raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
@@ -65,27 +65,27 @@ class Transfer:
         return Reading(self.pool, sequence, header)
 
     def demand(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None) -> Blocks:
-        """What ``restore`` takes."""
+        """Blocks that ``restore`` takes."""
         return self.pool.demand(self._outline(chain, start, capacity, parent), start, capacity)
 
     def restore(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> Restoring:
-        """A new sequence of snapshots that are still to be written; see ``KVCache.restore``."""
+        """A new sequence from snapshots that are still to be written; see ``KVCache.restore``."""
         outline = self._outline(chain, start, capacity, parent)
         if parent is not None:
-            self.pool.arrived(parent)  # the new one waits for what is written to it alone
+            self.pool.arrived(parent)  # the new one waits only for what is written to it
         sequence = self.pool.restore(outline, start, capacity, parent)
         header, stop = chain[-1]
         sequence.observed = header.cut(stop).observed and bool(sequence.state_reserve)
         try:
             return Restoring(self.store, chain, sequence)
-        except BaseException:  # out of memory, say: where things are written is told on the device
+        except BaseException:  # out of memory, say: the places to write to are copied to the device
             self.pool.release(sequence)
             raise
 
     def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
-        """A snapshot on the device that computes."""
+        """A snapshot on the cache's device."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
             snapshot = Snapshot(header, torch.empty(header.runs, dtype=torch.uint8, device=self.store.compute))
@@ -94,7 +94,7 @@ class Transfer:
         return snapshot
 
     def load(self, chain: Sequence[tuple[Snapshot, int]], capacity: int) -> CachedSequence:
-        """A new sequence of snapshots; see ``KVCache.load``."""
+        """A new sequence from snapshots; see ``KVCache.load``."""
         links = [Link(snapshot.header, stop) for snapshot, stop in chain]
         restoring = self.restore(links, links[-1].stop, capacity)
         for number, (snapshot, _) in enumerate(chain):
@@ -103,7 +103,7 @@ class Transfer:
         return restoring.sequence
 
     def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
-        """What a snapshot has in it."""
+        """What a snapshot contains."""
         if not sequence.path:
             return Cut((), (sequence.length if stop is None else stop) - start, stop is None and sequence.observed)
         segments = tuple(
@@ -128,14 +128,14 @@ class Transfer:
         return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
 
     def _exact_fields(self, tokens: int) -> tuple[SnapshotField, ...]:
-        """The fields of a layer that is skipped."""
+        """The fields of a skipped layer."""
         if not (self.layout.spec.skip_layers and tokens):
             return ()
         shape = 2, tokens, self.layout.shape.num_kv_heads, self.layout.shape.head_dim
         return laid_out([("tokens", shape, self.layout.dtype)])[0]
 
     def _arrays(self, content: Cut) -> Iterator[Field]:
-        """By name where caches may keep them in other orders, as places differ."""
+        """Arrays of a layer, sorted by name where caches may keep them in different orders, as places differ."""
         layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
         sealed = sorted((*layout.sealed_fields, *layout.host_fields), key=lambda field: field.name)
         state = sorted(layout.state_fields, key=lambda field: field.name)
@@ -156,7 +156,7 @@ class Transfer:
                 yield Field(f"observed.{x.name}", x.shape, x.dtype)
 
     def _outline(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None) -> Outline:
-        """What a sequence of a chain begins with; raises ValueError where it cannot be made here."""
+        """What a sequence from a chain begins with; raises ValueError where it cannot be made here."""
         if not chain:
             raise ValueError("a sequence is restored of at least one snapshot")
         for header, stop in chain:
@@ -172,7 +172,7 @@ class Transfer:
         return outline
 
     def _check(self, header: SnapshotHeader, stop: int) -> None:
-        """Raises ValueError unless ``header`` is what this cache would make of such a sequence, and can be cut so."""
+        """Raises ValueError unless ``header`` is what this cache would make of such a sequence and can be cut there."""
         if header.form != self.form:
             raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
         size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """``numbers`` of the host on the device, without waiting for what it does before: a copy from memory that is not
-    pinned would be waited for, and the device would have nothing to do when the host goes on."""
+    """Copies ``numbers`` from the host to the device without waiting for its earlier work: the host would wait for a
+    copy from memory that is not pinned, and the device would be idle when the host goes on."""
     if device.type != "cuda" or not numbers.numel():
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)

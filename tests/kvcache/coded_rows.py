@@ -20,7 +20,7 @@ def back(codec: RowCodec, rows: Tensor, state: tuple[Tensor, ...] = ()) -> Tenso
 
 
 def losses(codec: RowCodec, rows: Tensor, state: tuple[Tensor, ...] = ()) -> tuple[float, float]:
-    """Of decoded rows [n, d], in squared norms of the rows: their squared distance, and their product with the row."""
+    """Squared distance of decoded rows from rows [n, d], and their product with them, in squared norms of the rows."""
     decoded, squares = back(codec, rows, state), rows.double().square().sum(-1)
     distance = (rows.double() - decoded).square().sum(-1) / squares
     return distance.mean().item(), ((rows.double() * decoded).sum(-1) / squares).mean().item()

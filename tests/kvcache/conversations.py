@@ -18,7 +18,7 @@ from shadowkv.kvcache.snapshot import Snapshot
 
 SPECS = {
     "full": preset("full"),
-    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
+    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # 16 dimensions do not suit 3 bits
     "turbo-late": preset("turbo:dense_below=700", rank=16, budget=32, values="rotated-4bit"),
     "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
     "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
@@ -26,12 +26,12 @@ SPECS = {
     "coded": preset("full:keys=rotated-4bit,values=rotated-4bit,centred=true"),
 }
 TURNS = {"grows": (900, 150, 60), "new states": (300, 700, 900), "short": (130, 100, 90), "one page": (64, 1, 130)}
-"""Tokens of three turns, each of which goes on behind a part of what the one before has cached."""
+"""Tokens of three turns, each continuing after a part of what the one before has cached."""
 CAPACITY = 3000
 
 
 def poisoned(cache: KVCache, seed: int = 5) -> KVCache:
-    """A cache after a day of others, with NaN wherever nobody is."""
+    """A cache after a day of other sequences, with NaN in all memory, which none holds any more."""
     scatter(cache, seed)
     for tier in cache.store.tiers.values():
         tier.arena.fill_(0xFF)
@@ -39,7 +39,7 @@ def poisoned(cache: KVCache, seed: int = 5) -> KVCache:
 
 
 def turns(cache: KVCache, name: str) -> tuple[list[Stream], list[int]]:
-    """A conversation, each turn of which is a sequence of its own that is forked from the one before; and where."""
+    """The turns of a conversation, each a sequence forked from the one before, and where each was forked."""
     streams: list[Stream] = []
     points = []
     for seed, new in enumerate(TURNS[name]):
@@ -68,7 +68,7 @@ def chain(cache: KVCache, streams: list[Stream], points: list[int]) -> list[tupl
 
 
 def stored(streams: list[Stream], points: list[int], number: int) -> bool:
-    """Whether a turn keeps what stands before it as the turn before does: not if it was compressed in between."""
+    """Whether a turn stores what comes before it as the turn before does: not if it was compressed in between."""
     return bool(points[number]) and bool(streams[number].sequence.path) == bool(streams[number - 1].sequence.path)
 
 
@@ -78,7 +78,7 @@ class Ending:
 
     Attributes:
         start: the stream as it was, with its input.
-        snapshot: of all of it.
+        snapshot: a snapshot of all of it.
         after: its outputs from there on, [tokens, layers, H_q, d].
     """
 
@@ -88,7 +88,7 @@ class Ending:
 
 
 def ending(cache: KVCache, stream: Stream) -> Ending:
-    """Of a stream that goes on."""
+    """The ending of a stream that continues."""
     start, snapshot = stream.again(), cache.export(stream.sequence)
     start.length = stream.length
     return Ending(start, snapshot, going_on(cache, stream))
@@ -122,12 +122,12 @@ def same(wanted: Ending, cache: KVCache, sequence: CachedSequence) -> None:
 
 @dataclass
 class Conversation:
-    """Turns in their cache, whose pages tests share and nobody changes.
+    """Turns in their cache, whose pages tests share and none changes.
 
     Attributes:
         snapshots: the chain of them up to the last turn, and how much of each the next one has.
         points: where each turn was forked from the one before.
-        end: of the last turn, which has gone on since.
+        end: the ending of the last turn, which has continued since.
     """
 
     cache: KVCache
@@ -151,7 +151,7 @@ def write(restoring: Restoring, snapshots: list[Snapshot], layer: int) -> None:
 
 
 def read(reading: Reading) -> Snapshot:
-    """All layers, into memory that was somebody's."""
+    """All layers, read into memory that was in use before."""
     header = reading.header
     data = torch.full((header.num_layers, header.layer_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
     for layer in range(header.num_layers):

@@ -48,7 +48,7 @@ def scatter(cache: KVCache, seed: int) -> None:
 
 
 def sealed_batch(cache: KVCache, streams: list[Stream]) -> SealedBatch:
-    """What the next step of ``streams`` has sealed."""
+    """The sealed tokens that the next step of ``streams`` sees."""
     sealed = cache.decode_batch(cache.plan_decode([stream.sequence for stream in streams])).sealed
     assert sealed is not None, "nothing is sealed"
     return sealed
@@ -82,7 +82,7 @@ class Stream:
         return torch.cat(self.outputs)
 
     def going_on(self, sequence: CachedSequence, at: int, other: Stream) -> Stream:
-        """As this one for ``at`` tokens, then as ``other``."""
+        """A stream with the input of this one for ``at`` tokens, then that of ``other``."""
         child = copy(other)
         for name in ("q", "k", "v"):
             setattr(child, name, torch.cat((getattr(self, name)[:, :at], getattr(other, name)[:, at:]), dim=1))
@@ -90,7 +90,7 @@ class Stream:
         return child
 
     def again(self) -> Stream:
-        """The same input, nothing of it given yet."""
+        """The same input, none of it given yet."""
         twin = copy(self)
         twin.sequence, twin.length, twin.outputs = None, 0, []
         return twin

@@ -1,4 +1,4 @@
-"""Restored sequences whose layers come one by one: whoever reads them waits, and no longer than for what it reads."""
+"""Restored sequences whose layers arrive one by one: readers wait, and no longer than for what they read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.kvcache.snapshot import Snapshot
 
 
 class Late:
-    """Layers that come when they are waited for, not before."""
+    """Layers that arrive when they are waited for, not before."""
 
     def __init__(self, restoring: Restoring, snapshots: list[Snapshot]) -> None:
         self.restoring, self.snapshots, self.there, self.ended = restoring, snapshots, 0, False

@@ -1,4 +1,4 @@
-"""What is said of a cache's ops before it is built: which are called, and with what."""
+"""What is known about a cache's ops before it is built: which are called, and with what."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
     stream = Stream(0, cache.allocate(900, 1000))
     prefill(cache, [(stream, 900)])
     prefill(cache, [(Stream(seed, cache.allocate(5, 5)), 5) for seed in (1, 2)])
-    for _ in range(70):  # over a page: one is sealed on the way
+    for _ in range(70):  # more than a page: one is sealed on the way
         decode(cache, [stream])
     cache.extend(stream.sequence, stream.length + 100, stream.length + 110)
     prefill(cache, [(stream, 100)])
@@ -48,7 +48,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
         *OF_LAYERS,
         "sample_tokens",
         "write_rows",
-    }  # which parts call that write rows as they come, and for the host
+    }  # called by parts that write rows as they come, and for the host
     assert called == cache.ops.called | (set() if cache.spec.seals else {"write_rows"})
 
 

@@ -18,7 +18,7 @@ def gaussian(x: np.ndarray) -> np.ndarray:
 
 
 def sphere(dim: int):
-    """Density of a coordinate of a random unit row times sqrt(dim), but for a factor."""
+    """Density of a coordinate of a random unit row times sqrt(dim), up to a factor."""
     return lambda x: np.clip(1 - x * x / dim, 0, 1) ** ((dim - 3) / 2)
 
 
@@ -122,7 +122,7 @@ def test_halves_of_a_row_never_interleave() -> None:
 
 
 def test_upper_bits_where_selectors_take_them() -> None:
-    """Of the codes of a lane, number 8 h + 2 k + r has its upper bit at 4 k + 2 h + r."""
+    """Code number 8 h + 2 k + r of a lane has its upper bit at 4 k + 2 h + r."""
     for h, k, r in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(2)).tolist():
         codes, bit = torch.zeros(128, dtype=torch.uint8), 4 * k + 2 * h + r
         codes[8 * (8 * h + 2 * k + r) + 5] = 4  # of lane 5

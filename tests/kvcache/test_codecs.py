@@ -1,4 +1,4 @@
-"""Formats that are defined here alone become policies by their names; and what formats promise."""
+"""Formats that are defined only here become policies by their names; and what formats promise."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -61,7 +61,7 @@ def coded(axis: str, codec: RowCodec, rows: Tensor, pages: Tensor) -> CodedRows:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.tile == 1])
 def test_attention_on_codes_is_that_on_decoded_rows(name: str, dim: int) -> None:
-    """Rotated queries and outputs rotated back too, where rows are coded after a rotation."""
+    """Rotated queries, and outputs rotated back, too, where rows are coded after a rotation."""
     torch.manual_seed(0)
     codec, pages = CODECS[name], torch.tensor([[0, 1, 2], [3, 1, 0]])
     k, v, q = torch.randn(4, 2, 64, dim), torch.randn(4, 2, 64, dim), torch.randn(2, 6, dim)

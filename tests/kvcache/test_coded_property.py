@@ -55,7 +55,7 @@ def test_steps_attend_to_what_was_decoded(spec: KVSpec, rope: RopeConfig, turns:
         cache = make_cache(spec, max_model_len=longest)
         streams = [Stream(i, cache.allocate(counts[0], sum(counts) + steps + 1)) for i, counts in enumerate(turns)]
         for stream, counts in zip(streams, turns, strict=True):
-            stream.k += 2 * gaussian_rows(2, 64).to(DEVICE)  # a mean of each head's
+            stream.k += 2 * gaussian_rows(2, 64).to(DEVICE)  # a mean for each head
             for turn, count in enumerate(counts):
                 if turn:
                     cache.extend(stream.sequence, stream.length + count, stream.sequence.capacity)
@@ -106,7 +106,7 @@ def check_a_step(cache: KVCache, streams: list[Stream]) -> None:
 def decoded_rows(cache: KVCache, layer: int, sealed: SealedBatch) -> dict[int, list[Tensor]]:
     """Keys and values [n, H, d] of the segments of a batch, by the rows of these."""
     every = torch.arange(sealed.pages.shape[1] * 64 // cache.spec.chunk, device=DEVICE).expand(len(sealed.slots), 2, -1)
-    every = every.masked_fill(every >= sealed.num_chunks[:, None, None], 0)  # behind their end they may be anywhere
+    every = every.masked_fill(every >= sealed.num_chunks[:, None, None], 0)  # past their end they may be anywhere
     sources = (part.source(cache.store, layer, sealed) for part in (cache.parts.keys, cache.parts.values))
     rows = [gather_selected(source, every).transpose(1, 2) for source in sources]
     return {int(name): [x[i] for x in rows] for i, name in enumerate(sealed.slots)}

@@ -48,7 +48,7 @@ CHANGED = ["turbo:sampled=0.0", "turbo:chunk=4,sampled=0.25", "turboquant-4:cent
 
 @pytest.mark.parametrize("kv", [*sorted(PRESETS), *CHANGED])
 def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Any basis of a subspace is as good as any other, but rounds its latents differently: both take the same.
+    # Any basis of a subspace is as good as any other, but rounds its latents differently: both use the same.
     got = run(kv, {"low_rank_basis": "reference"}, monkeypatch)
     wanted = run(kv, dict.fromkeys(NAMES, "reference"), monkeypatch)
     for ours, theirs, length in zip(got, wanted, LENGTHS, strict=True):
@@ -56,7 +56,7 @@ def test_kernels_and_references_agree_through_seals(kv: str, monkeypatch: pytest
         assert ours.isfinite().all()
         error = (ours - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
         # References in bfloat16 are off float32 ones by 0.016 on average and 0.06 at most, and a near tie that falls
-        # the other way, as scores are rounded elsewhere, makes 0.3 of a single row. A wrong chunk is off by 1.
+        # the other way, as scores are rounded differently, makes 0.3 of a single row. A wrong chunk is off by 1.
         assert error.median() < 0.05, error
         assert error.mean() < 0.1, error
 
@@ -68,7 +68,7 @@ def test_captured_steps_with_a_buffer_that_evicts_equal_eager_ones_without(
     import driver
 
     monkeypatch.setattr(driver, "SHAPE", SHAPE)
-    lengths, steps = [3000, 900, 200, 1500, 2000, 2500, 1000, 700, 3500], 70  # a row fills the captured batch up
+    lengths, steps = [3000, 900, 200, 1500, 2000, 2500, 1000, 700, 3500], 70  # a row pads the captured batch
     caches = []
     for fetch_buffer in (0, 1):
         spec = preset(kv, budget=512)

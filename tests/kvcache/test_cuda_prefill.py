@@ -1,4 +1,4 @@
-"""Storing a prompt beside its attention, on a stream of its own; needs a GPU."""
+"""Storing a prompt during its attention, on a stream of its own; needs a GPU."""
 
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_a_prefill_that_is_given_up_leaves_nothing_running(monkeypatch: pytest.M
     monkeypatch.setattr(cache.prefill, "_write", write_slowly)
     prefill = runner.prefill([(sequence, list(range(500)) * 6)], scored=True)
     for _ in range(6):
-        next(prefill)  # the blocks of both layers, which are stored together beside the last one
+        next(prefill)  # the blocks of both layers, which are stored together during the last one
     assert not cache.prefill.side.query(), "storing has ended already: the test would show nothing"
     prefill.close()
     torch.cuda.current_stream().synchronize()

@@ -41,7 +41,7 @@ def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypa
     lengths = [1, 7, 63, 64, 65, 417, 1000]
     streams = [Stream(seed, cache.allocate(n, n + 70)) for seed, n in enumerate(lengths)]
     prefill(cache, list(zip(streams, lengths)))
-    for _ in range(70):  # over the end of a page
+    for _ in range(70):  # past the end of a page
         decode(cache, streams)
     with pytest.raises(ValueError, match="capacity"):
         decode(cache, streams)
@@ -60,7 +60,7 @@ def test_two_turns_of_ragged_sequences_equal_plain_attention(name: str, monkeypa
 
 
 CODE_ERROR = 0.01154**0.5
-"""Of values of unit variance in 4 bits, which these head dims have: an optimal uniform quantiser's (Max, 1960)."""
+"""Error of values of unit variance in 4 bits, as these head dims have: an optimal uniform quantiser's (Max, 1960)."""
 
 
 @pytest.mark.parametrize("kv", ["turbo", "turbo-host"])
@@ -117,7 +117,7 @@ def test_truncated_sequence_continues_differently(kept: int) -> None:
 
 
 def test_tokens_that_a_fork_shares_are_not_forgotten() -> None:
-    """Both would write what comes instead into pages that the other reads."""
+    """Otherwise each would write its next tokens into pages that the other reads."""
     cache = make_cache(preset("full"))
     stream = Stream(9, cache.allocate(200, 200))
     prefill(cache, [(stream, 200)])

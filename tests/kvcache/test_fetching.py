@@ -23,7 +23,7 @@ LENGTHS = [700, 20, 1500, 300, 2100]
 
 
 def published(cache: KVCache) -> FetchCounts:
-    """Counts of all steps so far: the device sends them when it comes to it, and no step waits."""
+    """Counts of all steps so far: the device sends them when it gets to it, and no step waits."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     return cache.fetches or FetchCounts()

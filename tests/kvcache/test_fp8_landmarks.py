@@ -33,7 +33,7 @@ def test_means_are_stored_as_exactly_as_eight_bits_can() -> None:
         means = rotated.unflatten(0, (-1, 8, 8)).mean(2).transpose(1, 2)  # [pages, H, C, d]
         stored = codes.float() * scale[..., None, None]
         largest = means.abs().amax((2, 3), keepdim=True)
-        # Three bits behind the first one; below 2^-6 of 448 equal steps.
+        # Three bits after the first one; below 2^-6 of 448 equal steps.
         assert ((stored - means).abs() <= means.abs() / 16 + largest * 2**-10 / 448 + 1e-6).all()
         torch.testing.assert_close(codes.float().abs().amax((2, 3)), torch.full_like(scale, 448.0))
 

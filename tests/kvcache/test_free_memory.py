@@ -18,7 +18,7 @@ STAT_1 = "cache 73\nactive_file 9\ntotal_active_file 20\ntotal_inactive_file 3\n
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for ``/sys/fs/cgroup``, and beside it the file that says which groups the process is in."""
+    """A folder for ``/sys/fs/cgroup``, and next to it the file that says which groups the process is in."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=MACHINE))
     monkeypatch.setattr(free_memory, "MOUNT", tmp_path / "mount")
     monkeypatch.setattr(free_memory, "MEMBERSHIP", tmp_path / "membership")

@@ -1,4 +1,4 @@
-"""When tokens get a state of their own, and that a sequence holds from the start what it comes to need on its way."""
+"""When tokens get a state of their own, and that a sequence holds from the start all that it needs as it grows."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_a_forecast_is_an_upper_bound_of_what_is_needed_on_the_way(data, spec, n
     segments, tail = walk(growth, at, start, start + more)
     assert segments <= forecast.segments
     assert tail <= max(forecast.tail, spec.ring_pages * PAGE)
-    # And no loose one: nobody waits for what hardly anybody takes.
+    # And no loose one: no sequence waits for what hardly any takes.
     assert forecast.segments <= segments + 1
     assert forecast.tail <= growth.spec.exact_limit + 1
 
@@ -179,7 +179,7 @@ def test_the_last_of_the_most_segments_serves_whatever_comes(outliers: int) -> N
 
 
 def test_states_of_all_segments_to_come_are_held_from_the_start() -> None:
-    """So that what a sequence answers does not depend on what else is there."""
+    """So that a sequence's answer does not depend on what else is there."""
     cache = make_cache(preset("turbo", rank=16, budget=64, values="rotated-4bit"), slots=2, blocks=900)
     one = cache.allocate(300, 1200)
     held = cache.total["states"] - cache.free["states"]
@@ -202,7 +202,7 @@ def test_a_settled_state_serves_whatever_is_generated() -> None:
     for _ in range(700):
         step(cache, sequence)
     assert len(sequence.path) == 1 and sequence.length - sequence.sealed <= cache.spec.local + PAGE
-    # But not a prompt as long, which may be of anything.
+    # But not a prompt of that length, which may be about anything.
     start = sequence.length + 900
     cache.extend(sequence, start, start)
     feed(cache, sequence, 900)

@@ -107,7 +107,7 @@ def test_bytes_of_the_papers_layout(shape, dtype):
     assert unit["host"] == shape.num_layers * heads * PAGE * dim * size
     chunks = 2047 * 8
     entries = 2 * 257  # twice 1.56 % of the chunks of a context that ends in the middle of its last page
-    row = 8 * dim * size + 2 * 4  # a chunk of values, whose it is and when it was used
+    row = 8 * dim * size + 2 * 4  # a chunk of values, its owner and when it was used
     buffer = heads * (entries * row + chunks * 2 + 4)
     state = rank * heads * dim * size
     assert shape.num_layers * buffer <= unit["segment_slots"] <= shape.num_layers * (buffer + 80)
@@ -127,7 +127,7 @@ def test_values_are_on_the_tier_that_the_place_names_and_on_no_other():
     assert [field.name for field in host.host_fields] == ["values"]
     coded = layout_of(preset("turbo-host"))
     assert [field.name for field in coded.host_fields] == ["values"]
-    assert "value_scale" in {field.name for field in coded.sealed_fields}  # 2 bytes a token are not worth a bus
+    assert "value_scale" in {field.name for field in coded.sealed_fields}  # 2 bytes a token are not worth a transfer
 
 
 def entries_of(spec: KVSpec, max_model_len: int, fetch_buffer: float) -> int:

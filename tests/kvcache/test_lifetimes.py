@@ -17,7 +17,7 @@ from shadowkv.kvcache.presets import preset
 
 SPECS = {
     "full": preset("full"),
-    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # of 16 dimensions 3 bits are none
+    "turbo": preset("turbo", rank=16, budget=32, values="rotated-4bit"),  # 16 dimensions do not suit 3 bits
     "turbo-late": preset("turbo:dense_below=200", rank=16, budget=32, values="rotated-4bit"),
     "turbo-host": preset("turbo-host", rank=16, budget=32, values="rotated-4bit"),
     "shadowkv": preset("shadowkv", rank=16, budget=32, outliers=3),
@@ -83,7 +83,7 @@ class Lifetimes(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.finished)
     @rule(data=st.data(), new=st.integers(1, 200), room=st.integers(0, 100))
     def fork(self, data: st.DataObject, new: int, room: int) -> None:
-        """Goes on after a page that the parent has, with tokens of its own."""
+        """Continues after a page that the parent has, with tokens of its own."""
         parent = data.draw(st.sampled_from(self.running + self.finished))
         at = self.cache.fork_point(parent.sequence, data.draw(st.integers(0, parent.length)))
         if not at:
@@ -145,7 +145,7 @@ class Lifetimes(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def go_on_beside(self, data: st.DataObject) -> None:
-        """As a sequence that shares what it can with the one that it was, which leaves."""
+        """Continues as a sequence that shares what it can with the one that it was, which leaves."""
         stream = data.draw(st.sampled_from(self.running))
         old, length = stream.sequence, stream.length
         cut = self.cache.fork_point(old, data.draw(st.integers(0, length - 1)))
@@ -199,7 +199,7 @@ class Lifetimes(RuleBasedStateMachine):
             torch.testing.assert_close(stream.output(), twin.output(), atol=1e-4, rtol=1e-3)
 
     def alone(self, cache: KVCache, stream: Stream, life: Life) -> Stream:
-        """The stream again, in a cache that it shares with nobody but the ancestor that it is forked from."""
+        """The stream again, in a cache that it shares only with the ancestor that it is forked from."""
         twin = stream.again()
         for what, length, new, room in life.events:
             while twin.length < length and twin.sequence is not None:

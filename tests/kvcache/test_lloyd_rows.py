@@ -46,7 +46,7 @@ def test_what_each_rule_loses(bits: int, rule: Rule, distortion: float, slope: f
 
 @pytest.mark.parametrize(("bits", "dim"), WIDTHS)
 def test_widths_lose_what_their_levels_do(bits: int, dim: int) -> None:
-    """Of a unit row's coordinate, whose tails are shorter, a little less than of a Gaussian."""
+    """For a unit row's coordinate, whose tails are shorter, a little less than for a Gaussian."""
     gaussian = {8: 0.0000411851, 4: 0.009501, 3: 0.034548, 2: 0.117482}[bits]
     codec, rows = LLOYD_ROWS[bits], gaussian_rows(5000, dim)
     of_values, _ = losses(codec.for_axis("values"), rows)

@@ -227,7 +227,7 @@ def test_a_block_is_free_once_nobody_holds_it(seed):
         choice = draw.random()
         if choice < 0.3 and tier.free_blocks:
             owners.append(tier.allocate(draw.randint(1, tier.free_blocks)))
-        elif choice < 0.6 and owners:  # shares some of another's
+        elif choice < 0.6 and owners:  # shares some of another owner's
             shared = draw.choice(owners)
             owners.append(draw.sample(shared, draw.randint(1, len(shared))))
             tier.retain(owners[-1])

@@ -1,4 +1,4 @@
-"""Low-rank keys of mixed widths (Shard): their bytes, how bits are shared out, what a policy takes."""
+"""Low-rank keys of mixed widths (Shard): their bytes, how bits are allocated, what a policy takes."""
 
 import weakref
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_no_allocation_costs_less() -> None:
     [(2048, 36.0), (4096, 58.0), (8192, 102.0), (16384, 190.0), (32768, 366.0), (131072, 1422.0)],
 )
 def test_sizes_that_the_document_claims(tokens: int, mebibytes: float) -> None:
-    """Llama-3.1-8B; 68 tokens exact, as it counts, and no rounding to pages."""
+    """Llama-3.1-8B; 68 exact tokens, as the document counts, and no rounding to pages."""
     spec = resolve(preset("shard", rank=192), LLAMA_8B)
     parts = build_parts(spec, LLAMA_8B, torch.bfloat16)
     assert [part.bytes_per_token() for part in parts] == [96, 0, 256]
@@ -142,7 +142,7 @@ def test_tokens_that_come_later_are_stored_like_the_prompt() -> None:
 
 
 def test_scores_are_sums_over_frequencies_of_latents() -> None:
-    """Shard's fused scores: nothing is rotated but the distance, and the mean is under the same angles."""
+    """Shard's fused scores: only the distance is rotated, and the mean is under the same angles."""
     config = RopeConfig(head_dim=16, theta=10000.0)
     q, basis, mean = torch.randn(16).double(), torch.randn(6, 16).double(), 3 * torch.randn(16).double()
     latents, at = torch.randn(40, 6).double(), 77
@@ -166,7 +166,7 @@ def test_scores_are_sums_over_frequencies_of_latents() -> None:
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors made since, that were there at a time."""
+    """The peak bytes, at any one time, of tensors made since."""
 
     def __init__(self) -> None:
         super().__init__()

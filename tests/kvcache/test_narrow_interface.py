@@ -1,4 +1,4 @@
-"""Whatever is not the cache sees it through its methods: what it is made of is its own."""
+"""All code outside the cache uses it through its methods: what it is made of is private."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ELSEWHERE = "compared_cells.py"
 """It fills caches of earlier commits, too."""
 INSIDE = {"store", "pool", "sealing", "prefill", "decode", "transfer", "parts"}
 SET_FROM_OUTSIDE = {"selection_hook", "block_hook", "observe"}
-"""The last is evaluation's own, of the class that it makes of the cache."""
+"""The last belongs to evaluation, in the class that it derives from the cache."""
 
 
 def is_cache(node: ast.AST) -> bool:

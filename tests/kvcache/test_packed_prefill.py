@@ -1,4 +1,4 @@
-"""Prompts that are prefilled together give what each gives alone, in one call of attention and one write a layer."""
+"""Prompts that are prefilled together give what each gives alone, in one attention call and one write per layer."""
 
 from collections import Counter
 from typing import Any
@@ -21,7 +21,7 @@ POLICIES = {
 }
 LENGTHS = [70, 1, 130, 64, 900, 30]
 ROOM = 700
-"""Tokens more that each may grow by: those that are dense have a state in reserve, which learns from their prompt."""
+"""Tokens that each may grow by: those that are dense have a state in reserve, which learns from their prompt."""
 
 
 def start(cache: KVCache, seed: int, length: int) -> Stream:

@@ -1,4 +1,4 @@
-"""The lossy policies against plain, one-sequence formulas of their papers, written here a second time."""
+"""The lossy policies against plain, one-sequence formulas of their papers, written here independently."""
 
 import math
 
@@ -15,7 +15,7 @@ from shadowkv.kvcache.spec import SINK, KVSpec
 from shadowkv.ops.attend_selected.reference import gather_selected
 
 SHADOWKV = preset("shadowkv", rank=16, budget=64, outliers=5)
-"""The rank at which singular values of the driver's keys fall, from 12 to 3: behind it all are alike, and a GPU's
+"""The rank at which singular values of the driver's keys fall, from 12 to 3: beyond it all are alike, and a GPU's
 subspace iteration finds other directions that keep as much."""
 QUEST = preset("quest", budget=64)
 S, STEPS = 700, 140
@@ -341,7 +341,7 @@ def test_a_prompt_that_was_kept_dense_has_its_votes_and_newer_tokens_come_first(
         decode(cache, [stream])
     path, newest = stream.sequence.path, set()
     assert (len(path), path[-1].sealed) == (2, 256)
-    for segment in path:  # of each its share
+    for segment in path:  # each with its share
         newest |= set(range(segment.sealed - 16 * 64 * len(segment.pages) // 256, segment.sealed))
     assert all(chosen == newest for chosen in selected(cache, stream, 0))
     state = [cache.store.state[name][:, path[0].state].flatten().unique().tolist() for name in ("voters", "voted")]

@@ -23,7 +23,7 @@ EXCEPT = {
 
 
 def every_part() -> Iterator[Part]:
-    """Of every name on every axis."""
+    """The parts of every name on every axis."""
     for name in INDEX_PARTS:
         yield build_parts(KVSpec(index=name), SHAPE, torch.float32).index
     for name in LATENT_CODECS:

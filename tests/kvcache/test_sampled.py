@@ -1,4 +1,4 @@
-"""A budget part of which is sampled: how it is split, and what it mends where attention is spread thin."""
+"""A budget that is partly sampled: how it is split, and what that improves where attention is spread thin."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ S, STEPS = 3000, 70
 
 
 def outputs(kv: str, sharpness: float) -> torch.Tensor:
-    """Of decode steps alone, [steps, layers, H_q, d]."""
+    """Outputs of decode steps only, [steps, layers, H_q, d]."""
     cache = make_cache(preset(kv))
     stream = Stream(5, cache.allocate(S, S + STEPS))
     stream.q *= sharpness
@@ -78,7 +78,7 @@ def test_every_index_names_what_it_found_in_order() -> None:
 
 @pytest.mark.parametrize("kv", ["turbo:budget=256", "turbo:budget=256,sampled=0.9", "turbo:budget=512,chunk=4"])
 def test_a_step_selects_nearly_all_of_its_budget(kv: str) -> None:
-    """Chances add up to all but a little of what is sampled: at least ``CAUTION`` of it where none would be above 1."""
+    """Probabilities sum to nearly all of what is sampled: at least ``CAUTION`` of it where none would be above 1."""
     cache, seen = make_cache(preset(kv)), []
     cache.selection_hook = lambda layer, q, batch, selected: seen.append(selected.chunks) or selected
     stream = Stream(9, cache.allocate(S, S + 8))
@@ -134,7 +134,7 @@ def alike(one: list[Tensor], other: list[Tensor]) -> list[bool]:
 
 
 def forked(cache: KVCache, parent: Stream, seeds: list[int]) -> list[Stream]:
-    """Sequences that go on alike after what ``parent`` has sealed, each with a seed."""
+    """Sequences that continue alike after what ``parent`` has sealed, each with a seed."""
     at = cache.fork_point(parent.sequence, parent.length)
     children = [parent.going_on(cache.fork(parent.sequence, at, S, S + 20), at, parent) for _ in seeds]
     for child, seed in zip(children, seeds, strict=True):
@@ -154,7 +154,7 @@ def test_answers_of_one_prompt_miss_other_tokens_and_a_seed_repeats() -> None:
     assert all(alike(first, again))
     assert not any(alike(first, second)) and not any(alike(first, third)) and not any(alike(second, third))
     steps = torch.stack(seen.seeds)[:: SHAPE.num_layers, 0]
-    assert len(steps.unique()) == len(steps)  # every step has another sample
+    assert len(steps.unique()) == len(steps)  # every step has a different sample
 
 
 def test_rows_select_the_same_bit_by_bit_alone_and_in_any_batch() -> None:
@@ -204,7 +204,7 @@ def test_plans_carry_seeds_of_segments_and_what_fills_them_up_has_one() -> None:
     other, dense = Stream(5, cache.allocate(700, 701)), Stream(6, cache.allocate(9, 10))
     prefill(cache, [(other, 700), (dense, 9)])
     plan = cache.plan_decode([stream.sequence, other.sequence, dense.sequence])
-    assert plan.segments.sequence.tolist() == [0, 0, 1]  # a prompt behind a short one has a state of its own
+    assert plan.segments.sequence.tolist() == [0, 0, 1]  # a prompt after a short one has a state of its own
     wanted = row_seeds(np.array([9, 9, 0], np.uint64), np.array([1200, 1200, 700]), plan.segments.first)
     assert plan.segments.seed.tolist() == wanted.tolist() and len(set(wanted.tolist())) == 3
     wide = cache.rounded(plan, 8)

@@ -1,4 +1,4 @@
-"""The maps of a sketch: products stay, and errors are small where the prompt's last queries look."""
+"""The maps of a sketch: products are unchanged, and errors are small where the prompt's last queries look."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ OPS = Ops("cpu")
 
 
 def products(q: Tensor, keys: Tensor) -> Tensor:
-    """Of queries [w, H G, d] with the keys [H, n, d] of their kv head, [H, G w, n]."""
+    """Products of queries [w, H G, d] with the keys [H, n, d] of their kv head, [H, G w, n]."""
     return q.unflatten(1, (HEADS, -1)).permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)
 
 

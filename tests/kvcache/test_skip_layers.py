@@ -27,9 +27,9 @@ CAPACITY = 1500
 
 
 def assert_alike(got: torch.Tensor, wanted: torch.Tensor, near_ties: float = 0.0) -> None:
-    """The same numbers; on a GPU sums of several layers at a time have another order than those of one.
+    """The same numbers; on a GPU, sums of several layers at a time have a different order than those of one.
 
-    Where that turns a near tie between tokens around, a head's output at that step differs by what they differ in:
+    Where that reverses a near tie between tokens, a head's output at that step differs by what they differ in:
     at most a share of ``near_ties`` of all numbers, and by little.
     """
     if DEVICE == "cpu":
@@ -46,7 +46,7 @@ def _four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def poisoned(spec: KVSpec) -> KVCache:
-    """A cache with NaN wherever nobody has written."""
+    """A cache with NaN wherever nothing has been written."""
     cache = make_cache(spec, slots=16)
     for tier in cache.store.tiers.values():
         tier.arena.fill_(0xFF)
@@ -93,7 +93,7 @@ def test_with_all_layers_skipped_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("kv", ["turbo", "shadowkv"])
 def test_snapshots_and_chains_of_them_go_on_as_the_sequence(kv: str) -> None:
-    """Also through JSON, and in a cache whose pages are others'."""
+    """Also through JSON, and in a cache with different pages."""
     spec = replace(KINDS[kv], skip_layers=1)
     cache, (stream, *_) = conversations(spec)
     point = cache.fork_point(stream.sequence, 600)

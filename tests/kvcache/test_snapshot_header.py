@@ -29,7 +29,7 @@ CACHES = [make_cache(spec) for spec in SPECS.values()]
 
 
 def headers() -> list[SnapshotHeader]:
-    """Of dense and compressed sequences with one and with several segments, from their start and from behind it."""
+    """Headers of dense and compressed sequences with one and with several segments, from their start and from later."""
     found = []
     for cache in CACHES:
         for turns, steps in (((100,), 0), ((70, 900), 100), ((900, 700, 900), 3)):
@@ -70,7 +70,7 @@ def test_what_is_written_is_read(header: SnapshotHeader) -> None:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value is in parsed JSON, objects and lists too."""
+    """Where every value is in parsed JSON, including objects and lists."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(found for key, one in inner for found in leaves(one, (*path, key)))]
 
@@ -220,10 +220,10 @@ FORMS = {
     "turbo": "7b50b7665a0d6399af8a078a4ddb8d38d82ce37e0ab14690316c13e89726fefa",
     "turbo:keys=low-rank-int8": "a8161e7373f4ab7f4b0cd90473c708ae0940864543840f9f4f24f07afeab4fa4",
 }
-"""Of policies of rank 16, as long as their snapshots are read."""
+"""Forms of policies of rank 16, as long as their snapshots are read."""
 
 FLOAT16_SCALES = "3bdcdbfbb1dfd6d5c3e2127570d023e8c19c1e1302b2c7992b7311e93923acec"
-"""Of the second of them when scales of the sketch were float16; such files are not read."""
+"""Form of the second of them when scales of the sketch were float16; such files are not read."""
 
 
 def test_caches_say_what_they_store_alike() -> None:

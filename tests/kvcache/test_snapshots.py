@@ -1,4 +1,4 @@
-"""Sequences that are read while they go on, and made again of chains of snapshots, behind others."""
+"""Sequences that are read while they continue, and rebuilt from chains of snapshots, after others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_chain_behind_a_sequence_that_is_there(kv: str) -> None:
 
 @pytest.mark.parametrize("kv", SPECS)
 def test_a_sequence_that_goes_on_in_place_is_a_chain_too(kv: str) -> None:
-    """Of what never changes after its first turn, then of what has come since."""
+    """A chain of what never changes after its first turn, then of what has come since."""
     cache = make_cache(SPECS[kv])
     stream = Stream(0, cache.allocate(900, CAPACITY))
     prefill(cache, [(stream, 900)])
@@ -92,7 +92,7 @@ def test_what_is_read_stays_while_the_sequence_goes_on_and_leaves(kv: str, lengt
     decode(cache, [stream])
     reading = cache.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, length))
     wanted = read(reading)
-    for _ in range(70 if length > 130 else 150):  # over the end of a page, and out of what stays dense
+    for _ in range(70 if length > 130 else 150):  # past the end of a page, and beyond what stays dense
         decode(cache, [stream])
     assert torch.equal(read(reading).data, wanted.data)
     with cache.open_reading(stream.sequence, stop=cache.fork_point(stream.sequence, stream.length)) as later:
@@ -160,7 +160,7 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
     else:
         left = stream.sequence
         cache.truncate(left, stop)
-        left.observed = left.observed and stop == whole.header.length  # queries behind the cut do not count
+        left.observed = left.observed and stop == whole.header.length  # queries after the cut do not count
     cut = stream.again()
     cut.sequence, cut.length = left, stop
     try:
@@ -174,7 +174,7 @@ def test_cut_anywhere_it_is_the_fork_or_what_is_left_of_the_sequence(kv: str, le
 @pytest.mark.parametrize("name", TURNS)
 @pytest.mark.parametrize("kv", SPECS)
 def test_read_up_to_a_fork_point_it_is_the_fork(kv: str, name: str) -> None:
-    """Whatever the sequence goes on with there, and in as many pieces as one likes."""
+    """However the sequence continues there, and in any number of pieces."""
     talk, starts = conversation(kv, name), [0]
     cache, stream = talk.cache, talk.streams[-1]
     points = sorted({cache.fork_point(stream.sequence, at) for at in range(64, stream.length + 1, 64)} - {0})

@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_c_reference(name: str) -> None:
     values, stored, gamma = VECTORS[name]
     (codes,) = encoded(torch.tensor([values]))
     assert bytes(codes.tolist()).hex() == stored
-    # By the format's words, entry by entry.
+    # As the format is described, entry by entry.
     index = [(codes[j // 4] >> 2 * (j % 4) & 3) + 4 * (codes[8 + j // 8] >> j % 8 & 1) for j in range(32)]
     levels = torch.tensor([gamma * LEVELS[i] for i in index], dtype=torch.float64)
     hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(32)] for i in range(32)]).double()

@@ -35,7 +35,7 @@ CAPACITY = 2000
 
 
 def prefilled(spec: KVSpec, streams: list[Stream]) -> KVCache:
-    """A cache in which two turns of ``streams`` are; the second makes segments of what was short."""
+    """A cache with two turns of ``streams``; the second turns what was short into segments."""
     cache = make_cache(spec, slots=30)
     for stream, length in zip(streams, LENGTHS):
         stream.sequence = cache.allocate(length, CAPACITY)

@@ -1,4 +1,4 @@
-"""Ranks by the prompt's mean queries against TriAttention's formula, written here a second time."""
+"""Ranks by the prompt's mean queries against TriAttention's formula, written here independently."""
 
 import math
 from dataclasses import replace

@@ -19,7 +19,7 @@ def loss(codec, rows: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("dim", "keys", "values"), [(128, 64 + 10, 32 + 8), (64, 32 + 6, 16 + 6)])
 def test_bytes_of_a_page(dim: int, keys: int, values: int) -> None:
-    """Of keys two float16 of a channel and one of a token, of values the other way round, and the codes."""
+    """For keys two float16 per channel and one per token, for values the other way round, and the codes."""
     shape = ModelShape(2, 16, 8, dim)
     parts = build_parts(resolve(preset("kvarn"), shape), shape, torch.bfloat16)
     assert [part.bytes_per_token() for part in parts] == [8 * keys, 0, 8 * values]
@@ -33,7 +33,7 @@ def test_what_gaussian_rows_lose(codec, distortion: float) -> None:
 
 @BOTH
 def test_scales_of_tokens_and_channels_cost_nothing(codec) -> None:
-    """As of outliers: that of a channel is one after the rotation."""
+    """Such as those of outliers: a channel's is one after the rotation."""
     rotation = codec.rotation_matrix(64, "keys")
     rows = gaussian_rows(640, 64)
     tokens, channels = torch.exp(gaussian_rows(640, 1, 1)), torch.exp(gaussian_rows(1, 64, 2))

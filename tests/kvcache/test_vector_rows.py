@@ -46,7 +46,7 @@ def test_rows_that_are_turned_already_have_the_same_bytes_and_so_has_a_second_ti
 
 
 def test_states_of_any_axes_serve_their_rows() -> None:
-    """As of layers, pages and heads: each row has the bytes that it has alone."""
+    """Such as layers, pages and heads: each row has the bytes that it has alone."""
     rows = gaussian_rows(2 * 3 * 100 * 2, 16).view(2, 3, 100, 2, 16) * torch.rand(2, 3, 1, 2, 16)
     states = [[CODEC.fit(rows[layer, page]) for page in range(3)] for layer in range(2)]
     state = tuple(torch.stack([torch.stack([s[i] for s in of]) for of in states]).unsqueeze(2) for i in range(2))
@@ -78,7 +78,7 @@ def test_rows_of_zeros_stay_zero() -> None:
 
 @pytest.mark.parametrize("count", [1, 100, 255, 256])
 def test_few_points_are_entries_themselves(count: int) -> None:
-    """Though most entries are no point's nearest."""
+    """Although most entries are not the nearest of any point."""
     points = (gaussian_rows(count, 4) / 8).clamp(-1, 1)
     points = torch.cat((points, points))
     codebook = k_means(points)

@@ -1,6 +1,6 @@
-"""Formats of stored rows, one file a family. A new one is a codec and a call of ``register``; nothing else names it.
+"""Formats of stored rows, one file per family. A new one is a codec and a call to ``register``; nothing else names it.
 
-Row codecs are names of the axes ``keys`` (coded after RoPE) and ``values`` of a policy, latent codecs of ``keys``.
+Row codecs are names on a policy's axes ``keys`` (coded after RoPE) and ``values``, latent codecs on ``keys``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LATENT_CODECS: dict[str, LatentCodec] = {}
 
 
 def register(codec: RowCodec | LatentCodec) -> None:
-    """Makes a codec a name of its axes.
+    """Makes a codec available under its name on its axes.
 
     Raises:
         ValueError: another codec has its name or its id.

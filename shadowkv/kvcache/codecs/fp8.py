@@ -14,8 +14,8 @@ LARGEST = torch.finfo(FP8).max
 
 
 class Fp8Rows(RowCodec):
-    """A head's scale is learned from its prompt, whose largest entry is the largest float: what is larger later is
-    clipped."""
+    """A head's scale is learned from its prompt, whose largest entry becomes the largest float: larger entries that
+    follow are clipped."""
 
     id, name = CodecId.FP8, "fp8"
 
@@ -26,14 +26,14 @@ class Fp8Rows(RowCodec):
         return 0
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor:
-        """In units of a head's scale."""
+        """Levels in units of a head's scale."""
         return _floats(device)
 
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
         return {"fp8_scale": (1,)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Their sizes, at the most in float32."""
+        """Absolute values of the entries, in float32 at most."""
         return 4 * entries
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -52,5 +52,5 @@ class Fp8Rows(RowCodec):
 
 @cache
 def _floats(device: torch.device) -> Tensor:
-    """What all bytes stand for, float32 [256]."""
+    """The values that bytes stand for, float32 [256]."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(FP8).float()

@@ -1,8 +1,8 @@
-"""TQ35 and TQ25 of ``aither-kvcache`` 2.4: two groups of dimensions, each levels and QJL's signs of what they leave.
+"""TQ35 and TQ25 of ``aither-kvcache`` 2.4: two groups of dimensions, each as levels and QJL's signs of the residual.
 
-They are here to be measured: ``lloyd-*`` rows of as many bytes are closer, with products as right (``lloyd.py``). The
-bytes mean what they do in the package, but for what signs count: there sqrt(group) too little, here as much as makes
-products right on average (``qjl.py``).
+They are here for comparison: ``lloyd-*`` rows of as many bytes are closer, with products as right (``lloyd.py``). The
+bytes mean the same as in the package, except for the weight of signs: there it is too small by a factor of sqrt(group),
+here it makes products right on average (``qjl.py``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DIMS = (64, 128, 256)
 
 
 class HybridRows(RowCodec):
-    """The bytes of a group: codes, their highest bits first, signs likewise, its norm, and the norm of what the levels
-    leave of a unit row, both float16. The first dimensions of a row are the first group.
+    """The bytes of a group: codes, their highest bits first, signs likewise, its norm, and the norm of the residual of
+    a unit row, both float16. The first dimensions of a row are the first group.
 
     Attributes:
-        share: of the dimensions that are in the first group.
-        bits: of the codes of either group.
+        share: share of the dimensions that are in the first group.
+        bits: bits of a code, in either group.
     """
 
     def __init__(self, id: int, name: str, share: float, bits: tuple[int, int]) -> None:
@@ -87,9 +87,9 @@ class HybridRows(RowCodec):
 
 @cache
 def _rotation(size: int, name: str, device: torch.device) -> Tensor:
-    """One round of signs and a Hadamard matrix. A group of no power of two has a matrix for each that it is the sum of,
-    the largest first, and all are divided by sqrt(size), as in the package: rows of 96 become shorter by that, and
-    products with TQ25's rows are 11 % too small."""
+    """One round of signs and a Hadamard matrix. A group whose size is not a power of two has a matrix for each power of
+    two that it is the sum of, the largest first, and all are divided by sqrt(size), as in the package: that makes rows
+    of 96 shorter, and products with TQ25's rows are 11 % too small."""
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
     matrices = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
     return torch.block_diag(*matrices).to(device)

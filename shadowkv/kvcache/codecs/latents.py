@@ -1,4 +1,4 @@
-"""Latents as they are, in whole steps of 8 bits, of 8 and 4 bits, or of widths that a prompt is given."""
+"""Latents as they are, as integers of 8 bits, of 8 and 4 bits, or of widths that are set per prompt."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Int8Latents(LatentCodec):
 
 
 class Int4Latents(LatentCodec):
-    """Principal components are unequal: the strongest, the first ``strong``, have a byte each, 128 more than the
-    latent; of the others two have one, latent 2 i in its low four bits and 2 i + 1 in the high ones, both plus 8.
+    """Principal components are unequal: the strongest, the first ``strong``, have a byte each, the latent plus 128; the
+    others share a byte in pairs, latent 2 i in its low four bits and 2 i + 1 in the high ones, both plus 8.
 
-    Codes without a sign are put into the mantissa of a float of 1024 or 16 times that by one mask and one or, for both
-    latents of a byte at a time, and what is too much is taken away later.
+    Unsigned codes are put into the mantissa of a float of 1024 or 16 times that by one mask and one OR, for both
+    latents of a byte at a time, and the excess is subtracted later.
 
     Attributes:
-        strong: rank dimensions in 8 bits, an even number, or all where there are no more.
+        strong: rank dimensions in 8 bits, an even number, or all where there are no more than that.
     """
 
     id, name, largest, rank_multiple = CodecId.LATENT_INT4, "low-rank-int4", 127, 2
@@ -78,7 +78,7 @@ class Int4Latents(LatentCodec):
 class MixedLatents(LatentCodec):
     """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average: a row of bits, each byte's lowest first (Shard).
 
-    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). What bits are left of half a byte for
+    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). Bits left over from half a byte for
     each rank dimension are zero.
     """
 
@@ -89,7 +89,7 @@ class MixedLatents(LatentCodec):
 
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
         width, byte, shift = _places(*widths)
-        half = 1 << width >> 1  # 0 of no bits
+        half = 1 << width >> 1  # 0 for no bits
         codes = torch.maximum(torch.minimum(latents.round(), half - 1), 1 - half) + half
         bits = codes.masked_fill(width == 0, 0).to(torch.int32) << shift
         size = self.field(latents.shape[-1], latents.dtype)[0]

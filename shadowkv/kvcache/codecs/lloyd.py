@@ -1,9 +1,9 @@
 """Rotated rows as the levels of the optimal quantiser of a Gaussian: TurboQuant (arXiv:2504.19874) and PolarQuant INT4.
 
 After a rotation the entries of a unit row are close to Gaussian with deviation 1 / sqrt(d), whatever the row. A row is
-its levels times one scale, and which scale is a matter of what the row is for. With the row's norm for a scale its
+its levels times one scale, and which scale is best depends on what the row is for. With the row's norm as the scale,
 products come out 1 % too small at 4 bits, 3 % at 3 and 12 % at 2, which flattens the logits of keys. So keys have the
-scale that keeps products right on average, and values the one that is closest.
+scale that keeps products right on average, and values the one that brings rows closest.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from shadowkv.ops.codec import CodecId, LevelRows
 from shadowkv.ops.rotations import random_hadamard, random_rotation
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""Scales [..., 1] of unit rows [..., d] whose levels are [..., d]; rows of zeros may have any."""
+"""Scales [..., 1] for unit rows [..., d] with levels [..., d]; rows of zeros may have any."""
 
 
 def norm(rows: Tensor, levels: Tensor) -> Tensor:
-    """The row's norm, as if its levels had it too (TurboQuant)."""
+    """The row's norm, as if its levels had the same norm (TurboQuant)."""
     return torch.ones_like(rows[..., :1])
 
 
 def renormalised(rows: Tensor, levels: Tensor) -> Tensor:
-    """What gives decoded rows the norm of the row (PolarQuant INT4)."""
+    """Gives decoded rows the norm of the row (PolarQuant INT4)."""
     return levels.norm(dim=-1, keepdim=True).reciprocal()
 
 
 def least_squares(rows: Tensor, levels: Tensor) -> Tensor:
-    """What brings decoded rows closest to the row."""
+    """Brings decoded rows closest to the row."""
     return (rows * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
 
 
 def unbiased(rows: Tensor, levels: Tensor) -> Tensor:
-    """What gives decoded rows the row's product with itself, and so on average with any query."""
+    """Gives decoded rows the same product with the row as the row itself has, and so, on average, with any query."""
     return (rows * levels).sum(-1, keepdim=True).reciprocal()
 
 
 class LloydRows(LevelRows):
     """Levels in the order of ``packing``, and a scale: decoded rows are levels / sqrt(d) times the scale, which is the
-    row's norm but for the rule; 0 for a zero row. NaN in a row makes it all NaN.
+    row's norm times what the rule gives; 0 for a zero row. A NaN in a row makes all of it NaN.
 
-    In float16 scales end at norms of 65504, and below 1e-5 they take part in the error: steps are of 6e-8.
+    In float16, scales end at norms of 65504, and below 1e-5 they contribute to the error: steps are 6e-8.
 
     Attributes:
-        bits: of a code, 1 to 8.
+        bits: bits of a code, 1 to 8.
         half: the positive levels, ascending.
         levels: what codes stand for: all levels in ascending order, or where codes are ``signed`` the positive ones and
             then their negatives, so that the highest bit of a code is a sign.
-        packing: of codes.
-        rule: of scales.
-        rule_of_keys: of those of keys, where they have another.
+        packing: order of codes in bytes.
+        rule: rule for scales.
+        rule_of_keys: rule for scales of keys, where they have another.
         rotation: orthogonal matrices by dimensions and name.
-        steps: of the largest level, whose odd multiples the others are or are nearest to, where kernels multiply levels
-            as whole numbers.
+        steps: steps that the largest level is divided into, where kernels multiply levels as whole numbers: the other
+            levels are, or are closest to, odd multiples of a step.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ LLOYD_ROWS = {
     2: LloydRows(CodecId.LLOYD_2BIT, "lloyd-2bit", Lanes(2), half=of_bytes(GAUSSIAN[2]), steps=255),
 }
 """By bits. Those that the CUDA kernel of attention over all tokens reads have levels that are bytes there
-(``tables.of_bytes``), which costs less than 0.5 % of the distortion."""
+(``tables.of_bytes``), which adds less than 0.5 % to the distortion."""
 
 POLAR_INT4 = LloydRows(
     CodecId.POLAR_INT4, "polar-int4", Halves(), renormalised, None, scale_dtype=torch.float32, steps=229
 )
 """Not the PolarQuant of arXiv:2502.02617, whose codes are angles. Renormalising is part of the stored scale, so that a
-decoder needs no sum over the row. Of all odd numbers up to 255 229 is the number of steps that is nearest to these
-levels: 0.16 % of the distortion."""
+decoder needs no sum over the row. Of all odd numbers of steps up to 255, 229 comes closest to these levels: 0.16 % of
+the distortion."""

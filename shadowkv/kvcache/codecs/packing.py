@@ -13,7 +13,7 @@ from torch import Tensor
 def pack_bits(codes: Tensor, width: int) -> Tensor:
     """Bytes uint8 [..., n width / 8] of codes below 2^width, [..., n] uint8: the first in a byte's lowest bits.
 
-    ``width`` divides 8, a byte's codes divide n.
+    ``width`` divides 8, and the number of codes per byte divides n.
     """
     places = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
     return (codes.unflatten(-1, (-1, 8 // width)) << places).sum(-1, dtype=torch.uint8)
@@ -29,8 +29,8 @@ class Packing(ABC):
     """An order of codes.
 
     Attributes:
-        bits: of a code.
-        row_multiple: what the codes of a row must be a multiple of.
+        bits: bits of a code.
+        row_multiple: what the number of codes in a row must be a multiple of.
     """
 
     bits: int
@@ -50,14 +50,14 @@ class Packing(ABC):
 
 
 class Lanes(Packing):
-    """As the CUDA kernel of attention reads rows, its threads in groups of 8.
+    """The order in which the CUDA attention kernel reads rows, with its threads in groups of 8.
 
     Dimension 16 i + 8 half + g belongs to lane g = 0 .. 7, and each lane's bytes lie together. A byte holds, from
     its low bits up, the codes of one i at 4 bits (half 0, half 1) and of two consecutive i at 2 bits. 3 bits are the
-    plane of the lower two bits and behind it, for all lanes, the plane of the upper ones: four consecutive i in a byte.
+    plane of the lower two bits followed, for all lanes, by the plane of the upper ones: four consecutive i in a byte.
 
     Args:
-        planes: bits of a code that lie together, the lowest first.
+        planes: bits of a code that are stored together, the lowest first.
     """
 
     def __init__(self, *planes: int) -> None:
@@ -80,11 +80,11 @@ class Lanes(Packing):
         return lanes.transpose(-1, -2).flatten(-2)
 
     def upper_places(self, dim: int) -> tuple[int, ...]:
-        """Which bit of its lane's bytes in the last plane each of a lane's dim / 8 codes has, its highest."""
+        """For each of a lane's dim / 8 codes, which bit of the lane's bytes in the last plane is its highest bit."""
         return _upper_places(self, dim)
 
 
-@cache  # a row's layout is asked for with every call of a kernel
+@cache  # a row's layout is needed in every call of a kernel
 def _upper_places(packing: Lanes, dim: int) -> tuple[int, ...]:
     """Found by packing one code at a time."""
     highest = torch.zeros(dim // 8, dim, dtype=torch.uint8)
@@ -94,11 +94,11 @@ def _upper_places(packing: Lanes, dim: int) -> tuple[int, ...]:
 
 
 class SelectorLanes(Lanes):
-    """3 bits as ``Lanes(2, 1)``, the plane of the upper bits in another order.
+    """3 bits as ``Lanes(2, 1)``, with the plane of the upper bits in another order.
 
-    In it the CUDA kernel of attention over all tokens makes selectors of byte permutations: of 16 consecutive codes of
-    a lane, number 8 h + 2 k + r has its upper bit at 4 k + 2 h + r. Lanes that are no whole runs of 16, where d is no
-    multiple of 128, stay as they are.
+    From it the CUDA kernel of attention over all tokens makes selectors of byte permutations: of 16 consecutive codes
+    of a lane, number 8 h + 2 k + r has its upper bit at 4 k + 2 h + r. Lanes that are not whole runs of 16, where d is
+    not a multiple of 128, stay as they are.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class SelectorLanes(Lanes):
 
     @staticmethod
     def _moved(codes: Tensor, back: bool = False) -> Tensor:
-        """Codes whose upper bits are those of the codes that lie at their places, or the other way round."""
+        """Codes with their upper bits moved to their places in that order, or back."""
         if codes.shape[-1] % 128:
             return codes
         shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # runs, k and h or h and k, r, lanes
@@ -134,8 +134,8 @@ class Halves(Packing):
 
 
 class BigEndian(Packing):
-    """One row of bits, each code's highest first, of which every byte takes 8, its highest first: TurboQuant's order
-    (``aither-kvcache`` 2.4), also over bytes at 3 bits."""
+    """A row as one run of bits, each code's highest bit first, cut into bytes with the highest bit first: TurboQuant's
+    order (``aither-kvcache`` 2.4), also across bytes at 3 bits."""
 
     def __init__(self, bits: int) -> None:
         self.bits, self.row_multiple = bits, 8 // math.gcd(8, bits)

@@ -1,7 +1,7 @@
-"""QJL (arXiv:2406.03482): what is left of a row, as the signs of its products with a rotation and its norm.
+"""QJL (arXiv:2406.03482): the residual of a row, as the signs of its products with a rotation and its norm.
 
 The estimate is right on average in every direction, where levels of a quantiser are too short. Its own error is
-pi / 2 - 1 = 0.571 of what was left, with a rotation; with the Gaussian matrix of the paper it is more than all of it.
+pi / 2 - 1 = 0.571 of the residual with a rotation; with the paper's Gaussian matrix it is more than the whole residual.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def kappa(dim: int) -> float:
-    """What products of signs and the transposed rotation are to be multiplied by, for a rest of norm 1. With Gaussian
-    rows, which are sqrt(dim) longer than those of a rotation, it would be sqrt(pi / 2) / dim."""
+    """The factor for signs that are rotated back, for a residual of norm 1. With Gaussian rows, which are sqrt(dim)
+    longer than those of a rotation, it would be sqrt(pi / 2) / dim."""
     return math.sqrt(math.pi / 2 / dim)
 
 
@@ -24,5 +24,5 @@ def signs(rest: Tensor, rotation: Tensor) -> Tensor:
 
 
 def estimate(signs: Tensor, norm: Tensor, rotation: Tensor) -> Tensor:
-    """Rows float32 [..., d] of such signs and of norms [..., 1]."""
+    """Rows float32 [..., d] from such signs and from norms [..., 1]."""
     return kappa(signs.shape[-1]) * norm * ((2.0 * signs - 1) @ rotation.T)

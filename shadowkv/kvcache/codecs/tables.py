@@ -1,6 +1,6 @@
 """Optimal scalar quantisers (Max, 1960; Lloyd, 1982): of a unit Gaussian, and of a coordinate of a random unit row.
 
-Both are symmetric, so that tables have the positive levels alone, in ascending order. An entry goes to the nearest
+Both are symmetric, so tables have only the positive levels, in ascending order. An entry goes to the nearest
 level: boundaries are midpoints, one of them 0.
 """
 
@@ -51,7 +51,7 @@ GAUSSIAN: dict[int, Half] = {
         3.329848, 3.444072, 3.575588, 3.731666, 3.925638, 4.186595, 4.603536,
     ),
 }  # fmt: skip
-"""Of N(0, 1), by bits."""
+"""Levels for N(0, 1), by bits."""
 
 SPHERE: dict[tuple[int, int], Half] = {
     (16, 2): (0.449957, 1.468826),
@@ -65,12 +65,12 @@ SPHERE: dict[tuple[int, int], Half] = {
     (128, 3): (0.244425, 0.753330, 1.336599, 2.131471),
     (192, 1): (0.798924,),
 }
-"""Of a coordinate of a random unit row of d dimensions times sqrt(d), by d and bits."""
+"""Levels for a coordinate of a random unit row of d dimensions times sqrt(d), by d and bits."""
 
 
 @cache
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Them, float32 [n]. It is kept, so that captured graphs can read it: the first call copies from the host."""
+    """``values``, float32 [n], kept so that captured graphs can read them: the first call copies from the host."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
@@ -94,5 +94,5 @@ def codebook(half: Half, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def nearest(rows: Tensor, boundaries: Tensor) -> Tensor:
-    """Numbers uint8 of the levels that entries go to: how many boundaries are at or below them; all for NaN."""
+    """Indices uint8 of the levels that entries go to: how many boundaries are at or below them; all for NaN."""
     return torch.bucketize(rows, boundaries, out_int32=True, right=True).to(torch.uint8)

@@ -21,17 +21,18 @@ BLOCK, BYTES = 32, 14
 SIGNS = tuple(1.0 if sign == "+" else -1.0 for sign in "+-++--+-++-+-+--+--++-+--+++--+-")
 LEVELS = mirrored((0.2428, 0.7434, 1.3336, 2.1573))
 STEPS = 107
-"""Of the largest level, whose whole multiples the others are nearest to, for kernels that multiply levels
-as signed bytes: of all numbers up to 127 the nearest to these levels, 0.01 % of the distortion."""
+"""Steps that the largest level is divided into, for kernels that multiply levels as signed bytes: the other levels are
+rounded to whole multiples of a step. Of all numbers up to 127 it comes closest to these levels: 0.01 % of the
+distortion."""
 BOUNDARIES = (-1.7455, -1.0385, -0.4931, 0.0, 0.4931, 1.0385, 1.7455)
-"""The outermost are midpoints only in four digits."""
+"""The outermost are midpoints only to four digits."""
 SHRINK = 0.17677669529663688
-"""1 / sqrt(32), by which a product with the Hadamard matrix keeps norms."""
+"""1 / sqrt(32), with which a product with the Hadamard matrix preserves norms."""
 
 
 class TQ3Rows(RowCodec):
-    """A block's largest entry is the outermost level, the others' indices are found with the scale as it was before it
-    was rounded. A NaN makes its whole block zero.
+    """A block's largest entry is the outermost level; the others' indices are found with the scale before it is
+    rounded. A NaN makes its whole block zero.
 
     ``encode`` and ``decode`` rotate rows by butterflies in the order of the format, so that bytes agree; the matrix,
     the same for all, is for callers that rotate queries or outputs instead.

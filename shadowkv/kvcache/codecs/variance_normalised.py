@@ -1,9 +1,9 @@
 """Pages of rotated rows whose variances are made alike over tokens and over channels: KVarN (arXiv:2606.03458).
 
-One token with large entries, or one channel, makes the steps of all that share them coarse. So a page is divided by a
-scale of each token and one of each channel, which alternate (Sinkhorn's iteration, of standard deviations), before its
-entries become steps between the smallest and the largest: of a channel over the page's tokens in keys, of a token over
-its channels in values. It is the method's variant of 64 tokens, a page here.
+One token or one channel with large entries makes the steps of all entries that share them coarse. So a page is divided
+by a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations), before its
+entries become steps between the smallest and the largest: per channel over the page's tokens in keys, per token over
+its channels in values. This is the method's variant of 64 tokens, a page here.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import walsh_hadamard
 
 ITERATIONS = 16
-"""Of scaling tokens and channels; the scales that leave variances most alike are taken."""
+"""Rounds of scaling tokens and channels; the scales that leave variances most alike are taken."""
 
 LIMITS = 2.0**-6, 2.0**10
-"""Of scales, in deviations of the page: rows that hardly vary about a mean would otherwise be scaled up without end."""
+"""Range of scales, in deviations of the page: rows that hardly vary about a mean would otherwise be scaled up without
+bound."""
 
 LEAST = 1e-10
 """A deviation below it counts as 0."""
 
 
 class VarianceNormalisedRows(RowCodec):
-    """Codes of whole pages, whose rows are axis -2, and behind the scales of a row its share of those of the channels.
+    """Codes of whole pages, whose rows are axis -2; the scales of a row are followed by its share of the channels'.
 
-    Entries are (code x step + least) x scale. In keys a step and a least entry are of a channel and the scale is of a
-    token; in values it is the other way round. All three are in float16, and codes are the nearest by them. The scales
-    that are no part of a step multiply to 1.
+    Entries are (code x step + least) x scale. In keys, a step and a least entry belong to a channel and the scale to a
+    token; in values it is the other way round. All three are float16, and codes are the nearest given these. The scales
+    that are not part of a step multiply to 1.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         steps_of: the axis along which entries share a step: -2, tokens of a channel, or -1, channels of a token.
     """
 
@@ -108,8 +109,8 @@ class KVarNValues(VarianceNormalisedRows):
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """Scales of tokens [..., 64, 1] and of channels [..., 1, d] by which tiles float32 [..., 64, d] are divided.
 
-    Of all rounds, and none, the scales are taken after which the largest deviation over the smallest, of tokens plus of
-    channels, is least. Deviations of 0 count as 1.
+    The scales are those of the round, or of none, after which the ratio of the largest deviation to the smallest, of
+    tokens plus of channels, is least. Deviations of 0 count as 1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit
@@ -126,7 +127,7 @@ def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _deviation(tiles: Tensor, axis: int) -> Tensor:
-    """Standard deviations along ``axis``, 1 of what is constant."""
+    """Standard deviations along ``axis``, 1 where entries are constant."""
     found = tiles.std(axis, keepdim=True)
     return found.masked_fill(found < LEAST, 1)
 

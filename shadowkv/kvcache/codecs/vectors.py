@@ -1,6 +1,6 @@
-"""Values as entries of a codebook of vectors, 4 dimensions in a byte: vector quantisation as in Shard.
+"""Values as entries of a codebook of vectors, 4 dimensions per byte: vector quantisation as in Shard.
 
-After a Hadamard matrix and a division by the largest entry of each dimension all groups of 4 dimensions look alike, so
+After a Hadamard transform and a division by each dimension's largest entry, all groups of 4 dimensions look alike, so
 one codebook of 256 entries serves a layer's heads. It is learned from the prompt by k-means.
 """
 
@@ -17,22 +17,22 @@ ENTRIES = 256
 ITERATIONS = 30
 
 FITTED = 131072
-"""Groups that a codebook is fitted on, at the most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
-tokens. k-means on so many takes some seconds of a CPU core."""
+"""Groups that a codebook is fitted on, at most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
+tokens. k-means on that many takes a few seconds on a CPU core."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 """Products of groups and entries at a time, by device: 2 MiB, which stay in the cache of a CPU core; 64 MiB, which are
-worth a launch and which sizes at start leave room for."""
+worth a launch and which the sizing at start leaves room for."""
 
 UNIT = 2.0**30
-"""Of sums in whole numbers, which are the same in any order: the k-means of a prompt repeats on a GPU, too."""
+"""Unit of sums in whole numbers, which are the same in any order: a prompt's k-means is reproducible on a GPU, too."""
 
 
 class VectorRows(RowCodec):
-    """A byte for each 4 dimensions of a value; no scale, so that rows longer than the prompt's are cut to its longest
+    """A byte for each 4 dimensions of a value; no scale, so rows longer than the prompt's are cut to its longest
     entries. Entry 0 is the origin: rows of zeros stay zero.
 
-    Keys cannot be stored so: nothing would make their products right on average (``lloyd.py``).
+    Keys cannot be stored this way: nothing would make their products right on average (``lloyd.py``).
     """
 
     id, name = CodecId.VQ_4X256, "vq-4x256"
@@ -57,7 +57,7 @@ class VectorRows(RowCodec):
         return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Rows in float32, rotated twice over and divided, and products with the entries of a codebook."""
+        """Rows in float32, two copies of them rotated, one divided, and products with the entries of a codebook."""
         return 4 * (4 * entries + AT_ONCE["cuda"])
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +76,7 @@ class VectorRows(RowCodec):
         largest, codebook = state
         y = rows.float() if rotation is None else rows.float() @ rotation
         groups = (y / largest).unflatten(-1, (-1, GROUP))
-        # Axes along which all rows have one codebook go behind the others: each codebook then has one product.
+        # Axes along which all rows have one codebook go after the others: each codebook then has one product.
         axes = sorted(range(codebook.dim() - 2), key=lambda axis: codebook.shape[axis] == 1)
         moved = groups.permute(*axes, -2, -1)
         books = codebook.flatten(0, -3) if axes else codebook[None]
@@ -119,5 +119,5 @@ def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def _rotated(rows: Tensor) -> Tensor:
-    """Rows times the Hadamard matrix of rows of length 1, which is symmetric."""
+    """Rows times the Hadamard matrix with rows of length 1, which is symmetric."""
     return walsh_hadamard(rows) / rows.shape[-1] ** 0.5

@@ -1,8 +1,8 @@
-"""The parts a policy is put together from, one file each, found by name on their axis.
+"""The parts that a policy is made of, one file each, found by name on their axis.
 
 A new method is one part file, one line here and one line in ``presets.py``; a new format of keys or values is a codec
-(``shadowkv.kvcache.codecs``). What a part sees are a layer's keys, values and queries; what needs more does not fit
-here, as InfiniGen's scores from the input of the layer before (arXiv:2406.19707; ``index_skewed.py`` has the rest of
+(``shadowkv.kvcache.codecs``). A part sees a layer's keys, values and queries; what needs more does not fit here,
+such as InfiniGen's scores from the input of the layer before (arXiv:2406.19707; ``index_skewed.py`` has the rest of
 it).
 """
 
@@ -49,7 +49,7 @@ AXES: dict[str, Collection[str]] = {
 
 @dataclass(frozen=True)
 class Parts:
-    """The three parts of a policy; the place is a matter of the layout."""
+    """The three parts of a policy; the place is up to the layout."""
 
     keys: KeyPart
     index: IndexPart
@@ -57,12 +57,12 @@ class Parts:
 
     @property
     def ops(self) -> frozenset[str]:
-        """Those that the parts call."""
+        """Ops that the parts call."""
         return frozenset(op for part in self for op in part.ops)
 
     @property
     def diagnostics(self) -> tuple[str, ...]:
-        """Those that the parts report."""
+        """Diagnostics that the parts report."""
         return tuple(name for part in self for name in part.diagnostics)
 
     def __iter__(self) -> Iterator[Part]:

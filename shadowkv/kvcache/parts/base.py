@@ -2,7 +2,7 @@
 
 A part declares its fields (bytes per page and per fitted state) and reads and writes them through the cache's
 ``SealedStore``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
-per kv head, d head dim, c chunk, C = 64 / c chunks a page.
+per kv head, d head dim, c chunk, C = 64 / c chunks per page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shadowkv.ops.codec import CodecId
 
 EXCLUDED = "excluded"
 """The field of sealed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
-scored nor selected. It is the cache's own: of policies with outliers, and of those whose index reads it."""
+scored nor selected. It belongs to the cache: policies with outliers have it, and those whose index reads it."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class SealedTokens:
 
 @dataclass(frozen=True)
 class FittedTokens:
-    """Tokens that states are fitted on, of L layers and n segments at once, as long as one another.
+    """Tokens that states are fitted on, of L layers and n equally long segments at once.
 
     Attributes:
-        keys: [L, n, S, H, d] before RoPE. Of few tokens behind others they are all of the sequence, those before as
-            they are rebuilt, where the key part asks for them (``KeyPart.fits_on_earlier``).
+        keys: [L, n, S, H, d] before RoPE. For few tokens after others, these are the keys of the whole sequence, the
+            earlier ones rebuilt, where the key part asks for them (``KeyPart.fits_on_earlier``).
         rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
         first: int64 [n], positions of the first tokens of ``rope_keys``.
@@ -86,11 +86,11 @@ class FittedTokens:
 
 @dataclass(frozen=True)
 class Selection:
-    """Chunks that queries attend to, of every row and kv head.
+    """Chunks that queries attend to, for every row and kv head.
 
     Attributes:
         chunks: int64 [B, H, k], ascending; -1 is none, after the others.
-        log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were sampled; anything
+        log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were sampled; any value
             where there is none. None where nothing is sampled.
     """
 
@@ -102,8 +102,8 @@ class Part(ABC):
     """What the three axes have in common.
 
     Attributes:
-        ops: those that it calls, besides what every policy does (``shadowkv.kvcache.case``).
-        diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller
+        ops: the ops that it calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
+        diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller,
             the worse.
     """
 
@@ -128,7 +128,7 @@ class Part(ABC):
 
     @property
     def codec_id(self) -> int:
-        """Of the format of what it stores (``shadowkv.ops.codec``)."""
+        """Id of the format that it stores (``shadowkv.ops.codec``)."""
         return CodecId.DENSE
 
     @abstractmethod
@@ -144,34 +144,34 @@ class Part(ABC):
         return ()
 
     def state_bytes_read(self) -> int:
-        """Bytes of them that a decode step reads."""
+        """Bytes of a fitted state that a decode step reads."""
         return sum(field.nbytes for field in self.state_fields())
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Device bytes that ``fit`` takes at a time of so many tokens of all layers and states, beside what it is
-        given."""
+        """Device bytes that ``fit`` takes at a time for that many tokens of all layers and states, beyond its
+        arguments."""
         return 0
 
     def sealing_bytes(self) -> int:
-        """Device bytes that ``seal`` takes at a time, beside what it is given and copies as large as that."""
+        """Device bytes that ``seal`` takes at a time, beyond its arguments and copies as large as those."""
         return 0
 
     def reading_bytes(self) -> int:
-        """Device bytes that a decode step takes of each row of a batch to say where its tokens are (``source``)."""
+        """Device bytes that a decode step takes for each row of a batch to say where its tokens are (``source``)."""
         return 0
 
     def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        """Learns what it can from a prompt's last queries; before ``fit``, while a prompt is kept dense long before.
+        """Learns what it can from a prompt's last queries; before ``fit``, long before it where a prompt is kept dense.
 
         Args:
             states: int64 [n].
             queries: [L, n, w, H_q, d], after RoPE: w is at most ``OBSERVED``, and 0 where they are gone.
-            first: int64 [n], the token of its segment that each one's first query is of.
+            first: int64 [n], the token within its segment that each one's first query belongs to.
         """
         return
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        """Learns states int64 [n] of segments of L layers from all their tokens, those too that stay exact."""
+        """Learns states int64 [n] of segments of L layers from all their tokens, including those that stay exact."""
         return
 
     @abstractmethod
@@ -183,8 +183,8 @@ class KeyPart(Part):
     """How a selected key is rebuilt.
 
     Attributes:
-        low_rank: whether keys are latents of kv heads joined: ``rank`` and ``key_groups`` of a policy are theirs.
-        centres: whether ``centred`` of a policy is for them.
+        low_rank: whether keys are latents of kv heads joined: a policy's ``rank`` and ``key_groups`` apply to them.
+        centres: whether a policy's ``centred`` applies to them.
     """
 
     low_rank: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class KeyPart(Part):
 
     @property
     def fits_on_earlier(self) -> bool:
-        """Whether a state for few tokens behind others is fitted on all of them (``FittedTokens.keys``)."""
+        """Whether a state for few tokens after others is fitted on all of them (``FittedTokens.keys``)."""
         return False
 
     @property
@@ -226,9 +226,9 @@ class IndexPart(Part):
 
     Attributes:
         samples: whether it can sample a share of the budget by its scores.
-        estimates_mass: whether it can end where it has found so much of the softmax.
-        reads_excluded: whether the field ``EXCLUDED`` of pages says what may not be selected. An index for which it
-            does not is told by ``exclude``.
+        estimates_mass: whether it can stop once it has found a given share of the softmax.
+        reads_excluded: whether it reads from the pages' field ``EXCLUDED`` what may not be selected. Otherwise it gets
+            that from ``exclude``.
     """
 
     samples: ClassVar[bool] = False
@@ -255,8 +255,8 @@ class IndexPart(Part):
 
     @abstractmethod
     def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
-        """What RoPE-rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, and those sampled
-        besides."""
+        """What RoPE-rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, plus the sampled
+        ones."""
 
 
 class ScoredIndex(IndexPart):
@@ -277,21 +277,21 @@ class ScoredIndex(IndexPart):
 
 
 class RankedIndex(IndexPart):
-    """An index that ranks every chunk whatever the query."""
+    """An index that ranks every chunk regardless of the query."""
 
     ops = ("select_top_chunks",)
 
     def select(self, store: SealedStore, layer: int, q: Tensor, batch: SealedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
         logits, _ = mask_logits(ranks, store.page[EXCLUDED][layer], batch.pages, batch.num_chunks)
-        # No log-sum-exp, which would take the last digits of the ranks away.
+        # No log-sum-exp, which would lose the last digits of the ranks.
         lse = torch.zeros_like(logits[..., :1])
         k = min(batch.max_budget, logits.shape[-1])
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k))
 
     @abstractmethod
     def ranks(self, store: SealedStore, layer: int, batch: SealedBatch) -> Tensor:
-        """Ranks float32 [B, H, P * C] of all chunks, also of those that may not be selected, the largest first; none
+        """Ranks float32 [B, H, P * C] of all chunks, including those that may not be selected, the largest first; none
         is above 0, as ``select_top_chunks`` takes them for logarithms of shares."""
 
 
@@ -300,8 +300,8 @@ class ValuePart(Part):
 
     @property
     def placed_field(self) -> Field:
-        """The first of its fields of pages, [H, C, c, w], rows of chunks: where the policy places values on the host it
-        lies there, and selected rows are fetched; the others stay on the device."""
+        """The first of its page fields, [H, C, c, w], rows of chunks: where the policy places values on the host, it is
+        stored there, and selected rows are fetched; the others stay on the device."""
         return self.page_fields()[0]
 
     @abstractmethod

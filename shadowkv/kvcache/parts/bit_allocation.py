@@ -1,8 +1,8 @@
-"""Bits for groups of principal components, as many in all as there are: strong ones get more (Shard).
+"""Bits for groups of principal components, within a total budget: strong ones get more (Shard).
 
-The error of a group in b bits counts as its variance / (3 4^b), and without any as 4 times its variance: dropping a
-group is to cost more than its share of the energy says. An exact dynamic programme over the groups, for many matrices
-at a time; the host never waits for it.
+The error of a group in b bits counts as its variance / (3 4^b), and without any bits as 4 times its variance: dropping
+a group should cost more than its share of the energy. An exact dynamic program over the groups, for many matrices at a
+time; the host never waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUP = 16
 finer ones follow the variances closer, and take no more bytes."""
 
 DROP_PENALTY = 4.0
-"""What a group without bits costs, in variances."""
+"""Cost of a group without bits, in units of its variance."""
 
 
 def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
@@ -29,13 +29,13 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
 
     Args:
         group: components that have one width.
-        drop_penalty: what a group without bits costs, in variances.
+        drop_penalty: cost of a group without bits, in units of its variance.
     """
     groups = variance.float().split(group, dim=1)
     sizes = [part.shape[1] for part in groups]
-    unit = 2 * math.gcd(*sizes)  # of bits: no sum of widths is between two of them
+    unit = 2 * math.gcd(*sizes)  # in bits: every sum of widths is a multiple of it
     units = budget // unit
-    least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)  # of the groups so far, within 0, 1, ...
+    least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)  # cost so far within 0, 1, ... units
     choices = []
     for part, size in zip(groups, sizes, strict=True):
         total, taken = part.sum(1, keepdim=True), []

@@ -24,8 +24,9 @@ KEY_MEAN = "key_mean"
 """State field with the mean key that centred keys are stored without."""
 
 CROSSING_AT_ONCE = 512
-"""Pages of codes on the device at a time that go to the host: written there as they are made, they would cross the bus
-a byte at a time (27 ms a layer of 60K tokens on an H200, where dense values of five times the size take 2.8)."""
+"""Pages of codes on the way to the host that are on the device at a time: written to the host as they are made, they
+would cross the bus a byte at a time (27 ms per layer of 60K tokens on an H200, where dense values of five times the
+size take 2.8)."""
 
 
 CENTRED_AT_ONCE = 64
@@ -34,7 +35,7 @@ dimensions."""
 
 
 class CodedPart(Part):
-    """What both axes share: a field of codes of the axis' name, one of scales if it has any, and what the codec learns.
+    """What both axes share: a field of codes named after the axis, one of scales if any, and what the codec learns.
 
     Attributes:
         axis: ``keys`` or ``values``; the fixed rotation has its name.
@@ -77,8 +78,7 @@ class CodedPart(Part):
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
     def sealing_bytes(self) -> int:
-        """Rows in float32, with the codec's rotation, scaled, and their codes in 8 bytes each, where PyTorch makes them
-        on a GPU, too."""
+        """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where no kernel makes them."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
@@ -150,7 +150,7 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.spec.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Keys in float32, twice, while they are centred for what learns of them, and what that takes."""
+        """Keys in float32, twice, while they are centred for the codec to learn from, and what learning takes."""
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.spec.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 
@@ -158,7 +158,7 @@ class CodedKeys(CodedPart, KeyPart):
         rope_keys = tokens.rope_keys
         if self.spec.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
-            if self.learned_fields():  # else nothing would be read of a float32 copy of all tokens
+            if self.learned_fields():  # else a float32 copy of all tokens would be made for nothing
                 rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
         self.fit_rows(store, layers, states, rope_keys)
 
@@ -175,7 +175,7 @@ class CodedKeys(CodedPart, KeyPart):
         if not self.spec.centred:
             return rows
         mean = store.state[KEY_MEAN][layer]
-        # Their states are those of the mean, too.
+        # The states of the rows are those of the mean, too.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
     def _centred(self, store: SealedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class ChunkMeanFP8(ChunkMean):
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         means = self.means(tokens)
         scale = means.abs().amax((-2, -1)).clamp(min=1e-30) / LARGEST
-        landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # beyond is NaN
+        landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # anything beyond becomes NaN
         store.write("landmarks", tokens.layers, tokens.pages, landmarks.to(torch.float8_e4m3fn))
         store.write("landmark_scale", tokens.layers, tokens.pages, scale)
 

@@ -1,4 +1,4 @@
-"""The oracle: exact scores of every key, to tell what selection costs from what an index misses."""
+"""The oracle: exact scores of every key, to separate what selection costs from what an index misses."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The paper finds the components offline, from the keys of a calibration text, and keeps all keys in their basis; here
 they are those of each sequence's own prompt, per layer and kv head, after RoPE, and the projected keys are
-kept beside the keys.
+kept in addition to the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PCA(ScoredIndex):
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
-            # Keys that overflowed must not stop everybody: their sequence's logits say so soon enough.
+            # Keys that overflowed must not stop all sequences: the logits of their own show it soon enough.
             covariance = (centred.transpose(2, 3) @ centred).nan_to_num_(0.0, 0.0, 0.0)
             components = torch.linalg.eigh(covariance).eigenvectors  # of ascending variance
             store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]
@@ -57,7 +57,7 @@ class PCA(ScoredIndex):
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
-        # The mean shifts the scores of all tokens alike; without it the rest is rounded less.
+        # The mean shifts the scores of all tokens alike; without it, less is lost to rounding.
         centred = (tokens.rope_keys.float() - mean.unsqueeze(2)).transpose(2, 3)
         projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)

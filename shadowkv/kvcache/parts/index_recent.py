@@ -1,6 +1,6 @@
-"""The newest chunks, whatever they say; with the sink, which is always exact, this is StreamingLLM (arXiv:2309.17453).
+"""The newest chunks, whatever they are; with the sink, which is always exact, this is StreamingLLM (arXiv:2309.17453).
 
-The paper numbers the positions that are left anew; here every token keeps its own, as under every other index.
+The paper renumbers the positions that are left; here every token keeps its own, as under every other index.
 """
 
 from __future__ import annotations

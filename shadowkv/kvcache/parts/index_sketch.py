@@ -1,10 +1,10 @@
-"""A sketch of every key in 2 bits a dimension, searched in two levels: signs say where, the other bits decide.
+"""A sketch of every key in 2 bits per dimension, searched in two levels: signs say where, the other bits decide.
 
 Randomly rotated coordinates are near Gaussian, so one fixed quantiser fits all keys (TurboQuant, arXiv:2504.19874).
-The prompt's mean key is taken off first: it shifts the scores of all sketched tokens alike, and what is left of the
+The prompt's mean key is subtracted first: it shifts the scores of all sketched tokens alike, and what is left of the
 keys is coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments of the
-prompt's last queries, and queries by its inverse: products stay as they are, but a sketch's error counts as much as
-queries will look at it.
+prompt's last queries, and queries by its inverse: products stay as they are, but a sketch's error is weighted by how
+much queries will look at it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 ISOTROPIC = 0.85
-"""Share of the identity in the moments that a sketch is made for: queries to come are others than those observed. Of
-the tokens with 3 % of a head's attention or more, on RULER prompts of 16K and 32K, signs overlook 0.6 to 1.3 % so, 2 %
-with the identity alone and up to 5 % with a share of 0.3."""
+"""Share of the identity in the moments that a sketch is made for: future queries differ from those observed. Of the
+tokens with 3 % of a head's attention or more, on RULER prompts of 16K and 32K, signs then miss 0.6 to 1.3 %; 2 % with
+the identity alone and up to 5 % with a share of 0.3."""
 
 
 class Sketch(IndexPart):
@@ -56,7 +56,7 @@ class Sketch(IndexPart):
         )
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
-        """Signs and scales of all tokens, and everything of the runs that are looked at closely."""
+        """Signs and scales of all tokens, and all bytes of the runs that are looked at closely."""
         signs, _, scale = self.page_fields()
         close = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
         return tokens * (signs.nbytes + scale.nbytes) / PAGE + close * self.bytes_per_token()
@@ -70,7 +70,7 @@ class Sketch(IndexPart):
         )
 
     def state_bytes_read(self) -> int:
-        """The map of queries: the others are for keys that are sealed."""
+        """The map of queries: the other fields are for keys being sealed."""
         return self.state_fields()[-1].nbytes
 
     def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -104,9 +104,9 @@ class Sketch(IndexPart):
 
 
 class SignSketch(Sketch):
-    """The first level alone, to measure what the other bits bring: runs of 8 tokens by their best signs.
+    """The first level alone, to measure what the other bits contribute: runs of 8 tokens by their best signs.
 
-    It keeps those bits without reading them.
+    It stores those bits without reading them.
     """
 
     samples = False
@@ -137,7 +137,7 @@ class SignSketch(Sketch):
 def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """What the keys and the queries of each kv head are multiplied by: L R and the transposed inverse of L, times R.
 
-    L L^T = d C, where C is the second moment of queries of length 1, mixed with that of all directions alike.
+    L L^T = d C, where C is the second moment of queries of length 1, mixed with that of uniform directions.
 
     Args:
         queries: [..., w, H_q, d], w may be 0.
@@ -154,7 +154,7 @@ def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tupl
         grouped = torch.nn.functional.normalize(queries.float(), dim=-1).unflatten(-2, (heads, -1))
         units = grouped.transpose(-4, -3).flatten(-3, -2)  # [..., H, w G, d]
         moments = ISOTROPIC * one + (1 - ISOTROPIC) * dim / units.shape[-2] * (units.mT @ units)
-    # The root exists: its smallest eigenvalue is ISOTROPIC at least. L R is L L^T times the transposed inverse times R.
+    # The root exists: the smallest eigenvalue is at least ISOTROPIC. L R is L L^T times the transposed inverse times R.
     flat = moments.flatten(0, -3).contiguous()
     inverse = ops.whiten_rows(one.expand_as(flat).contiguous(), flat).view(moments.shape)
     of_queries = inverse.mT @ rotation

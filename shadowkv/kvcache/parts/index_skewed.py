@@ -2,12 +2,12 @@
 
 Queries and keys are multiplied by the right singular vectors of the queries, which changes no score and leaves most of
 them in few columns; those with the largest sum of both's absolute values score tokens. The paper finds the vectors
-offline and the columns by the whole prompt; here both are of each sequence's own prompt, per layer and kv head, after
-RoPE: of the last 64 queries of all its query heads and of all keys, each counting by its mean. Where a prompt's
-queries are gone, as of a segment of generated tokens, columns are those of the keys as they are.
+offline and the columns from the whole prompt; here both come from each sequence's own prompt, per layer and kv head,
+after RoPE: from the last 64 queries of all its query heads and from all keys, each counting by its mean. Where a
+prompt's queries are gone, as in a segment of generated tokens, columns are those of the keys as they are.
 
 The paper scores one layer ahead, by the input of the layer before, so that keys and values cross the bus meanwhile.
-That is for the bus alone: here a layer's own queries score, without that speculation's error.
+That is only for the bus: here a layer's own queries score, without the error of that speculation.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Skewed(ScoredIndex):
     def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
-        # Queries that overflowed must not stop everybody: their sequence's logits say so soon enough.
+        # Queries that overflowed must not stop all sequences: the logits of their own show it soon enough.
         gram = (asked.transpose(3, 4) @ asked).nan_to_num_(0.0, 0.0, 0.0)
         directions = torch.linalg.eigh(gram).eigenvectors
         store.state["skew_directions"][layers][:, states] = directions
         store.state["skew_asked"][layers][:, states] = (asked @ directions).abs().sum(3) / max(1, asked.shape[3])
 
     def fitting_bytes(self, tokens: int) -> int:
-        """One head's keys in float32, along their directions, and how large they are there."""
+        """One head's keys in float32, along their directions, and their absolute values there."""
         return 3 * 4 * tokens * self.shape.head_dim
 
     def sealing_bytes(self) -> int:

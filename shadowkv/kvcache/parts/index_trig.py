@@ -1,13 +1,13 @@
-"""Tokens by the scores that queries of the prompt's mean would give their keys (TriAttention, arXiv:2604.04921).
+"""Tokens by the scores that the mean query of the prompt would give their keys (TriAttention, arXiv:2604.04921).
 
-Before RoPE the queries of a head are much alike. What a key will be worth is then known when it is stored: the
-score of the mean query, averaged over distances to come, and, as single queries are not the mean, each frequency's
-share of the key's length times what their length exceeds that of their mean by. The paper takes the mean from 32K
-tokens of text, here it is of the prompt's last queries.
+Before RoPE, the queries of a head are much alike. A key's future scores can then be estimated when it is stored: by the
+score of the mean query, averaged over future distances, and, as single queries are not the mean, by the key's length in
+each frequency times the amount by which their mean length exceeds the length of their mean. The paper takes the mean
+from 32K tokens of text; here it is that of the prompt's last queries.
 
 The paper ranks all tokens anew every 128 steps. Here a token is ranked once, when it is sealed, for distances from
-where the sequence then ends: sealed pages never change. In a segment without queries, as of generated tokens, the
-newest tokens rank first.
+where the sequence then ends: sealed pages never change. In a segment without queries, such as one of generated tokens,
+the newest tokens rank first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Trig(RankedIndex):
         )
 
     def state_bytes_read(self) -> int:
-        """The number of queries: the others are for keys that are sealed."""
+        """The number of queries: the other fields are for keys being sealed."""
         return self.state_fields()[2].nbytes
 
     def observe(self, store: SealedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -63,14 +63,14 @@ class Trig(RankedIndex):
         store.state["trig_tokens"][layers][:, states] = torch.stack((tokens.first, last), dim=-1)
 
     def sealing_bytes(self) -> int:
-        """Keys in float32, their scores' terms and those."""
+        """Keys in float32, the terms of their scores, and the scores."""
         return 12 * SEALED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def seal(self, store: SealedStore, tokens: SealedTokens) -> None:
         names = ("trig_query", "trig_spread", "trig_tokens")
         query, spread, fitted = (store.state[name][tokens.layers][:, tokens.states] for name in names)
         start, last = fitted.unbind(-1)
-        # A generated token's page is sealed when ``local`` tokens are behind it.
+        # A generated token's page is sealed when ``local`` tokens follow it.
         now = torch.maximum(last, tokens.first + PAGE + self.spec.local - 1) - start  # [L, n]
         asked = rope(query, now[..., None, None].clamp(0, store.rotary.max_positions - 1), store.rotary)
         scores = expected_scores(asked, spread, tokens.rope_keys.transpose(2, 3).float(), store.rotary.config)
@@ -97,8 +97,8 @@ def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
 
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
-    """Of pre-RoPE queries [L, n, w, ..., d] their mean [L, n, ..., d], and by frequency what the mean of their
-    lengths exceeds the length of their mean by, [L, n, ..., dim / 2]."""
+    """The mean [L, n, ..., d] of pre-RoPE queries [L, n, w, ..., d], and by frequency how much the mean of their
+    lengths exceeds the length of their mean, [L, n, ..., dim / 2]."""
     mean = queries.mean(2)
     return mean, lengths(queries, config).mean(2) - lengths(mean, config)
 
@@ -111,11 +111,11 @@ def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
 
 
 def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeConfig) -> Tensor:
-    """What keys are expected to be worth, in units of logits.
+    """Expected scores of keys, in units of logits.
 
     Args:
         query: [..., G, d], the mean query, RoPE-rotated to where the queries will be.
-        spread: [..., G, w], of the first dim / 2 of which each is a frequency's.
+        spread: [..., G, w]; each of the first dim / 2 belongs to a frequency.
         keys: [..., n, d], after RoPE.
 
     Returns:
@@ -127,5 +127,5 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
 
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
-    """Of the pairs of [..., d] that RoPE rotates together, [..., dim / 2]."""
+    """Lengths of the pairs in [..., d] that RoPE rotates together, [..., dim / 2]."""
     return torch.hypot(*halves(x[..., : config.dim], config))

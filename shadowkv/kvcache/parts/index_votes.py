@@ -1,9 +1,9 @@
 """The tokens that the prompt's last queries attend to (SnapKV, arXiv:2404.14469), the same ones at every step.
 
-Of the prompt, the tokens with the most attention of its last 64 queries (the published code's default), the largest
-of 7 neighbours counting for each (its LongBench runs); the query heads of a kv head vote together. What follows the
-voters, generated or of a later turn, the paper never drops: it ranks before all of them, the newest first, and takes
-from the same budget. So does everything where queries are gone, as of a segment of generated tokens.
+Tokens of the prompt rank by the attention of its last 64 queries (the published code's default), the largest of 7
+neighbours counting for each (its LongBench runs); the query heads of a kv head vote together. The paper never drops
+what follows the voters, generated or of a later turn: it ranks before all of those tokens, the newest first, and takes
+from the same budget. So does everything where queries are gone, as in a segment of generated tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shadowkv.kvcache.sealed_store import SealedStore
 from shadowkv.kvcache.spec import PAGE
 
 NEIGHBOURS = 7
-"""Tokens of which the most attended one counts for the middle one."""
+"""Tokens in the window whose most attended token counts for the middle one."""
 
 LEAST = 1e-37
 """Votes that count as none; in float32 their logarithm is finite."""
@@ -54,7 +54,7 @@ class Votes(RankedIndex):
         return 4 * tokens * (self.shape.head_dim + 3 * OBSERVED * self.shape.group)
 
     def sealing_bytes(self) -> int:
-        """Keys in float32, and their scores by all voters, relative to those' sums and as shares."""
+        """Keys in float32, and their scores by all voters, relative to the voters' sums and as shares."""
         of_head = 8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group
         return SEALED_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
 
@@ -68,7 +68,7 @@ class Votes(RankedIndex):
             for head in range(self.shape.num_kv_heads):
                 scores = self._scores(queries[one][head], tokens.rope_keys[one][:, head])
                 lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
-                # A voter that is not there gives no share to any key.
+                # A missing voter gives no share to any key.
                 sums[one][head] = torch.where(number < voters[one], lse, math.inf)
         store.state["vote_lse"][layers][:, states] = sums
 
@@ -83,7 +83,7 @@ class Votes(RankedIndex):
         voted = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])
         votes = votes.masked_fill(~voted.unsqueeze(1), 0.0)
         pooled = torch.nn.functional.max_pool1d(votes, NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)
-        # Votes are shares of attention, so their logarithms less 1 are below all ranks by age, which are from -1 to 0.
+        # Votes are shares of attention, so their logarithms minus 1 are below all ranks by age, which are from -1 to 0.
         by_vote, by_age = pooled.clamp(min=LEAST).log() - 1, position / len(position) - 1
         ranks = torch.where(voted.unsqueeze(1), by_vote, by_age)
         return ranks.unflatten(-1, (-1, self.spec.chunk)).amax(-1)

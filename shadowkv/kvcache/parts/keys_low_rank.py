@@ -1,4 +1,4 @@
-"""Low-rank keys: one subspace per sequence and layer, found by the prompt's own keys before RoPE.
+"""Low-rank keys: one subspace per sequence and layer, found from the prompt's own keys before RoPE.
 
 ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d] ~ latents [S, r] x basis [r, H*d].
 """
@@ -24,10 +24,10 @@ from shadowkv.ops.codec import STRONG, LatentCodec
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 
 KEPT_ENERGY = "kept_energy"
-"""The field of states that has the share of the keys' squared norm that the subspace keeps."""
+"""The state field with the share of the keys' squared norm that the subspace keeps."""
 
 HEADROOM = 1.25
-"""What latents of generated tokens may be larger than all of the prompt's, where a code has 8 bits."""
+"""Factor by which latents of generated tokens may exceed all of the prompt's, where a code has 8 bits."""
 
 
 class LowRankKeys(KeyPart):
@@ -44,8 +44,8 @@ class LowRankKeys(KeyPart):
 
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> KVSpec:
-        """Rank 5/32 of H*d (the paper's 160 of 1,024), but 1/2 where H*d < 512: few kv heads are less low-rank. Rounded
-        up to a multiple of 32 where there is room: tensor cores take that many at a time."""
+        """Rank 5/32 of H*d (the paper's 160 of 1,024), but 1/2 where H*d < 512: keys of few kv heads are less low-rank.
+        Rounded up to a multiple of 32 where there is room: tensor cores take that many at a time."""
         if spec.rank is not None:
             return spec
         rank = round(shape.kv_dim * (1 / 2 if shape.kv_dim < 512 else 5 / 32))
@@ -93,8 +93,8 @@ class LowRankKeys(KeyPart):
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Two float32 copies of the Gram matrices of as many states as are fitted together, room to work in, and rows
-        centred and multiplied; of groups of heads, all rows of a group besides."""
+        """Two float32 copies of the Gram matrices of as many states as are fitted together, workspace, and rows
+        centred and multiplied; for groups of heads, all rows of a group as well."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
         return rows if self.spec.key_groups == 1 else rows + size * tokens // self.spec.key_groups
@@ -150,5 +150,5 @@ class LowRankKeys(KeyPart):
 
 
 def kept_energy(variance: Tensor, total: Tensor) -> Tensor:
-    """The share of keys' squared norm that a basis keeps, float32 [M], of what ``low_rank_basis`` returns."""
+    """The share of keys' squared norm that a basis keeps, float32 [M], from what ``low_rank_basis`` returns."""
     return (variance.sum(1) / total.clamp(min=1e-30)).clamp(max=1)

@@ -18,16 +18,17 @@ LARGEST = 127
 """The largest entry of a row of the basis, in its steps."""
 
 SEALED_AT_ONCE = 64
-"""Pages of one layer that are projected at a time, each perhaps on a basis of its own."""
+"""Pages of one layer that are projected at a time, each possibly on a basis of its own."""
 
 BYTES_OF_A_LATENT = 40
-"""What packing a latent takes in PyTorch: it and its code, shifted and cut in two, each in 4 bytes, several times."""
+"""Bytes that packing a latent takes in PyTorch: the latent and its code, shifted and cut in two, several times, each in
+4 bytes."""
 
 
 class MixedLowRankKeys(LowRankKeys):
-    """Latents of centred keys, whose widths are shared out by their variances over the prompt (``bit_allocation.py``).
+    """Latents of centred keys, whose widths are chosen by their variances over the prompt (``bit_allocation.py``).
 
-    A row of the basis is whole numbers times one step, that of its latents folded in.
+    A row of the basis is whole numbers times one step, with the step of its latents folded in.
     """
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -41,14 +42,14 @@ class MixedLowRankKeys(LowRankKeys):
         )
 
     def sealing_bytes(self) -> int:
-        """Bases decoded in float32 and as they are multiplied, keys in float32, and latents on their way to bits."""
+        """Bases decoded in float32 and in the dtype of the product, keys in float32, and latents being packed."""
         size, least = self.dtype.itemsize, max(SEALED_AT_ONCE, self.shape.num_layers)  # all layers of one page
         basis = self.rank * self.shape.kv_dim * (4 + 2 * size)
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
 
     def reading_bytes(self) -> int:
-        """A basis as it is stored, decoded in float32, and as it is multiplied, of backends that do not read it as it
-        is stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
+        """A basis as it is stored, decoded in float32, and in the dtype of the product, for backends that do not read
+        it as it is stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
     def fit(self, store: SealedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:

@@ -33,12 +33,12 @@ def chunk_scores(q: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch, 
 def projected_scores(
     q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: SealedBatch
 ) -> tuple[Tensor, Tensor]:
-    """The same of keys that are kept in a basis of their sequence and kv head.
+    """The same for keys that are kept in a basis of their sequence and kv head.
 
     Args:
         q: [B, H_q, d].
         basis: float32 [states, H, d, w].
-        keys: [N, H, C, c, w], in it.
+        keys: [N, H, C, c, w], in that basis.
     """
     projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.states]  # [B, H, G, w]
     return chunk_scores(projected.flatten(1, 2), keys, excluded, batch, q.shape[-1] ** -0.5)
