@@ -11,7 +11,7 @@ from shadowkv.ops.apply_rope.tables import RotaryTables
 def append_block(
     k: Tensor, v: Tensor, positions: Tensor, rotary: RotaryTables, keys: Tensor, rope_keys: Tensor, values: Tensor
 ) -> None:
-    """Copies keys and values, and keys as ``apply_rope`` rotates them.
+    """Copies keys and values, and also the keys rotated by ``apply_rope``.
 
     Args:
         k, v: [n, H, d], keys before RoPE.

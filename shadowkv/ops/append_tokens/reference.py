@@ -18,7 +18,7 @@ def append_tokens(
     write_page: Tensor,
     write_offset: Tensor,
 ) -> None:
-    """Rotates keys and writes them, and the values, to row ``write_offset`` of page ``write_page``.
+    """Rotates keys and writes them and the values to row ``write_offset`` of page ``write_page``.
 
     Args:
         k, v: [B, H, d], keys before RoPE.

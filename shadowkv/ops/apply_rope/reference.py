@@ -11,7 +11,7 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
     """Rotates ``x`` [..., heads, d] by ``positions`` int64 [...]; ``inverse`` undoes it.
 
-    Where the tables carry a magnitude m (YaRN, LongRoPE), it multiplies by m and the inverse divides.
+    If the tables carry a magnitude m (YaRN, LongRoPE), the result is multiplied by m, and divided for the inverse.
     Computed in float32, returned in the dtype of ``x``.
     """
     return rotate_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)
@@ -31,5 +31,5 @@ def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse
 
 
 def halves(rotating: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
-    """First and second of the pairs of dimensions [..., dim] that rotate together, [..., dim / 2] each."""
+    """First and second members of the pairs of dimensions [..., dim] that rotate together, [..., dim / 2] each."""
     return (rotating[..., 0::2], rotating[..., 1::2]) if config.interleaved else rotating.chunk(2, dim=-1)

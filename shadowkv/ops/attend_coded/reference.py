@@ -1,5 +1,6 @@
-"""Attention over all tokens in PyTorch. Coded rows without a state are never rotated back: queries are rotated instead,
-and the output once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of latents."""
+"""Attention over all tokens in PyTorch. Coded rows without a state are never rotated back: the queries are rotated
+instead, and the output once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Low-rank keys are rebuilt
+from latents."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ def attend_coded(
 
     Args:
         q: [B, H_q, d].
-        keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
-        values: where the values are.
-        begin, end: int64 [B], multiples of a chunk's tokens, ends at most the 64 P that the page tables name; nothing
-            is attended to where a row's end is not behind its begin.
+        keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
+        values: source of the values.
+        begin, end: int64 [B], multiples of a chunk's tokens; ``end`` is at most the 64 P tokens that the page tables
+            name. A row whose end is not after its begin attends to nothing.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
+        out [B, H_q, d] in the dtype of ``q``, 0 where nothing is attended to; log-sum-exp float32 [B, H_q], -inf
+        there.
     """
     dim = q.shape[2]
     if isinstance(keys, LatentKeys):
@@ -70,22 +72,23 @@ def attend_coded(
 def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
     """What the mean keys add to the products of queries and centred keys: q x RoPE(mean), [B, H, G, n].
 
-    A sum over frequencies of two products that know no token and the cosine and sine of its angle, which know no head.
+    This is a sum over frequencies of two products that do not depend on the token, times the cosine and sine of its
+    angle, which do not depend on the head.
 
     Args:
         q: [B, H, G, d], RoPE-rotated to their positions.
         place: int64 [n], tokens of the rows.
     """
     along, across, rest = products_by_frequency(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
-    # Behind a row's end there may be no more positions.
+    # Past a row's end there may be no more positions.
     positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
     return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
 
 
 def products_by_frequency(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of the product of ``q`` and ``rows``, RoPE-rotated by an angle t: by frequency what is multiplied by
-    cos t and by sin t, [..., dim / 2] each, and what no rotation changes, [..., 1]."""
+    """The terms of the product of ``q`` and ``rows`` RoPE-rotated by an angle t: the coefficients of cos t and sin t by
+    frequency, [..., dim / 2] each, and the term that rotation leaves unchanged, [..., 1]."""
     config = rotary.config
     (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
     rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
@@ -93,8 +96,8 @@ def products_by_frequency(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tupl
 
 
 def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
-    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, -1s behind them: for backends that attend to
-    all tokens as to selected ones."""
+    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s: for backends that treat all
+    tokens as selected."""
     heads, chunk = heads_and_chunk(keys)
     count = keys.pages.shape[1] * PAGE // chunk
     chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]
@@ -103,13 +106,13 @@ def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def rotation_of(source: KeySource) -> Tensor | None:
-    """The rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a codec has
-    learned may be of rows before their rotation."""
+    """The rotation that decoded rows keep, float32 [d, d]; None if decoding undoes it: a codec's learned state may
+    belong to rows before their rotation."""
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
-    """Rows [B, H, n, d] of some pages, coded ones as they were rotated; float32."""
+    """Rows [B, H, n, d] of some pages, float32; coded rows stay rotated."""
     names = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)

@@ -34,7 +34,7 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but all of it in float32. Results are the same bits on any number of threads.
+    """Same as the reference, but all of it in float32. Results are the same bits on any number of threads.
 
     Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantised.
 

@@ -64,7 +64,7 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
     exact rows and bases bfloat16, ranks multiples of 32 up to 256; all dimensions rotate, in halves. Which codecs of

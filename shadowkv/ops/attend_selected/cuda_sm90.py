@@ -50,7 +50,7 @@ def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
 def attend_selected(
     q: Tensor, keys: LatentKeys, values: CodedRows, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
+    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
     batch, heads, dim = q.shape
     assert values.rotation is not None, "codes of these codecs are of rotated rows"
     kv_heads = selected.shape[1]

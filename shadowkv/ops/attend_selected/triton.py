@@ -38,7 +38,7 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, of latents, and of dense rows and codecs in ``VALUES`` that are in no buffer.
+    """Same as the reference, of latents, and of dense rows and codecs in ``VALUES`` that are in no buffer.
 
     Products of 16-bit queries are of keys and values in float16. Pages of latents, and of values of a head, lie
     together.
