@@ -1,8 +1,8 @@
-"""Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
-a prompt is given, values in other formats, rotations of neighbours or of some dimensions.
+"""Attention over selected tokens from latents in Triton, for what the CUDA kernels do not support: latents whose widths
+are chosen per prompt, values in other formats, rotations of neighbours or of some dimensions only.
 
-A program takes as many tokens as a page has of one kv head at a time, all of its query heads together, and makes keys
-of their latents: the dimensions that rotate as a pair in two products.
+A program processes as many tokens of one kv head at a time as a page has, with all of its query heads, and rebuilds the
+keys from their latents: the two members of the pairs of dimensions that rotate together in two products.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, of latents, and of dense rows and codecs in ``VALUES`` that are in no buffer.
+    """Same as the reference, for latents, and for dense rows and codecs in ``VALUES`` that are not in a buffer.
 
-    Products of 16-bit queries are of keys and values in float16. Pages of latents, and of values of a head, lie
-    together.
+    16-bit queries are multiplied with keys and values in float16. Pages of latents, and of a head's values, are
+    contiguous.
 
     Raises:
         ValueError: other sources.
@@ -99,12 +99,12 @@ def _attend_latents(
     VALUE_FORMAT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
     VALUE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """A part of what one kv head of a row has selected."""
+    """One part of what one kv head of a row has selected."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
-    if INTERLEAVED:  # dimensions that rotate together; behind them those that do not
+    if INTERLEAVED:  # dimensions that rotate together, then those that do not rotate
         one = tl.where(pair < ROTATING, 2 * pair, pair + ROTATING)
         other = tl.where(pair < ROTATING, 2 * pair + 1, pair + HALF)
     elif ROTATING < HALF:
