@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """The chunks whose mean has the lowest cosine similarity with one of its members.
+    """The chunks whose mean has the lowest cosine similarity with one of their keys.
 
     Args:
         rope_keys: [S, H, d], S a multiple of ``chunk``.
-        count: how many, at most S / chunk - ``sink``.
+        count: number of chunks to find, at most S / chunk - ``sink``.
         sink: chunks at the start that are not candidates.
 
     Returns:

@@ -3,12 +3,13 @@
 from shadowkv.ops.codec import LANES, CodecId
 
 MOST_DIMS = 128
-"""Of rows that a kernel rotates: wider rotations do not fit into shared memory beside the rows."""
+"""Most dimensions of rows that a kernel rotates: wider rotations do not fit into shared memory together with the
+rows."""
 
 ROTATED_IN_KERNELS = (*LANES, CodecId.VQ_4X256)
-"""Codecs whose rows the Triton kernel rotates and codes."""
+"""Codecs whose rows the Triton kernel rotates and encodes."""
 
 
 def in_one_pass(codec: int, dim: int) -> bool:
-    """Whether a kernel codes rows of ``dim`` dimensions as it reads them, without copies."""
+    """Whether a kernel encodes rows of ``dim`` dimensions as it reads them, without copies."""
     return codec == CodecId.FP8 or (codec in ROTATED_IN_KERNELS and dim <= MOST_DIMS)

@@ -1,4 +1,4 @@
-"""Coded rows in PyTorch, as their codec has it."""
+"""Coded rows in PyTorch, through their codec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from shadowkv.ops.codec import RowCodec
 
 CODED_AT_ONCE = 128
-"""Pages of one layer that are coded at a time, to bound the float32 copies."""
+"""Pages of one layer that are encoded at a time, to bound the float32 copies."""
 
 
 def quantise_rows(
@@ -24,9 +24,9 @@ def quantise_rows(
 
     Args:
         rows: [L, n, 64, H, d].
-        codec: how.
-        rotation: float32 [d, d], or None where the codec has none.
-        state: the codec's of each page, [L, n or 1, H, ...] each.
+        codec: codec of the rows.
+        rotation: float32 [d, d], or None if the codec has none.
+        state: the codec's state for each page, [L, n or 1, H, ...] each.
         codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64.
         code_pages: int64 [n], which of the N take the codes.
         scale: of the codec's dtype [L, N', H, 64, s]; nothing is written where s is 0.
