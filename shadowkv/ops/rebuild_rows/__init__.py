@@ -1,1 +1,1 @@
-"""Sealed pages of one sequence as the plain rows that attention reads: keys rebuilt, after RoPE, and values decoded."""
+"""Sealed pages of one sequence as plain rows for attention: keys rebuilt and RoPE-rotated, values decoded."""
