@@ -12,7 +12,7 @@ static void read(const Numbers& from, int64_t offset, int64_t count, float* to) 
     case Dtype::float32: return read(static_cast<const float*>(from.data) + offset, count, to);
     case Dtype::bfloat16: return read(static_cast<const BFloat16*>(from.data) + offset, count, to);
     case Dtype::int8: return read(static_cast<const int8_t*>(from.data) + offset, count, to);
-    case Dtype::uint8: return;  // codes, which are no numbers
+    case Dtype::uint8: return;  // codes, which are not numbers
   }
 }
 
@@ -32,7 +32,7 @@ static void turn(const SelectedForm& form, int64_t position, float* key) {
     for (int64_t i = 0; i < half; ++i) pair(i, key[i], key[i + half]);
 }
 
-// Keys [rows, dim] of the latents of some chunks, which are in the scratch, as is the basis.
+// Keys [rows, dim] from the latents of some chunks; latents and basis are in the scratch memory.
 static void rebuild(const SelectedForm& form, const SelectedChunk* chunks, int64_t rows, const SelectedScratch& s) {
   const int64_t dim = form.dim, rank = form.rank;
   const float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -45,7 +45,7 @@ static void rebuild(const SelectedForm& form, const SelectedChunk* chunks, int64
     turn(form, chunks[row / form.chunk].position + row % form.chunk, s.keys + row * dim);
 }
 
-// Rows [count * chunk, dim] of some chunks, coded ones in the order of their codec.
+// Rows [count * chunk, dim] of some chunks; coded rows in the order of their codec.
 static void read_rows(
     const SelectedForm& form, const StoredRows& from, StoredChunk SelectedChunk::* which, const SelectedChunk* chunks,
     int64_t count, float* to) {
@@ -72,8 +72,8 @@ static void read_keys(const SelectedForm& form, const SelectedChunk* chunks, int
   rebuild(form, chunks, count * form.chunk, s);
 }
 
-// What the product of a query and the mean key, rotated by an angle, is the sum of: by frequency what is multiplied by
-// the angle's cosine and by its sine, and what no rotation changes.
+// The terms of the product of a query and the mean key rotated by an angle: the coefficients of the angle's cosine and
+// sine by frequency, and the term that rotation leaves unchanged.
 static void multiply_mean(const SelectedForm& form, const SelectedScratch& s) {
   const int64_t half = form.turning / 2, step = form.interleaved ? 2 : 1, apart = form.interleaved ? 1 : half;
   for (int64_t n = 0; n < form.group; ++n) {
@@ -89,7 +89,7 @@ static void multiply_mean(const SelectedForm& form, const SelectedScratch& s) {
   }
 }
 
-// What the mean key adds to the scores of some chunks.
+// The mean key's contribution to the scores of some chunks.
 static void score_mean(const SelectedForm& form, const SelectedChunk* chunks, int64_t rows, const SelectedScratch& s) {
   const int64_t half = form.turning / 2, bytes = half * sizeof(float);
   for (int64_t row = 0; row < rows; ++row) {
@@ -105,7 +105,7 @@ static void score_mean(const SelectedForm& form, const SelectedChunk* chunks, in
     for (int64_t row = 0; row < rows; ++row) s.added[n * TILE + row] += s.rest[n];
 }
 
-// Keys are rows that were rotated before they were coded: queries are too, instead of rotating each key back.
+// Keys were rotated before they were coded: the queries are rotated too, instead of rotating each key back.
 static void rotate_queries(const SelectedForm& form, const SelectedScratch& s) {
   const int64_t dim = form.dim;
   const float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -120,7 +120,7 @@ static void rotate_queries(const SelectedForm& form, const SelectedScratch& s) {
   });
 }
 
-// The output is a sum of rotated rows: it is rotated back, instead of each of them.
+// The output is a sum of rotated rows: it is rotated back instead of each row.
 static void rotate_back(const SelectedForm& form, const SelectedScratch& s) {
   const int64_t dim = form.dim;
   with_row_codec(form.values.codec, [&](auto functor) {
@@ -138,7 +138,7 @@ static void rotate_back(const SelectedForm& form, const SelectedScratch& s) {
   }
 }
 
-// Attention of the scratch's queries, before it is divided by its sums.
+// Attention of the queries in the scratch memory, before division by the sums.
 static void attend_chunks(
     const SelectedForm& form, const SelectedChunk* chunks, int64_t count, int64_t basis, int64_t mean,
     const SelectedScratch& s) {

@@ -1,5 +1,5 @@
-// Decode attention over selected chunks, from the form that they are stored in, on raw pointers: chunks are gathered,
-// keys rebuilt and rotated, and a tile of both attended to with an online softmax. All in float32.
+// Decode attention over selected chunks in their stored form, on raw pointers: chunks are gathered, keys are rebuilt
+// and rotated, and tiles of both are attended to with an online softmax. All in float32.
 
 #pragma once
 
@@ -13,33 +13,33 @@
 
 namespace shadowkv {
 
-// Rotated keys, latents or values: chunks [chunk, width] of elements that mean what `codec` says.
+// Rotated keys, latents or values: chunks [chunk, width] of elements in the format of `codec`.
 struct StoredRows {
   int64_t codec;
   Numbers rows;
   int64_t width;
   const Float16* scale;   // chunks [chunk] of coded rows
-  const float* rotation;  // [dim, dim], by which those were multiplied before they were coded
-  const float* levels;    // what their codes stand for, where that is a table
+  const float* rotation;  // [dim, dim], by which rows were multiplied before they were coded
+  const float* levels;    // what their codes stand for, if that is a table
 };
 
-// How keys and values are stored. The tokens of a chunk lie together.
+// How keys and values are stored. The tokens of a chunk are contiguous.
 struct SelectedForm {
   int64_t dim, group, chunk;  // chunk: tokens, a divisor of TILE
   StoredRows keys, values;
 
-  // Of latents: key = rotated(latents x basis + mean). Of coded keys without their mean: key = row + rotated(mean).
+  // For latents: key = rotated(latents x basis + mean). For coded keys without their mean: key = row + rotated(mean).
   int64_t rank;
-  Numbers basis;           // [rank, dim] per sequence and head; null where keys are rows
+  Numbers basis;           // [rank, dim] per sequence and head; null if keys are rows
   int64_t basis_row;
-  Numbers mean;            // [dim] per sequence and head; null for zero, float32 of coded keys
+  Numbers mean;            // [dim] per sequence and head; null for zero, float32 for coded keys
   const float *cos, *sin;  // [positions, turning / 2]
   int64_t turning;         // leading dimensions that rotate
   bool interleaved;
 };
 
-// Elements that a codec stores of a row of `dim` dimensions, or of latents of that rank: 0 where it takes no such rows,
-// -1 where it is unknown. `stored` are there, which the codec decides on where rows of one rank may differ.
+// Elements that a codec stores per row of `dim` dimensions, or per latents of that rank: 0 if it does not take such
+// rows, -1 if it is unknown. `stored` is the actual number, which decides for codecs whose rows of one rank may differ.
 int64_t row_width(int64_t codec, int64_t dim, int64_t stored);
 
 // Where a chunk is, in elements.
@@ -54,7 +54,7 @@ struct SelectedChunk {
   float log_weight;  // in units of log 2
 };
 
-// What one kv head of a sequence selected, and where its basis and mean are.
+// The selection of one kv head of a sequence, and where its basis and mean are.
 struct SelectedTask {
   std::vector<SelectedChunk> chunks;
   int64_t basis, mean;
@@ -68,7 +68,7 @@ struct SelectedScratch {
   float *q, *out, *unordered;      // [group, dim]
   float *peak, *sum, *scale;       // [group]
   float *scores, *log_weight;      // [group, TILE], [TILE]
-  float *turned, *rest;            // [group, dim], [group]: queries' products with the mean, by frequency and besides
+  float *turned, *rest;            // [group, dim], [group]: queries' products with the mean, by frequency and rest
   float *angles, *added;           // [TILE, dim], [group, TILE]: cosines and sines, and what the mean adds to scores
   float *keys, *values, *latents;  // [TILE, dim], [TILE, dim], [TILE, rank]
   float *basis, *mean;             // [rank, dim], [dim]
@@ -77,7 +77,7 @@ struct SelectedScratch {
   std::vector<float> memory_;
 };
 
-// out [group, dim] and lse [group] of queries [group, dim]; 0 and -inf where nothing is selected.
+// out [group, dim] and lse [group] for queries [group, dim]; 0 and -inf if nothing is selected.
 template <typename T>
 void attend_selected(
     const SelectedForm& form, const SelectedTask& task, const T* q, SelectedScratch& scratch, T* out, float* lse);
