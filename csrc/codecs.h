@@ -1,5 +1,5 @@
-// Formats of keys and values by the numbers that the ops' arguments name them by. Their Python sides, with the same
-// numbers, are in shadowkv/kvcache/codecs/; those from 1000 on are for tests.
+// Ids of the formats of keys and values in the ops' arguments. The Python codecs, with the same ids, are in
+// shadowkv/kvcache/codecs/; ids from 1000 on are for tests.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,6 @@ constexpr int64_t kKvarn4 = 14;      // keys in 4 bits, steps of a page's channe
 constexpr int64_t kKvarn2 = 15;      // values in 2 bits, steps of tokens
 constexpr int64_t kLatentDense = 16; // low-rank keys, floats
 constexpr int64_t kLatentInt8 = 17;  // bytes
-constexpr int64_t kLatentInt4 = 18;  // the strongest bytes, of the others two to one
+constexpr int64_t kLatentInt4 = 18;  // the strongest in bytes, the others two per byte
 
 } // namespace shadowkv::codec

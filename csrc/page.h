@@ -1,4 +1,4 @@
-// The size of a page, which kernels in C++ and CUDA share. shadowkv/ops/page.py has it for Python;
+// The page size, shared by the C++ and CUDA kernels. shadowkv/ops/page.py defines it for Python;
 // tests/ops/test_constants.py compares the two.
 #pragma once
 

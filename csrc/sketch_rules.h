@@ -1,5 +1,5 @@
-// What all kernels that search a key sketch have in common, in C++ and CUDA. Python has it in
-// shadowkv/ops/{sketch_queries,sign_scores,select_by_sketch}/reference.py and sampling.py, which say what it means;
+// What all C++ and CUDA kernels that search a key sketch have in common. Python defines and documents it in
+// shadowkv/ops/{sketch_queries,sign_scores,select_by_sketch}/reference.py and sampling.py;
 // tests/ops/test_constants.py compares the two.
 #pragma once
 
@@ -10,18 +10,18 @@
 namespace shadowkv {
 
 constexpr int kMostQueries = 8; // of a kv head, in CUDA
-constexpr int kQueryPlanes = 4; // bits of the rounder whole numbers of a query
-constexpr int kRun = 8;         // tokens that are looked at together
+constexpr int kQueryPlanes = 4; // bits of the coarser whole numbers of a query
+constexpr int kRun = 8;         // tokens that are searched together
 constexpr int kPageRuns = kPage / kRun;
-constexpr int kScaleShift = 7;   // a scale's code, shifted so far, is the bits of a half
+constexpr int kScaleShift = 7;   // a scale's code, shifted left by this, gives the bits of a half
 constexpr uint8_t kExcluded = 0; // the code of a token that may not be selected
 
-constexpr int kKeptShare = 16;   // one of so many runs is looked at closely,
-constexpr int kKeptFactor = 4;   // and so many times the tokens of the budget at least,
-constexpr int kKeptLeast = 384;  // and so many runs
-constexpr int kSampledShare = 4; // of these one in so many is sampled, where anything is
+constexpr int kKeptShare = 16;   // one in this many runs is examined closely,
+constexpr int kKeptFactor = 4;   // but at least this many times the tokens of the budget,
+constexpr int kKeptLeast = 384;  // and at least this many runs
+constexpr int kSampledShare = 4; // one in this many of these is sampled, if anything is sampled
 
-// Runs, of so many, that are looked at closely where so many tokens are selected.
+// How many of the runs are examined closely when that many tokens are selected.
 constexpr int kept_runs(int runs, int64_t tokens) {
   const int wanted = int((tokens * kKeptFactor + kRun - 1) / kRun), share = (runs + kKeptShare - 1) / kKeptShare;
   const int most = share > kKeptLeast ? share : kKeptLeast, kept = most > wanted ? most : wanted;
@@ -29,6 +29,6 @@ constexpr int kept_runs(int runs, int64_t tokens) {
 }
 
 constexpr int kMostChanceBits = 20;
-constexpr float kCaution = 0.97f; // what chances add up to, in all that may be sampled
+constexpr float kCaution = 0.97f; // what chances sum up to, as a share of all that may be sampled
 
 } // namespace shadowkv

@@ -1,4 +1,4 @@
-// What ops of attention over selected chunks check alike.
+// Checks shared by the ops for attention over selected chunks.
 #pragma once
 
 #include "bindings/checks.h"
@@ -6,7 +6,7 @@
 
 namespace shadowkv {
 
-// Sets what all have.
+// Sets what all inputs have.
 template <class Inputs>
 void set_queries(
     Inputs& in, const Tensor& q, const Tensor& selected, const Tensor& key_pages,
@@ -34,7 +34,8 @@ void set_queries(
   while (1 << in.log_chunk < chunk) ++in.log_chunk;
 }
 
-// A page array whose rows vector loads may read: dense inside, and everywhere as aligned as its rows, up to 16 bytes.
+// A page array whose rows can be read by vector loads: dense inside, and aligned like its rows everywhere, up to 16
+// bytes.
 inline void check_pages(const Tensor& x, const char* name) {
   check_dense_from(x, name, 1);
   const int64_t row = x.size(-1) * int64_t(x.element_size()), unit = (row & -row) < 16 ? row & -row : 16;
@@ -43,7 +44,7 @@ inline void check_pages(const Tensor& x, const char* name) {
       name, " does not start at a multiple of ", unit, " bytes everywhere");
 }
 
-// Sets what latents have besides.
+// Sets what latents have in addition.
 template <class Inputs>
 void set_basis(
     Inputs& in, int64_t dim, int64_t rank, const Tensor& basis, const std::optional<Tensor>& mean, const Tensor& states,

@@ -32,7 +32,7 @@ void launch(const Tensor& q, const BlocksCall& call) {
   launched(call, current_stream(q));
 }
 
-// The call without what it attends to, of so many tiles for each head.
+// The call without what it attends to, with that many tiles per head.
 BlocksCall checked(
     const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, int64_t tiles, Tensor& taken,
     Tensor& out) {

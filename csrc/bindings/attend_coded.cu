@@ -19,13 +19,13 @@ void launch(const CodedInputs& in, const MeanInputs& mean, const SplitOutputs<fl
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_coded's ", kBytes, " bytes of shared memory: ",
                   cudaGetErrorString(error));
-  // Otherwise the first-level cache may take what further blocks need.
+  // Otherwise the L1 cache may take memory that further blocks need.
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_coded's share of shared memory: ", cudaGetErrorString(error));
   kernel<<<grid, kCodedWarps<kCentred> * 32, kBytes, stream>>>(in, mean, to);
   check_launch("attend_coded");
   if (in.splits == 1) return;
-  // The merge's blocks are set up while the last partial results are computed, and wait for those there.
+  // The merge's blocks start while the last partial results are computed, and wait for them in the kernel.
   error = launch_early(
       merge_splits_kernel<kCodedDim, float>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_coded's merge: ", cudaGetErrorString(error));
@@ -65,7 +65,7 @@ struct Launch {
   }
 };
 
-// What is stored of a token.
+// What is stored per token.
 struct StoredRow {
   int64_t bytes, scales;
   Dtype scale;
@@ -89,7 +89,7 @@ StoredRow row_of(int64_t codec, const char* name) {
   }
 }
 
-// Lloyd codecs go with each other, the others as their policies pair them.
+// Lloyd codecs can be combined freely, the others only as their policies pair them.
 void check_pair(int64_t keys, int64_t values) {
   const auto is_lloyd = [](int64_t x) { return x == codec::kLloyd4 || x == codec::kLloyd3 || x == codec::kLloyd2; };
   const bool known = keys == codec::kKvarn4 ? values == codec::kKvarn2
@@ -113,7 +113,7 @@ CodedPages coded_pages(
       scale_pages.stride(0), {uint32_t(levels), uint32_t(uint64_t(levels) >> 32)}, float(step)};
 }
 
-// The number of splits is what the partial results have room for. Levels are bytes of a 64-bit integer.
+// The number of splits follows from the size of the partial results. Levels are bytes of a 64-bit integer.
 void attend_coded(
     const Tensor& q, const Tensor& begin, const Tensor& end, int64_t key_codec, const Tensor& key_codes,
     const Tensor& key_scale, const Tensor& key_pages, const Tensor& key_scale_pages, int64_t key_levels,

@@ -1,4 +1,4 @@
-// Attention over selected tokens from latents on Hopper for PyTorch, as an op of some codecs of values: checks its
+// Attention over selected tokens from latents on Hopper for PyTorch, as an op for some value codecs: checks its
 // arguments and launches on the current stream.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace shadowkv {
 
-// A page array whose rows vector loads may read, and whose pages lie multiples of 32 bytes apart.
+// A page array whose rows can be read by vector loads, and whose page stride is a multiple of 32 bytes.
 inline void check_spaced_pages(const Tensor& x, const char* name) {
   check_dense_from(x, name, 1);
   STD_TORCH_CHECK(
@@ -19,7 +19,7 @@ inline void check_spaced_pages(const Tensor& x, const char* name) {
       " does not start at a multiple of 16 bytes, or its pages are not multiples of 32 bytes apart");
 }
 
-// Of these ranks, all of which the kernel is made for by itself.
+// For these ranks, each with its own instance of the kernel.
 template <class Ranks, class... Values>
 struct AttendLatents;
 
@@ -65,7 +65,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
     const Runs runs(in, int(blocks));
     STD_TORCH_CHECK(blocks > 0 && blocks <= runs.total, blocks, " blocks for ", runs.total, " tiles");
     const int consumers = in.group <= 4 ? kLatentConsumers<true> : kLatentConsumers<false>;
-    const int least = runs.total / int(blocks); // tiles of a block; a unit may have one of its first and last block's
+    const int least = runs.total / int(blocks); // tiles per block; a unit may have one in its first and last block
     STD_TORCH_CHECK(
         partial.size(2) >= std::min(runs.tiles, (runs.tiles - 2 + least) / least + 1) * consumers,
         "no room for the segments of ", blocks, " blocks");
@@ -116,7 +116,7 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
 
 } // namespace shadowkv
 
-// Makes Op, AttendLatents of some ranks and values, known to PyTorch as shadowkv_cuda::NAME.
+// Registers Op, AttendLatents for some ranks and values, with PyTorch as shadowkv_cuda::NAME.
 #define SHADOWKV_ATTEND_LATENTS(NAME, Op)                                                                          \
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                \
     m.def(#NAME                                                                                                    \

@@ -9,7 +9,7 @@
 namespace shadowkv {
 namespace {
 
-using Ranks = std::integer_sequence<int, 96, 128, 160, 192>; // those that the kernel is made for
+using Ranks = std::integer_sequence<int, 96, 128, 160, 192>; // supported by the kernel
 
 template <class Shape>
 void launch(const MixedInputs& in, const SplitOutputs<__nv_bfloat16>& to, cudaStream_t stream) {
@@ -21,7 +21,7 @@ void launch(const MixedInputs& in, const SplitOutputs<__nv_bfloat16>& to, cudaSt
   kernel<<<dim3(in.splits, in.heads / 2, in.batch), Shape::kThreads, Shape::kSharedBytes, stream>>>(in, to);
   check_launch("attend_mixed_sm90");
   if (in.splits == 1) return;
-  // The merge's blocks are set up where the last of this launch's end, and wait for their results.
+  // The merge's blocks start as the last blocks of this launch end, and wait for their results.
   error = launch_early(
       merge_splits_kernel<kMixedDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "attend_mixed_sm90's merge: ", cudaGetErrorString(error));
@@ -39,7 +39,7 @@ void launch_rank(
   STD_TORCH_CHECK((launched.template operator()<kRanks>() || ...), "attend_mixed_sm90 is not made for rank ", rank);
 }
 
-// The number of splits is what the partial results have room for.
+// The number of splits follows from the size of the partial results.
 void attend_mixed_sm90(
     const Tensor& q, const Tensor& begin, const Tensor& end, const Tensor& latents, const Tensor& basis,
     const Tensor& step, const Tensor& widths, const Tensor& mean, const Tensor& key_states, const Tensor& first,

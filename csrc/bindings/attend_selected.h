@@ -1,5 +1,5 @@
-// Attention over selected chunks for PyTorch, as an op of some pairs of codecs: checks its arguments and launches on the
-// current stream.
+// Attention over selected chunks for PyTorch, as an op for some pairs of codecs: checks its arguments and launches on
+// the current stream.
 #pragma once
 
 #include "bindings/attend.h"
@@ -9,15 +9,15 @@
 
 namespace shadowkv {
 
-// What a kernel is made for.
+// What a kernel is instantiated for.
 template <class Key_, class Value_>
 struct Codecs {
   using Key = Key_;
   using Value = Value_;
 };
 
-// Calls use.operator()<Shape>() with what the kernel is made for. Tokens in a tile and blocks per multiprocessor are what
-// the registers hold without spilling.
+// Calls use.operator()<Shape>() with the shape that the kernel is instantiated for. Tokens per tile and blocks per
+// multiprocessor are as many as fit in registers without spilling.
 template <class Key, class Value, class Use>
 void with_attend_shape(int64_t dim, int64_t rank, const Use& use) {
   constexpr int kRank = Key::kRebuilt ? 256 : 0, kBlocks = Key::kRebuilt ? 2 : 4;
@@ -40,7 +40,7 @@ void with_attend_shape(int64_t dim, int64_t rank, const Use& use) {
   }
 }
 
-// Calls use.operator()<Codecs>() with the one of these numbers.
+// Calls use.operator()<Codecs>() with the pair that has these ids.
 template <class... Known, class Use>
 void with_codecs(int64_t key_codec, int64_t value_codec, const Use& use) {
   const bool found =
@@ -77,7 +77,7 @@ void launch_attend(const AttendInputs& in, const AttendOutputs& to, cudaStream_t
 // of a buffer and value_pages its entries of the selected ones.
 template <class... Known>
 struct AttendSelected {
-  // Bytes of shared memory that a block needs; raises where there is no kernel.
+  // Bytes of shared memory that a block needs; raises if there is no kernel.
   static int64_t memory(int64_t key_codec, int64_t value_codec, int64_t dim, int64_t rank) {
     int64_t bytes = 0;
     with_codecs<Known...>(key_codec, value_codec, [&]<class P>() {
@@ -143,7 +143,7 @@ struct AttendSelected {
                                    : Key::kStored == Stored::kInt8 ? Dtype::Char
                                                                    : Dtype::Byte;
 
-  // Sets what keys have that are rebuilt from latents.
+  // Sets the fields of keys that are rebuilt from latents.
   template <class Key>
   static void set_latents(
       AttendInputs& in, int64_t dim, const Tensor& latents, const Tensor& basis, const std::optional<Tensor>& mean,
@@ -154,7 +154,7 @@ struct AttendSelected {
     check_dense(far_angles, "far angles", Dtype::Half, {-1, dim / 4, 2, 2});
     check_dense(near_angles, "near angles", Dtype::Half, {8, dim / 4, 2, 2});
     const int64_t width = latents.size(-1), bits = width * int64_t(latents.element_size()) * 8;
-    // Of so many in 8 bits and others in fewer, multiples of 32, as the rank is.
+    // The number in 8 bits, where the others have fewer; a multiple of 32, like the rank.
     if constexpr (Key::kLeast < Key::kBits) in.strong = int((bits - rank * Key::kLeast) / (Key::kBits - Key::kLeast));
     check(latents, "latents", kStored<Key>, {-1, kPage / chunk, chunk, -1});
     STD_TORCH_CHECK(
@@ -166,7 +166,7 @@ struct AttendSelected {
     in.rank = int(rank);
   }
 
-  // Sets what values have by their codec; chunks: of a head, in an entry of the first dimension.
+  // Sets the fields that values have due to their codec; chunks: per head, in an entry of the first dimension.
   template <class Value>
   static void set_codec_of_values(
       AttendInputs& in, int64_t dim, const Tensor& values, int64_t chunks, int64_t chunk,
@@ -187,7 +187,7 @@ struct AttendSelected {
     }
   }
 
-  // Sets where values lie.
+  // Sets where the values are.
   static void set_places_of_values(
       AttendInputs& in, const Tensor& values, const Tensor& value_pages, const std::optional<Tensor>& value_slots) {
     check_pages(values, "values");
@@ -211,7 +211,7 @@ struct AttendSelected {
 
 } // namespace shadowkv
 
-// Makes Op, an AttendSelected, known to PyTorch as shadowkv_cuda::NAME, its memory() as NAME_memory.
+// Registers Op, an AttendSelected, with PyTorch as shadowkv_cuda::NAME, and its memory() as NAME_memory.
 #define SHADOWKV_ATTEND_SELECTED(NAME, Op)                                                                          \
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                 \
     m.def(#NAME                                                                                                     \

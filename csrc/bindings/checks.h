@@ -18,7 +18,7 @@ namespace shadowkv {
 using Dtype = torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Raises unless x is on the current CUDA device, of that dtype and of that shape; -1 stands for any size.
+// Raises unless x is on the current CUDA device and has that dtype and shape; -1 stands for any size.
 inline void check(const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape) {
   STD_TORCH_CHECK(x.is_cuda(), name, " is not on a CUDA device");
   STD_TORCH_CHECK(x.scalar_type() == dtype, name, " has dtype ", int(x.scalar_type()), ", not ", int(dtype));
@@ -31,9 +31,9 @@ inline void check(const Tensor& x, const char* name, Dtype dtype, std::initializ
   }
 }
 
-// Raises unless the dimensions from `first` on lie one after the other without gaps.
+// Raises unless the dimensions from `first` on are contiguous.
 inline void check_dense_from(const Tensor& x, const char* name, int64_t first) {
-  if (x.numel() == 0) return; // strides of nothing mean nothing
+  if (x.numel() == 0) return; // strides of an empty tensor have no meaning
   int64_t step = 1;
   for (int64_t axis = x.dim() - 1; axis >= first; --axis) {
     STD_TORCH_CHECK(
@@ -43,14 +43,14 @@ inline void check_dense_from(const Tensor& x, const char* name, int64_t first) {
   }
 }
 
-// Both.
+// Both checks.
 inline void check_dense(
     const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape, int64_t first = 0) {
   check(x, name, dtype, shape);
   check_dense_from(x, name, first);
 }
 
-// A page field that kernels read 16 bytes at a time, whose stride in bytes has 32 bits.
+// A page field that kernels read 16 bytes at a time, whose stride in bytes fits in 32 bits.
 inline void check_field(const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape) {
   check_dense(x, name, dtype, shape, 1);
   const int64_t step = x.stride(0) * int64_t(x.element_size()), start = int64_t(x.const_data_ptr());
@@ -69,7 +69,7 @@ inline void check_launch(const char* name) {
   STD_TORCH_CHECK(error == cudaSuccess, name, " could not be launched: ", cudaGetErrorString(error));
 }
 
-// What is added to the scores of each selected chunk, or null.
+// Term added to the scores of each selected chunk, or null.
 inline const float* log_weights(const std::optional<Tensor>& x, const Tensor& selected) {
   if (!x) return nullptr;
   check(*x, "log_weight", Dtype::Float, {selected.size(0), selected.size(1), selected.size(2)});

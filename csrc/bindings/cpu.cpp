@@ -1,4 +1,5 @@
-// Attention on CPU tensors for PyTorch: checks device, dtype, shape and stride, and spreads the work over its threads.
+// Attention on CPU tensors for PyTorch: checks device, dtype, shape and stride, and distributes the work over its
+// threads.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -44,7 +45,8 @@ void attend(
   const auto merge = [&](int64_t i) {
     shadowkv::merge_tasks(in, plan, partials, i / heads, i % heads, outs + i * group * dim, sums + i * group);
   };
-  // Whoever ends the last task of a sequence and head merges them all: a second parallel loop would be a second barrier.
+  // The thread that finishes the last task of a sequence and head merges them all: a second parallel loop would be a
+  // second barrier.
   std::vector<std::atomic<int64_t>> left(batch * heads);
   for (int64_t i = 0; i < batch * heads; ++i) {
     left[i] = plan.first_partial[i + 1] - plan.first_partial[i];
@@ -71,7 +73,7 @@ std::tuple<Tensor, Tensor> paged_attention(
   check(v, "v", 4, dtype);
   check(pages, "pages", 2, at::kLong);
   check(counts, "counts", 2, at::kLong);
-  // Views that start at different bytes of one arena may differ in how many pages fit behind them.
+  // Views that start at different bytes of one arena may differ in how many pages follow.
   TORCH_CHECK(
       k.sizes().slice(1) == v.sizes().slice(1), "k has shape ", k.sizes(), ", v has shape ", v.sizes());
   TORCH_CHECK(k.size(3) == q.size(2), "k has shape ", k.sizes(), ", q has shape ", q.sizes());
@@ -95,7 +97,7 @@ std::tuple<Tensor, Tensor> paged_attention(
   return {out, lse};
 }
 
-// A fragment, so that the ops of other devices can come from libraries of their own.
+// A fragment, so that the ops of other devices can come from separate libraries.
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def("paged_attention(Tensor q, Tensor k, Tensor v, Tensor pages, Tensor counts) -> (Tensor, Tensor)");
   m.def("cpu_isa() -> str", [] { return std::string(shadowkv::instruction_set_name()); });

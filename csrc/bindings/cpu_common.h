@@ -1,4 +1,4 @@
-// What the CPU bindings share: checks, and tasks for all threads.
+// What the CPU bindings share: checks, and distribution of tasks over threads.
 
 #pragma once
 
@@ -10,15 +10,15 @@
 
 namespace shadowkv {
 
-// Raises unless x is a CPU tensor of so many dimensions and that dtype.
+// Raises unless x is a CPU tensor with that many dimensions and that dtype.
 inline void check(const at::Tensor& x, const char* name, int64_t dims, at::ScalarType dtype) {
   TORCH_CHECK(x.device().is_cpu(), name, " is on ", x.device(), ", not on the CPU");
   TORCH_CHECK(x.dim() == dims, name, " has shape ", x.sizes(), ", not ", dims, " dimensions");
   TORCH_CHECK(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", not ", dtype);
 }
 
-// Runs `work` in every thread, with a function that gives it one task after the other, numbers below `tasks`, then
-// others. Threads draw from one counter: sequences differ in length, and cores in what else they do.
+// Runs `work` in every thread with a function that returns one task after the other: numbers below `tasks`, then larger
+// ones. Threads draw from one counter, as sequences differ in length and cores in their other load.
 template <typename Work>
 void share_tasks(int64_t tasks, const Work& work) {
   std::atomic<int64_t> next{0};

@@ -1,4 +1,4 @@
-// Matrices in blocks of quantised numbers for PyTorch: checks arguments and spreads the work over its threads.
+// Matrices in blocks of quantised numbers for PyTorch: checks arguments and distributes the work over its threads.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 using shadowkv::check;
 
-// Weights of one task: some 10 microseconds of work.
+// Weights per task: about 10 microseconds of work.
 constexpr int64_t WEIGHTS_PER_TASK = 65536;
 
 shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name) {
@@ -30,7 +30,7 @@ shadowkv::QuantisedMatrix matrix_of(const Tensor& blocks, std::string_view name)
       blocks.size(1) / format->bytes * format->values, format->kind};
 }
 
-// Rows of one task, a multiple of what the kernel takes at a time.
+// Rows per task, a multiple of what the kernel processes at a time.
 int64_t rows_per_task(int64_t columns) {
   return 4 * std::max<int64_t>(1, WEIGHTS_PER_TASK / (4 * std::max<int64_t>(columns, 1)));
 }

@@ -1,5 +1,5 @@
-// Attention over selected chunks of CPU tensors for PyTorch: checks arguments, finds the chunks and spreads the work
-// over its threads.
+// Attention over selected chunks of CPU tensors for PyTorch: checks arguments, finds the chunks and distributes the
+// work over its threads.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -47,7 +47,7 @@ int64_t checked(int64_t number, int64_t end, const char* name) {
   return number;
 }
 
-// Whole numbers [B, ...] of each sequence.
+// Integers [B, ...] per sequence.
 struct Table {
   Tensor numbers;
   int64_t width;
@@ -63,7 +63,7 @@ struct Table {
   }
 };
 
-// Chunks [N, H, C, c, w] of pages or of buffers; the tokens of each lie together.
+// Chunks [N, H, C, c, w] of pages or buffers; the tokens of each chunk are contiguous.
 struct Chunks {
   Tensor rows;
 
@@ -82,7 +82,7 @@ struct Chunks {
         checked(entry, rows.size(2), "entry") * rows.stride(2);
   }
 
-  // The same of a chunk of a sequence.
+  // The same for a chunk of a sequence.
   int64_t offset(const Table& pages, int64_t row, int64_t head, int64_t chunk) const {
     const int64_t per_page = rows.size(2), column = checked(chunk, pages.width * per_page, "chunk") / per_page;
     return offset(pages.at(row, column), head, chunk - column * per_page);
@@ -94,18 +94,18 @@ bool is_latents(int64_t id) { return id >= codec::kLatentDense && id <= codec::k
 // An axis' arguments of the op. Coded rows have scales [N, H, C, c, 1], the codec's rotation and levels. With slots the
 // chunks are in a buffer, and places are its entries; else pages.
 struct Axis {
-  std::string name;  // of one: key or value
+  std::string name;  // singular: key or value
   int64_t codec;
   const Tensor &rows, &places;
   const optional<Tensor>&scale, &scale_pages, &rotation, &levels, &slots;
 };
 
-// Keys or values of a batch as they are stored.
+// Keys or values of a batch in their stored form.
 class Stored {
  public:
   shadowkv::StoredRows form{};
 
-  // width: of a row, or of latents.
+  // width: of a row or of latents.
   Stored(const Axis& axis, int64_t width, const Tensor& selected)
       : rows_(axis.rows, (axis.name + "s").c_str(), selected.size(1)),
         places_(axis.places, (axis.name + "_places").c_str(), axis.slots ? 3 : 2, selected.size(0)) {
@@ -207,7 +207,7 @@ class SelectedArguments {
     form.values = values_.emplace(axis, form.dim, selected_).form;
   }
 
-  // Before the keys, which are latents.
+  // To be called before the keys, which are latents.
   void set_basis(const Tensor& basis) {
     check(basis, "basis", 4, basis.scalar_type());
     form.rank = basis.size(1);
@@ -221,7 +221,7 @@ class SelectedArguments {
     form.mean = floats(mean, "mean"), mean_ = mean;
   }
 
-  // Which of bases and means is a row's, and the position of its first token.
+  // The index of a row's basis and mean, and the position of its first token.
   void set_places(const Tensor& states, const Tensor& first) {
     key_states_.emplace(states, "key_states", 1, batch), first_.emplace(first, "key_first", 1, batch);
   }
@@ -285,8 +285,8 @@ void attend(const SelectedArguments& in, const Tensor& q, Tensor& out, Tensor& l
   });
 }
 
-// Codecs are those of codecs.h; latents need a basis and what belongs to it, coded keys without their mean all but a
-// basis.
+// Codecs are those of codecs.h; latents need a basis and what belongs to it, coded keys without their mean need all of
+// that except a basis.
 std::tuple<Tensor, Tensor> attend_selected(
     const Tensor& q, const Tensor& selected, const optional<Tensor>& log_weight, int64_t key_codec, const Tensor& keys,
     const Tensor& key_pages, const optional<Tensor>& key_scale, const optional<Tensor>& key_scale_pages,

@@ -1,4 +1,4 @@
-// Search of a key sketch on CPU tensors for PyTorch: checks arguments and spreads the work over its threads.
+// Search of a key sketch on CPU tensors for PyTorch: checks arguments and distributes the work over its threads.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -18,9 +18,9 @@ namespace {
 using at::Tensor;
 using shadowkv::check;
 
-constexpr int64_t PAGES_PER_TASK = 64;  // some 20 microseconds of work
+constexpr int64_t PAGES_PER_TASK = 64;  // about 20 microseconds of work
 
-// Queries as the sketch has them, its planes, and where the pages of every sequence are.
+// Sketched queries, the planes of the sketch, and where the pages of every sequence are.
 struct SketchArguments {
   Tensor whole, unit, signs, rest, scale, pages, num_pages;
   int64_t batch, heads, group, bytes, columns;
@@ -94,7 +94,7 @@ Tensor sign_scores(
   auto* out = static_cast<shadowkv::Float16*>(scores.mutable_data_ptr());
   const int64_t blocks = (in.columns + PAGES_PER_TASK - 1) / PAGES_PER_TASK, tasks = in.batch * in.heads * blocks;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
-    std::optional<shadowkv::SketchScorer> scorer;  // kept from task to task of one row and head
+    std::optional<shadowkv::SketchScorer> scorer;  // kept across the tasks of one row and head
     int64_t scored = -1;
     for (int64_t task; (task = next()) < tasks;) {
       const int64_t place = task / blocks, row = place / in.heads, head = place % in.heads;
@@ -109,8 +109,8 @@ Tensor sign_scores(
   return scores;
 }
 
-// counts [4, B]: runs looked at, those of them that are sampled, top-k chunks, sampled chunks.
-// factors, random [2, B, H]: of the sampling of runs, and of that of chunks.
+// counts [4, B]: runs examined, how many of them are sampled, top-k chunks, sampled chunks.
+// factors, random [2, B, H]: for the sampling of runs, and for that of chunks.
 std::tuple<Tensor, Tensor> select_by_sketch(
     const Tensor& whole, const Tensor& unit, const Tensor& coarse, const Tensor& signs, const Tensor& rest,
     const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& factors,
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor> select_by_sketch(
   shadowkv::share_tasks(places, [&](const auto& next) {
     for (int64_t place; (place = next()) < places;) {
       const int64_t row = place / in.heads, head = place % in.heads;
-      if (count[row] == 0) continue;  // nothing is looked at
+      if (count[row] == 0) continue;  // no runs are examined
       const shadowkv::SketchSelection selection = {
           scores + place * runs, in.page_numbers(row), in.count(row), count[row], count[in.batch + row],
           count[2 * in.batch + row], count[3 * in.batch + row], chunk, factor[place], factor[places + place],

@@ -9,8 +9,8 @@
 
 namespace shadowkv {
 
-// What is the same for all kinds of rows, of which q, k, v and pages have been checked to have their dtypes and shapes.
-// The number of splits is what the partial results have room for.
+// What is the same for all kinds of rows; the dtypes and shapes of q, k, v and pages have been checked already. The
+// number of splits follows from the size of the partial results.
 template <typename Rows>
 PagedInputs<Rows> paged_inputs(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, int64_t splits, const Rows& rows) {
@@ -55,13 +55,13 @@ void launch_paged_kernel(const PagedInputs<Rows>& in, const PagedOutputs& to, cu
   paged_attention_kernel<Rows, kDim, kBlocks, kAhead><<<grid, kPagedWarps * 32, 0, stream>>>(in, to);
   check_launch("paged_attention");
   if (in.splits == 1) return;
-  // The merge's blocks are set up while the last partial results are computed, and wait for those there.
+  // The merge's blocks start while the last partial results are computed, and wait for them in the kernel.
   const cudaError_t error = launch_early(
       merge_splits_kernel<kDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention's merge: ", cudaGetErrorString(error));
 }
 
-// Attends with arguments as paged_inputs and paged_outputs take them.
+// Runs attention with the arguments of paged_inputs and paged_outputs.
 template <typename Rows>
 void launch_paged_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, const Rows& rows, const Tensor& out,

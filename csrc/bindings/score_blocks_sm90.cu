@@ -9,8 +9,8 @@
 namespace shadowkv {
 namespace {
 
-// Cuts so many blocks of each of so many pairs of parts and heads into spans of 4 to 32, so that the multiprocessors
-// that have one span more than others have little more to do. A change of queries takes about an eighth of a block.
+// Splits the blocks of each pair of parts and heads into spans of 4 to 32 blocks, so that multiprocessors with one span
+// more than others have little more to do. A change of queries takes about an eighth of the time of a block.
 void cut(ScoreCall& call, int blocks, int units, int processors) {
   int64_t least = INT64_MAX;
   for (int span = 4; span <= 32; ++span) {

@@ -9,7 +9,7 @@ namespace shadowkv {
 
 namespace {
 
-// Sets what sampling takes, which is all there or nothing is sampled.
+// Sets the arguments of sampling: either all are given or nothing is sampled.
 void set_sampling(
     SelectBySketch& p, int64_t batch, int64_t heads, int64_t query_heads, int64_t k,
     const std::optional<Tensor>& sampled, const std::optional<Tensor>& seeds, const Tensor& length,

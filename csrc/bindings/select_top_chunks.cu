@@ -13,7 +13,7 @@ static void launch(const SelectTopChunks& p, int64_t rows, cudaStream_t stream) 
   kernel<<<unsigned(rows), kThreads, bytes, stream>>>(p);
 }
 
-// All rows run at once where they can: with fewer threads each, once there are more than two a multiprocessor.
+// All rows run at once if possible: with fewer threads each if there are more than two per multiprocessor.
 template <int kVector, int kHeads>
 static void launch(const SelectTopChunks& p, int64_t rows, cudaStream_t stream) {
   int device = 0, processors = 0;

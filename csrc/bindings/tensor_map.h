@@ -8,7 +8,7 @@
 
 namespace shadowkv {
 
-// The driver's function, without linking against the driver: this library loads where there is none.
+// The driver's function, without linking against the driver: this library also loads where there is no driver.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto found = [] {
     void* function = nullptr;
@@ -23,10 +23,10 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return found;
 }
 
-// Of x [tokens, heads, dim], in boxes of 128 tokens of one head and 64 dimensions.
+// The map of x [tokens, heads, dim], in boxes of 128 tokens of one head and 64 dimensions.
 inline CUtensorMap boxes_of(const Tensor& x, const char* name) {
   const cuuint64_t sizes[] = {cuuint64_t(x.size(2)), cuuint64_t(x.size(1)), cuuint64_t(x.size(0))};
-  cuuint64_t strides[2]; // in bytes, of heads and tokens; those of a single one mean nothing
+  cuuint64_t strides[2]; // in bytes, of heads and tokens; the stride of a dimension of size 1 has no meaning
   for (int axis = 0; axis < 2; ++axis) {
     const int64_t step = x.size(1 - axis) == 1 ? x.size(2) : x.stride(1 - axis);
     STD_TORCH_CHECK(

@@ -12,7 +12,7 @@ static void read(const Numbers& from, int64_t offset, int64_t count, float* to) 
     case Dtype::float32: return read(static_cast<const float*>(from.data) + offset, count, to);
     case Dtype::bfloat16: return read(static_cast<const BFloat16*>(from.data) + offset, count, to);
     case Dtype::int8: return read(static_cast<const int8_t*>(from.data) + offset, count, to);
-    case Dtype::uint8: return;  // codes, which are no numbers
+    case Dtype::uint8: return;  // codes, which are not numbers
   }
 }
 
@@ -32,7 +32,7 @@ static void apply_rope(const SelectedForm& form, int64_t position, float* key) {
     for (int64_t i = 0; i < half; ++i) pair(i, key[i], key[i + half]);
 }
 
-// Keys [rows, dim] of the latents of some chunks, which are in the scratch, as is the basis.
+// Keys [rows, dim] from the latents of some chunks; latents and basis are in the scratch memory.
 static void rebuild(const SelectedForm& form, const SelectedChunk* chunks, int64_t rows, const SelectedScratch& s) {
   const int64_t dim = form.dim, rank = form.rank;
   const float ones[ROWS] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -45,7 +45,7 @@ static void rebuild(const SelectedForm& form, const SelectedChunk* chunks, int64
     apply_rope(form, chunks[row / form.chunk].position + row % form.chunk, s.keys + row * dim);
 }
 
-// Rows [count * chunk, dim] of some chunks, coded ones in the order of their codec.
+// Rows [count * chunk, dim] of some chunks; coded rows in the order of their codec.
 static void read_rows(
     const SelectedForm& form, const StoredRows& from, StoredChunk SelectedChunk::* which, const SelectedChunk* chunks,
     int64_t count, float* to) {
@@ -89,7 +89,7 @@ static void multiply_mean(const SelectedForm& form, const SelectedScratch& s) {
   }
 }
 
-// What the mean key adds to the scores of some chunks.
+// The mean key's contribution to the scores of some chunks.
 static void score_mean(const SelectedForm& form, const SelectedChunk* chunks, int64_t rows, const SelectedScratch& s) {
   const int64_t half = form.rope_dim / 2, bytes = half * sizeof(float);
   for (int64_t row = 0; row < rows; ++row) {
@@ -138,7 +138,7 @@ static void rotate_back(const SelectedForm& form, const SelectedScratch& s) {
   }
 }
 
-// Attention of the scratch's queries, before it is divided by its sums.
+// Attention of the queries in the scratch memory, before division by the sums.
 static void attend_chunks(
     const SelectedForm& form, const SelectedChunk* chunks, int64_t count, int64_t basis, int64_t mean,
     const SelectedScratch& s) {

@@ -12,7 +12,7 @@ static void attend_pages(
       const int64_t rows = entry->rows - start < TILE ? entry->rows - start : TILE;
       const T* k = in.k + entry->page * in.k_page + head * in.k_head + start * in.k_row;
       const T* v = in.v + entry->page * in.v_page + head * in.v_head + start * in.v_row;
-      // Keys and values of a tile come from memory once; further blocks of queries find them in the core's caches.
+      // Keys and values of a tile are read from memory once; further blocks of queries find them in the core's caches.
       in_blocks(in.group, [&](auto count, int64_t n) {
         attend_tile<decltype(count)::value>(
             q + n * dim, k, in.k_row, v, in.v_row, rows, dim, nullptr, nullptr, n == 0, scores + n * TILE, scale + n,

@@ -57,7 +57,7 @@ void attend_selected(
     std::fill(lse, lse + form.group, -std::numeric_limits<float>::infinity());
     return;
   }
-  // Scores in units of log 2: the softmax then needs powers of two only.
+  // Scores in units of log 2, so that the softmax needs powers of two only.
   const float scale = static_cast<float>(kLog2E / std::sqrt(static_cast<double>(form.dim)));
   for (int64_t i = 0; i < size; ++i) scratch.q[i] = to_float(q[i]) * scale;
   std::fill(scratch.out, scratch.out + size, 0.0f);

@@ -23,14 +23,14 @@ struct StoredRows {
   const float* levels;    // what their codes stand for, where that is a table
 };
 
-// How keys and values are stored. The tokens of a chunk lie together.
+// How keys and values are stored. The tokens of a chunk are contiguous.
 struct SelectedForm {
   int64_t dim, group, chunk;  // chunk: tokens, a divisor of TILE
   StoredRows keys, values;
 
   // Of latents: key = RoPE(latents x basis + mean). Of coded keys without their mean: key = row + RoPE(mean).
   int64_t rank;
-  Numbers basis;           // [rank, dim] per sequence and head; null where keys are rows
+  Numbers basis;           // [rank, dim] per sequence and head; null if keys are rows
   int64_t basis_row;
   Numbers mean;            // [dim] per sequence and head; null for zero, float32 of coded keys
   const float *cos, *sin;  // [positions, rope_dim / 2]
@@ -38,8 +38,8 @@ struct SelectedForm {
   bool interleaved;
 };
 
-// Elements that a codec stores of a row of `dim` dimensions, or of latents of that rank: 0 where it takes no such rows,
-// -1 where it is unknown. `stored` are there, which the codec decides on where rows of one rank may differ.
+// Elements that a codec stores per row of `dim` dimensions, or per latents of that rank: 0 if it does not take such
+// rows, -1 if it is unknown. `stored` is the actual number, which decides for codecs whose rows of one rank may differ.
 int64_t row_width(int64_t codec, int64_t dim, int64_t stored);
 
 // Where a chunk is, in elements.
@@ -54,7 +54,7 @@ struct SelectedChunk {
   float log_weight;  // in units of log 2
 };
 
-// What one kv head of a sequence selected, and where its basis and mean are.
+// The selection of one kv head of a sequence, and where its basis and mean are.
 struct SelectedTask {
   std::vector<SelectedChunk> chunks;
   int64_t basis, mean;
@@ -77,7 +77,7 @@ struct SelectedScratch {
   std::vector<float> memory_;
 };
 
-// out [group, dim] and lse [group] of queries [group, dim]; 0 and -inf where nothing is selected.
+// out [group, dim] and lse [group] for queries [group, dim]; 0 and -inf if nothing is selected.
 template <typename T>
 void attend_selected(
     const SelectedForm& form, const SelectedTask& task, const T* q, SelectedScratch& scratch, T* out, float* lse);

@@ -1,4 +1,4 @@
-// How many keys the kernels of attention take at a time.
+// How many keys the attention kernels process at a time.
 
 #pragma once
 
@@ -6,6 +6,6 @@
 
 namespace shadowkv {
 
-constexpr int64_t TILE = 64;  // rows whose scores are held at once
+constexpr int64_t TILE = 64;  // rows whose scores are held at a time
 
 }  // namespace shadowkv

@@ -1,4 +1,4 @@
-// What the kernels of attention share, included once per instruction set (instruction_sets.inc.h).
+// What the attention kernels share, included once per instruction set (instruction_sets.inc.h).
 
 #include "vectors.inc.h"
 
@@ -25,14 +25,14 @@ static SHADOWKV_INLINE Floats exp2_of(Floats x) {
 
 static SHADOWKV_INLINE float exp2_of(float x) { return exp2_of(Floats{} + x)[0]; }
 
-// Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also fetches the values that are wanted next.
+// Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also prefetches the values that are needed next.
 template <int N, typename T>
 static void score_keys(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim, float* scores) {
   const int64_t whole = dim / LANES * LANES;
   for (int64_t row = 0; row < rows; row += KEYS) {
     const T* keys[KEYS];
-    // Past the end the last key is scored again, and its score overwritten later.
+    // Past the end, the last key is scored again and its score is overwritten later.
     for (int i = 0; i < KEYS; ++i) keys[i] = k + (row + i < rows ? row + i : rows - 1) * k_row;
     if (v != nullptr)
       for (int i = 0; i < KEYS; ++i)
@@ -99,7 +99,7 @@ static void add_values(
     }
 }
 
-// Turns scores [TILE] into weights against the new peak; returns what earlier sums have to be multiplied by.
+// Turns scores [TILE] into weights relative to the new peak; returns the factor for earlier sums.
 static SHADOWKV_INLINE float weigh(float* scores, int64_t rows, float* peak, float* sum) {
   const int64_t padded = (rows + LANES - 1) / LANES * LANES;
   for (int64_t row = rows; row < padded; ++row) scores[row] = -__builtin_inff();
@@ -124,8 +124,8 @@ static SHADOWKV_INLINE float weigh(float* scores, int64_t rows, float* peak, flo
   return scale;
 }
 
-// Takes up to TILE keys and values into the sums of N queries. `log_weight` [rows], in units of log 2, is what scores
-// are raised by, and `added` [N, TILE] what those of each query are besides; null for nothing.
+// Adds up to TILE keys and values to the sums of N queries. `log_weight` [rows], in units of log 2, is added to the
+// scores of all queries, and `added` [N, TILE] to those of each query; null for nothing.
 template <int N, typename T>
 static void attend_tile(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim,

@@ -22,7 +22,7 @@ inline float to_float(BFloat16 x) {
 
 inline void from_float(float x, float& result) { result = x; }
 
-// Rounds to nearest, ties to even. A NaN stays one: rounding could carry its mantissa away.
+// Rounds to nearest, ties to even. NaN stays NaN: rounding could carry its mantissa away.
 inline void from_float(float x, BFloat16& result) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

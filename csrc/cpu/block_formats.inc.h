@@ -1,5 +1,5 @@
-// Blocks of quantised numbers as floats, included once per instruction set (instruction_sets.inc.h). What a number
-// becomes is exact but for the addition of a minimum.
+// Blocks of quantised numbers as floats, included once per instruction set (instruction_sets.inc.h). Results are exact
+// but for the addition of a minimum.
 
 #if defined(__clang__) || SHADOWKV_LANES == 4
 
@@ -18,7 +18,7 @@ static SHADOWKV_INLINE Ints widen_signed(const uint8_t* from) {
   return __builtin_convertvector(x, Ints);
 }
 
-#else  // GCC makes eight instructions of a conversion that is one
+#else  // GCC compiles a single-instruction conversion to eight instructions
 
 typedef char Chars __attribute__((vector_size(16)));
 typedef int64_t Pair __attribute__((vector_size(16)));
@@ -61,7 +61,7 @@ static SHADOWKV_INLINE float read_half(const uint8_t* from) {
   return to_float(x);
 }
 
-// 16 bytes of codes of 4 bits: the lower halves come first.
+// 16 bytes of 4-bit codes: the lower halves come first.
 struct UnpackQ4_0 {
   static constexpr BlockFormat FORMAT = BLOCK_FORMATS[Q4_0];
 
@@ -100,8 +100,8 @@ struct UnpackQ8_0 {
   }
 };
 
-// 8 runs of 32 codes of 4 bits, two in 32 bytes; scales and minima of the runs have 6 bits, those of the last four in
-// two pieces.
+// 8 runs of 32 4-bit codes, two runs in 32 bytes; scales and minima of the runs have 6 bits, stored in two pieces for
+// the last four runs.
 struct UnpackQ4_K {
   static constexpr BlockFormat FORMAT = BLOCK_FORMATS[Q4_K];
 
@@ -151,7 +151,7 @@ struct UnpackQ6_K {
   }
 };
 
-// Calls `use` with the functor of a kind of blocks.
+// Calls `use` with the functor for a kind of blocks.
 template <typename Use>
 static SHADOWKV_INLINE void with_blocks(BlockKind kind, const Use& use) {
   switch (kind) {

@@ -28,9 +28,9 @@ inline Float16 to_float16(float x) {
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   bits &= 0x7fffffff;
   uint32_t result;
-  if (bits >= 0x47800000) {  // 65536 and more
+  if (bits >= 0x47800000) {  // 65536 and above
     result = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
-  } else if (bits < 0x38800000) {  // below 2^-14: added to 0.5, a unit in the last place is one of float16
+  } else if (bits < 0x38800000) {  // below 2^-14: after adding 0.5, a unit in the last place is that of float16
     float magnitude;
     std::memcpy(&magnitude, &bits, sizeof magnitude);
     magnitude += 0.5f;

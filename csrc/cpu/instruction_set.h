@@ -1,4 +1,4 @@
-// Which of the instruction sets that kernels are compiled for this machine has.
+// Which of the instruction sets that kernels are compiled for this machine supports.
 
 #pragma once
 
@@ -6,7 +6,7 @@ namespace shadowkv {
 
 enum class InstructionSet { baseline, avx2, avx512 };
 
-// The best one here.
+// The best one on this machine.
 InstructionSet instruction_set();
 
 const char* instruction_set_name();

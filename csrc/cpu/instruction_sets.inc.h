@@ -1,7 +1,7 @@
-// Includes the file SHADOWKV_KERNEL once per instruction set, each time in a namespace of its own, with SHADOWKV_LANES
-// set to the floats of a vector register: one build serves every machine. SHADOWKV_BEST(function) is the one to run.
-// To be included in namespace shadowkv. No include guard; and kernels include no standard header, which would be
-// compiled for that instruction set.
+// Includes the file SHADOWKV_KERNEL once per instruction set, each time in a separate namespace, with SHADOWKV_LANES
+// set to the number of floats in a vector register: one build serves every machine. SHADOWKV_BEST(function) is the one
+// to run. To be included in namespace shadowkv. No include guard; kernels must not include standard headers, which
+// would be compiled for that instruction set.
 
 #define SHADOWKV_INLINE inline __attribute__((always_inline))
 #if defined(__clang__)

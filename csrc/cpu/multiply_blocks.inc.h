@@ -43,7 +43,7 @@ static void multiply_tile(
     const QuantisedMatrix& matrix, const float* x, int64_t tokens, int64_t first, int64_t last, float* panel,
     float* sums, float* out) {
   const uint8_t* rows[ROWS];
-  // Past the end the last row is multiplied again, and its products are left out.
+  // Past the end, the last row is multiplied again and its products are discarded.
   for (int row = 0; row < ROWS; ++row)
     rows[row] = matrix.blocks + (first + row < last ? first + row : last - 1) * matrix.row_bytes;
   for (int64_t i = 0; i < tokens * ROWS; ++i) store(sums + i * LANES, Floats{});
@@ -51,7 +51,7 @@ static void multiply_tile(
     const int64_t columns = matrix.columns - start < PANEL ? matrix.columns - start : PANEL;
     for (int row = 0; row < ROWS; ++row) {
       const uint8_t* block = rows[row] + start / Blocks::FORMAT.values * Blocks::FORMAT.bytes;
-      // The same of the next tile: pieces of rows are too short for the processor to tell what comes.
+      // The same for the next tile: pieces of rows are too short for the hardware prefetcher.
       for (int64_t i = 0; i < columns / Blocks::FORMAT.values * Blocks::FORMAT.bytes; i += 64)
         __builtin_prefetch(block + ROWS * matrix.row_bytes + i);
       unpack_run<Blocks>(block, columns, panel + row * PANEL);

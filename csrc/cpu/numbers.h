@@ -1,4 +1,4 @@
-// Numbers in memory whose dtype is known when the program runs.
+// Numbers in memory whose dtype is known at run time.
 
 #pragma once
 

@@ -14,7 +14,7 @@ namespace shadowkv {
 
 namespace {
 
-// Pages of one task: some 10 microseconds of work, so that threads end together.
+// Pages per task: about 10 microseconds of work, so that threads finish together.
 constexpr int64_t PAGES_PER_TASK = 8;
 
 }  // namespace
@@ -46,7 +46,7 @@ template <typename T>
 void run_task(
     const PagedInputs<T>& in, const PagedPlan& plan, const PageTask& task, PagedScratch& scratch,
     PagedPartials& partials) {
-  // Scores in units of log 2: the softmax then needs powers of two only.
+  // Scores in units of log 2, so that the softmax needs powers of two only.
   const float scale = static_cast<float>(kLog2E / std::sqrt(static_cast<double>(in.dim)));
   const int64_t size = in.group * in.dim;
   const T* q = in.q + (task.sequence * in.heads + task.head) * size;

@@ -1,7 +1,7 @@
-// Decode attention over pages, read where they lie: split-KV with an online softmax (FlashDecoding), on raw pointers.
+// Decode attention over pages, read in place: split-KV with an online softmax (FlashDecoding), on raw pointers.
 //
 // The caller makes a Plan, runs every task of it in any order on any threads, then merges every (sequence, kv head).
-// Tasks depend on the pages alone, so that results are the same bits on any number of threads.
+// Tasks depend on the pages alone, so that results are bitwise equal for any number of threads.
 
 #pragma once
 
@@ -34,7 +34,7 @@ struct PageEntry {
 struct PageTask {
   int64_t sequence, head;
   int64_t first, last;  // entries
-  int64_t partial;      // where its result goes
+  int64_t partial;      // index of its result
 };
 
 struct PagedPlan {
@@ -68,7 +68,7 @@ template <typename T>
 void run_task(
     const PagedInputs<T>& in, const PagedPlan& plan, const PageTask& task, PagedScratch& scratch, PagedPartials& partials);
 
-// out [heads * group, dim] and lse [heads * group] of one kv head of one sequence; 0 and -inf where it has no tasks.
+// out [heads * group, dim] and lse [heads * group] of one kv head of one sequence; 0 and -inf if it has no tasks.
 template <typename T>
 void merge_tasks(
     const PagedInputs<T>& in, const PagedPlan& plan, const PagedPartials& partials, int64_t sequence, int64_t head,

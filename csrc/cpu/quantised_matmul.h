@@ -1,4 +1,4 @@
-// Products with matrices whose rows are blocks of quantised numbers, and those rows as floats. On raw pointers.
+// Products with matrices whose rows are blocks of quantised numbers, and those rows as floats, on raw pointers.
 //
 // The formats are ggml's: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
@@ -26,7 +26,7 @@ constexpr BlockFormat BLOCK_FORMATS[] = {
     {Q4_0, "Q4_0", 32, 18}, {Q4_1, "Q4_1", 32, 20}, {Q8_0, "Q8_0", 32, 34}, {Q4_K, "Q4_K", 256, 144},
     {Q6_K, "Q6_K", 256, 210}};
 
-// Null where there is none of that name.
+// Null if there is none with that name.
 const BlockFormat* find_block_format(std::string_view name);
 
 struct QuantisedMatrix {
@@ -47,7 +47,7 @@ struct MatmulScratch {
 };
 
 // out [tokens, rows of the matrix], in columns `first` to `last`, = x [tokens, columns] times these rows of the matrix.
-// An element is the same bits whichever rows and tokens it is computed with.
+// Elements are bitwise equal regardless of the rows and tokens that they are computed with.
 void multiply_rows(
     const QuantisedMatrix& matrix, const float* x, int64_t tokens, int64_t first, int64_t last, MatmulScratch& scratch,
     float* out);

@@ -1,9 +1,9 @@
-// Codecs of rows and latents, included once per instruction set (instruction_sets.inc.h). A functor of rows decodes one,
-// in an order of its own in which dimension `dimension_of(at)` is at `at`.
+// Codecs of rows and latents, included once per instruction set (instruction_sets.inc.h). A functor of rows decodes one
+// row in its own order, in which dimension `dimension_of(at)` is at `at`.
 
-constexpr int BLOCK = 8;  // bytes of codes that are decoded together, a divisor of how many a row has
+constexpr int BLOCK = 8;  // bytes of codes that are decoded together, a divisor of the bytes of a row
 
-// The nibbles of 4 bytes, each in a byte of its own.
+// The nibbles of 4 bytes, each in a separate byte.
 static SHADOWKV_INLINE void spread(const uint8_t* from, uint8_t* to) {
   uint32_t nibbles;
   __builtin_memcpy(&nibbles, from, sizeof nibbles);
@@ -14,8 +14,8 @@ static SHADOWKV_INLINE void spread(const uint8_t* from, uint8_t* to) {
   __builtin_memcpy(to, &x, sizeof x);
 }
 
-// The upper bits of 16 codes of a lane, twice, in the order of their codes: they are stored in that of SelectorLanes
-// (shadowkv/kvcache/codecs/packing.py).
+// The upper bits of 16 codes of a lane, twice, in the order of their codes: they are stored in the order of
+// SelectorLanes (shadowkv/kvcache/codecs/packing.py).
 static SHADOWKV_INLINE uint32_t sorted_upper(const uint8_t* from) {
   uint32_t x;
   __builtin_memcpy(&x, from, sizeof x);
@@ -24,13 +24,14 @@ static SHADOWKV_INLINE uint32_t sorted_upper(const uint8_t* from) {
   return (x & 0xf00ff00f) | (x & 0x00f000f0) << 4 | (x & 0x0f000f00) >> 4;
 }
 
-// Codes in lanes (shadowkv/kvcache/codecs/packing.py): levels of equal steps, or of a table [2^BITS].
+// Codes in lanes (shadowkv/kvcache/codecs/packing.py): levels in equal steps, or from a table [2^BITS].
 template <int BITS, bool TABLE>
 struct LaneRows {
   static constexpr int WIDTH = BITS == 3 ? 2 : BITS, PLACES = 8 / WIDTH;
 
-  // First come the lowest codes of all bytes, then the next, and so on. Of 3 bits the upper ones are in a plane behind,
-  // a nibble for each byte of the lower; those of levels of a table in whole runs of 16 codes are in another order.
+  // First come the lowest codes of all bytes, then the next, and so on. With 3 bits, the upper bits follow in a second
+  // plane, a nibble for each byte of the lower bits; for levels from a table, whole runs of 16 codes have another
+  // order.
   static void decode(
       const uint8_t* __restrict codes, float step, const float* __restrict levels, int64_t dim, float* __restrict to) {
     constexpr float MIDDLE = ((1 << BITS) - 1) / 2.0f;
@@ -53,7 +54,7 @@ struct LaneRows {
     }
   }
 
-  // Dimension 8 i + g is the i-th of lane g.
+  // Dimension 8 i + g is number i of lane g.
   static SHADOWKV_INLINE int64_t dimension_of(int64_t at, int64_t dim) {
     const int64_t bytes = dim / PLACES, per_lane = bytes / 8;
     const int64_t place = at / bytes, lane = at % bytes / per_lane, byte = at % per_lane;
@@ -61,7 +62,7 @@ struct LaneRows {
   }
 };
 
-// Calls `use` with the functor of a codec of coded rows, which is one of them.
+// Calls `use` with the functor for a codec, which must be one of coded rows.
 template <typename Use>
 static void with_row_codec(int64_t codec, const Use& use) {
   switch (codec) {
@@ -75,7 +76,7 @@ static void with_row_codec(int64_t codec, const Use& use) {
   }
 }
 
-// Latents of shadowkv/kvcache/codecs/latents.py as floats: `rows` of them, each of so many rank dimensions.
+// Latents of shadowkv/kvcache/codecs/latents.py as floats: `rows` of them, each with `rank` dimensions.
 static void read_latents(const StoredRows& from, int64_t offset, int64_t rows, int64_t rank, float* __restrict to) {
   if (from.codec != codec::kLatentInt4) return read(from.rows, offset, rows * rank, to);
   const int64_t strong = 2 * from.width - rank, pairs = from.width - strong;

@@ -14,7 +14,7 @@ namespace {
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 constexpr int BINS = 2048;
 
-// The first 11 bits of a number, in the order of numbers.
+// The first 11 bits of a number, ordered like the numbers.
 int bin_of(Float16 x) {
   const uint16_t bits = x.bits == 0x8000 ? 0 : x.bits;
   return (bits & 0x8000 ? static_cast<uint16_t>(~bits) : bits | 0x8000) >> 5;
@@ -24,7 +24,7 @@ float decode_scale(uint8_t code) { return to_float({static_cast<uint16_t>(code <
 
 bool is_nothing(Float16 x) { return x.bits == 0xfc00; }
 
-// Which of some numbers are selected, and with what chance, in multiples of 2^-bits.
+// Which numbers are selected, and with what chance, in multiples of 2^-bits.
 struct Chosen {
   std::vector<uint8_t> some;
   std::vector<int64_t> chance;
@@ -57,7 +57,7 @@ Chosen systematic_sample(
 
   int32_t counts[BINS] = {};
   for (const Float16 x : values) ++counts[bin_of(x)];
-  int edge_bin = BINS;  // bins from this one on hold `top_k` numbers at the most
+  int edge_bin = BINS;  // bins from this one on hold `top_k` numbers at most
   for (int64_t left = top_k; edge_bin > 0 && left >= counts[edge_bin - 1];) left -= counts[--edge_bin];
 
   int64_t num_top = 0;
@@ -81,7 +81,7 @@ Chosen systematic_sample(
   const float scale = total > 0 ? kCaution * static_cast<float>((wanted - num_top) << chosen.bits) / total : 0;
   int64_t before = static_cast<int64_t>(static_cast<uint64_t>(random) >> (32 - chosen.bits));
   for (int64_t i = 0; i < n; ++i) {
-    // A NaN, of a query that is not finite, counts as 0: max returns its first argument.
+    // NaN, from a query that is not finite, counts as 0: max returns its first argument.
     if (!chosen.chance[i])
       chosen.chance[i] = std::llrint(std::min(std::max(0.0f, weight[i] * scale), static_cast<float>(one)));
     const int64_t after = before + chosen.chance[i];
@@ -177,7 +177,7 @@ void select_chunks(
       if (!kept.in_top(run)) edge = std::max(edge, to_float(coarse[run]));
   } else {
     std::vector<float> scores(runs);
-    // A NaN counts as nothing: it has no order.
+    // NaN counts as nothing: it has no order.
     for (int64_t run = 0; run < runs; ++run) scores[run] = std::max(NOTHING, to_float(coarse[run]));
     kept = largest(scores, in.keep);
   }

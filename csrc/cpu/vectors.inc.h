@@ -1,5 +1,5 @@
-// Vectors of floats and tiles of them in registers, included once per instruction set (instruction_sets.inc.h). They are
-// the compilers' own (GCC and Clang): no intrinsics.
+// Vectors of floats and tiles of them in registers, included once per instruction set (instruction_sets.inc.h), using
+// the vector extensions of GCC and Clang instead of intrinsics.
 
 constexpr int LANES = SHADOWKV_LANES;
 constexpr int ROWS = 4;  // queries, or rows of any product, that share a register tile
@@ -62,7 +62,7 @@ struct Count {
   static constexpr int value = N;
 };
 
-// Calls `work` for every block of up to ROWS of `count` rows, with how many it has, as a type, and its first.
+// Calls `work` for every block of up to ROWS of `count` rows with its size, as a type, and its first row.
 template <typename Work>
 static SHADOWKV_INLINE void in_blocks(int64_t count, const Work& work) {
   for (int64_t first = 0; first < count; first += ROWS) {

@@ -1,10 +1,10 @@
-// Prefill attention for Hopper, after FlashAttention-3 (arXiv:2407.08608): over listed blocks of 128 keys, over all keys
-// of packed sequences, or of one, and without a mask.
+// Prefill attention for Hopper, after FlashAttention-3 (arXiv:2407.08608): over listed blocks of 128 keys, over all
+// keys of packed sequences or of one sequence, and without a mask.
 //
-// One thread block per multiprocessor, which takes a tile of 128 queries of one head after another. One warp copies
-// queries, keys and values (fetch.cuh) into rings of stages; two warpgroups attend with 64 queries each (consume.cuh).
-// Each begins the products of the next block's scores and of this one's values together (products.cuh), and computes
-// the next one's softmax (softmax.cuh) during the latter, and during the other warpgroup's.
+// One thread block per multiprocessor takes one tile of 128 queries of a head after another. One warp copies queries,
+// keys and values (fetch.cuh) into rings of stages; two warpgroups attend with 64 queries each (consume.cuh). Each
+// issues the products of the next block's scores and of this block's values together (products.cuh), and computes the
+// next block's softmax (softmax.cuh) during the latter and during the other warpgroup's products.
 #pragma once
 
 #include "attend_blocks_sm90/consume.cuh"
@@ -24,7 +24,7 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_blocks_kernel(const
     prefetch_map(call.v);
   }
   __syncthreads();
-  // The same in a warp's lanes, as the compiler is told by this.
+  // Tells the compiler that this is uniform across a warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (warpgroup == Shape::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
@@ -33,7 +33,7 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void attend_blocks_kernel(const
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
     attend_tiles<Shape, kOver>(call, memory, warpgroup);
   }
-#endif // other passes have no wgmma, and no callers
+#endif // other compilation passes have no wgmma, and no callers
 }
 
 } // namespace shadowkv

@@ -1,28 +1,28 @@
 // Decode attention over all sealed tokens in their coded form: split-KV with an online softmax, in two kernels.
 //
-// At the memory's speed a multiprocessor of an H200 gets 40 codes of 4 bits a clock, and has one and a half integer
-// operations for each. So levels are bytes, looked up four at a time by byte permutations, and all products are of
-// integers: queries and weights are 16-bit fixed point, two columns of bytes, whose products are exact. Nothing is
-// transposed on the way from memory to the tensor cores. Products with keys may take dimensions in any order. Those
-// with values sum over tokens, and a register has four dimensions of one token: they count as four tokens of which the
-// weights leave one, a product for each.
+// At memory bandwidth, a multiprocessor of an H200 receives 40 4-bit codes per clock and has one and a half integer
+// operations for each. So levels are bytes, looked up four at a time by byte permutations, and all products are integer
+// products: queries and weights are 16-bit fixed point, two columns of bytes, whose products are exact. Nothing is
+// transposed on the way from memory to the tensor cores. Products with keys may take dimensions in any order. Products
+// with values sum over tokens, and a register holds four dimensions of one token: they are treated as four tokens, of
+// which the weights select one, with a product for each.
 //
-// A block takes a share of the pages of one sequence and kv head for four query heads, each of its warps a page at a
-// time. A warp has room for one page of keys and one of values in shared memory. Its next page's keys travel while its
-// values are used, its next values while those keys are.
+// A block takes a share of the pages of one sequence and kv head for four query heads; each of its warps takes a page
+// at a time. A warp has room for one page of keys and one of values in shared memory. The next page's keys are in
+// flight while its values are used, and the next values while those keys are used.
 //
-// Formats are pairs of structs, a page of keys and one of values as they lie in shared memory (attend_coded/levels.cuh,
+// Formats are pairs of structs, a page of keys and one of values as laid out in shared memory (attend_coded/levels.cuh,
 // step_products.cuh, block_products.cuh). Both have
-//   kStoredRow, kScales, Scale  bytes of a token's codes, how many scales are beside them, and how each is stored
+//   kStoredRow, kScales, Scale  bytes of a token's codes, number of scales stored with them, and type of a scale
 //   copy      starts a warp's copy of a page
-// Keys have besides
-//   Asked     queries of a block as they want them, which ask() makes in the beginning
-//   Products  what a lane knows of a page when its bytes are no longer wanted: multiply() finds it, and score() makes
-//             scores of query t and the tokens of g of it
-// Values
+// Keys also have
+//   Asked     queries of a block in the form they need, prepared by ask() at the start
+//   Products  what a lane keeps of a page when its bytes are no longer needed: multiply() computes it, and score()
+//             turns it into scores of query t and the tokens of g
+// Values also have
 //   Weights   a warp's weights of a page
-//   add       makes weights of a page's scores, and adds to the sums
-//   value_dim dimension of a lane's sum, and result(), what it is
+//   add       turns a page's scores into weights, and adds to the sums
+//   value_dim dimension of a lane's sum, and result(), its value
 #pragma once
 
 #include <type_traits>
@@ -34,13 +34,13 @@
 
 namespace shadowkv {
 
-// Warps of a block and blocks of a multiprocessor. Blocks with centred keys share a table, and are larger.
+// Warps per block and blocks per multiprocessor. Blocks with centred keys share a table and are larger.
 template <bool kCentred>
 constexpr int kCodedWarps = kCentred ? 8 : 4;
 template <bool kCentred>
 constexpr int kCodedBlocks = kCentred ? 2 : 5;
 
-// Keys or values. Strides in bytes between consecutive page names.
+// Keys or values. Strides are in bytes between consecutive page names.
 struct CodedPages {
   const uint8_t* codes;  // pages of [heads, 64, bytes]
   const uint8_t* scales; // pages of [heads, 64, scales]
@@ -60,7 +60,7 @@ struct CodedInputs {
   int batch, heads, group, entries, splits;
 };
 
-// What a warp has in the end, by query.
+// A warp's final results, by query.
 struct CodedResults {
   float peak[kCodedQueries], sum[kCodedQueries];
   float out[kCodedQueries][kCodedDim + 8];
@@ -80,11 +80,11 @@ struct CodedShared {
     CodedResults results;
   } warp[kCodedWarps<kCentred>];
   typename Keys::Asked asked;
-  const int64_t* tables[4]; // of the sequence: keys, their scales, values, theirs
+  const int64_t* tables[4]; // of the sequence: keys, their scales, values, their scales
   std::conditional_t<kCentred, MeanShared, NoMeanShared> mean;
 };
 
-// Starts a warp's copy of a page of a head.
+// Starts a warp's copy of a head's page.
 template <class Page>
 __device__ __forceinline__ void copy_coded_page(
     Page& to, const CodedPages& from, uint32_t name, uint32_t scale_name, int head, int lane) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void copy_coded_page(
   to.copy(rows, reinterpret_cast<const typename Page::Scale*>(scales), lane);
 }
 
-// Writes what a lane has in the end: `results` may be in place of what the warp no longer reads.
+// Writes a lane's final results: `results` may overlap what the warp no longer reads.
 template <class Values>
 __device__ __forceinline__ void leave_sums(CodedSums& sums, CodedResults& results, float step, int g, int t) {
   const float sum = sum_over_rows(sums.sum), ones = sum_over_rows(sums.ones);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void leave_sums(CodedSums& sums, CodedResults& result
       results.out[t][Values::value_dim(n, r, g)] = Values::result(sums.acc[n][r], ones, step);
 }
 
-// Joins the warps' results of a block's queries: as the outputs, or as a split's share in them.
+// Merges the warps' results for a block's queries: as the outputs, or as a split's share of them.
 template <int kWarps, class Shared>
 __device__ __forceinline__ void join_coded_warps(
     const Shared& shared, const SplitOutputs<float>& to, int64_t first_row, int queries, int split, int splits) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void join_coded_warps(
     for (int w = 0; w < kWarps; ++w) top = max_or_nan(top, shared.warp[w].results.peak[query]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      // Without tokens a sum is 0, otherwise at least 1, or NaN, which has to show.
+      // Without tokens a sum is 0, otherwise at least 1, or NaN, which must propagate.
       const CodedResults& found = shared.warp[w].results;
       const float weight = found.sum[query] == 0.0f ? 0.0f : exp2_fast(found.peak[query] - top);
       total += weight * found.sum[query], y += weight * found.out[query][dim];
@@ -135,8 +135,8 @@ __device__ __forceinline__ void join_coded_warps(
   }
 }
 
-// Scores of a page in units of log 2, on top of what the mean key has given to x; -inf of tokens that are not attended
-// to. Returns the largest of the lane's.
+// Scores of a page in units of log 2, added to the mean key's contribution in x; -inf for tokens that are not attended
+// to. Returns the lane's largest score.
 template <bool kCentred, class Keys>
 __device__ __forceinline__ float finish_scores(
     float (&x)[8], const typename Keys::Products& products, const typename Keys::Asked& asked, int t,
@@ -153,8 +153,8 @@ __device__ __forceinline__ float finish_scores(
   return top;
 }
 
-// Where a sequence's pages of keys, of their scales, of values and of theirs are named. A warp reads that once a page:
-// in registers it made others spill.
+// The page tables of a sequence's keys, their scales, values and their scales. A warp reads this once per page: keeping
+// it in registers caused spills.
 __device__ __forceinline__ void note_tables(const CodedInputs& in, int64_t sequence, const int64_t* (&tables)[4]) {
   const int table = threadIdx.x;
   if (table < 4) {
@@ -165,8 +165,8 @@ __device__ __forceinline__ void note_tables(const CodedInputs& in, int64_t seque
   __syncthreads();
 }
 
-// Grid: splits * query blocks, heads, batch. A block's query blocks are neighbours, so that what the first one reads
-// the others find in the second-level cache. A CodedShared of dynamic shared memory.
+// Grid: splits * query blocks, heads, batch. Query blocks of a split are neighbours, so that the others find in the L2
+// cache what the first one reads. Dynamic shared memory: a CodedShared.
 template <class Keys, class Values, bool kCentred>
 __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCentred>)
     attend_coded_kernel(const CodedInputs in, const MeanInputs mean_in, const SplitOutputs<float> to) {
@@ -183,12 +183,12 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   auto& shared = *reinterpret_cast<CodedShared<Keys, Values, kCentred>*>(coded_memory);
   typename Keys::Asked& asked = shared.asked;
   auto& mean = shared.mean;
-  // By themselves: made from one reference to all, their addresses took registers that spilled.
+  // Separate variables: derived from one reference to all, their addresses took registers that spilled.
   auto& keys = shared.warp[warp].work.keys;
   auto& values = shared.warp[warp].work.values;
   auto& weights = shared.warp[warp].work.weights;
 
-  // Warps of all splits take pages in turn: all are equally long, however little of its row a sequence uses.
+  // Warps of all splits take pages in turn: all get equally many, however little of its row a sequence uses.
   const int low = int(in.begin[sequence]), high = int(in.end[sequence]);
   const int last = high > low ? min(in.entries, (high + kPage - 1) / kPage) : 0, stride = in.splits * kWarps;
   int page = low / kPage + split * kWarps + warp;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
   // Lane 4 i + n reads the name of a page in table n. Names are below 2^32.
   const auto names_of = [&](int of) { return of < last ? uint32_t(shared.tables[t][of]) : 0; };
   uint32_t names = names_of(page);
-  // A copy group each, empty ones behind the last page.
+  // One copy group each, empty past the last page.
   const auto copy = [&](auto& to, const CodedPages& from, int place, bool wanted) {
     if (wanted) {
       const uint32_t name = __shfl_sync(~0u, names, place), scale_name = __shfl_sync(~0u, names, place + 1);
@@ -217,18 +217,18 @@ __global__ void __launch_bounds__(kCodedWarps<kCentred> * 32, kCodedBlocks<kCent
     float x[8];
     if constexpr (kCentred)
       terms.take(mean, mean_in, sequence, page + g % 2 * stride, g, t, x);
-    wait_copy_groups<1>(), __syncwarp(); // the keys are here
+    wait_copy_groups<1>(), __syncwarp(); // the keys have arrived
     typename Keys::Products products;
     keys.multiply(in.keys.levels, asked, lane, products);
     const bool more = page + stride < last;
-    __syncwarp(); // all have read them
+    __syncwarp(); // all lanes have read them
     copy(keys, in.keys, 0, more);
 
     const CodedSpan span = {uint32_t(page * kPage + 2 * g - low), uint32_t(high - low)};
     const float fade = sums.raise_peak(finish_scores<kCentred, Keys>(x, products, asked, t, span));
-    wait_copy_groups<1>(), __syncwarp(); // the values are here
+    wait_copy_groups<1>(), __syncwarp(); // the values have arrived
     values.add(in.values.levels, x, span, fade, lane, weights, sums);
-    __syncwarp(); // all have read values and weights
+    __syncwarp(); // all lanes have read values and weights
     copy(values, in.values, 2, more);
     names = names_of(page + 2 * stride);
   }

@@ -1,4 +1,4 @@
-"""What backends are chosen for: all that a model, a policy and the longest context say of the ops' arguments."""
+"""What backends are chosen by: all that a model, a policy and the longest context determine of the ops' arguments."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def unless(good: bool, reason: str) -> list[str]:
-    """A reason why not, or none."""
+    """``[reason]`` unless ``good``."""
     return [] if good else [reason]
 
 
 NOT_CENTRED = "coded keys are stored without their mean"
-"""Why a backend that knows no ``CentredKeys`` cannot serve them."""
+"""Why a backend without support for ``CentredKeys`` cannot serve them."""
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,22 @@ class Case:
     """Plain numbers that a backend's ``supports`` reads.
 
     Attributes:
-        ops: those that the model and the policy call; of the others nobody asks what they support.
+        ops: ops that the model and the policy call; the others are not asked what they support.
         dtype: of queries, and of exact keys and values.
         head_dim, num_query_heads, num_kv_heads: sizes of the model's attention.
         rope_dim: leading dimensions of a head that RoPE rotates.
         interleaved: whether RoPE rotates neighbours as a pair, instead of dimensions half of ``rope_dim`` apart.
         chunk: tokens of a chunk; divides 64.
-        rank: numbers of a latent, 0 where keys are none.
+        rank: dimensions of a latent, 0 if keys are not latents.
         key_codec, value_codec: ids of the formats of sealed keys and values, 0 for dense rows.
         centred: whether coded keys are stored without their mean (``sources.CentredKeys``).
         mass: whether selection ends at a share of the softmax.
         max_pages: sealed pages of the longest context.
-        max_selected: chunks per kv head that a step may select of it.
-        fetched_bytes: of a chunk of one kv head in the buffer of what is fetched, 0 where there is none.
+        max_selected: chunks per kv head that a step may select from it.
+        fetched_bytes: bytes of a chunk of one kv head in the buffer of fetched chunks, 0 if there is no buffer.
         host_values: whether values are on the host, read from there or fetched.
         capability: compute capability of the GPU, None on a CPU.
-        block_memory: bytes of shared memory that one thread block can have there.
+        block_memory: bytes of shared memory available to one thread block.
     """
 
     ops: frozenset[str]

@@ -1,4 +1,4 @@
-"""Loads the compiled backends; ``python -m shadowkv.ops.extension`` says which of them are there."""
+"""Loads the compiled backends; ``python -m shadowkv.ops.extension`` lists which of them are available."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA_FOLDER = Path(__file__).resolve().parent.parent / "_cuda"
 
 @cache
 def load_cpu() -> bool:
-    """Makes ``torch.ops.shadowkv`` available; False where the extension was not built.
+    """Makes ``torch.ops.shadowkv`` available; False if the extension was not built.
 
     Warns if it was built for another torch and cannot be loaded, or from older sources and lacks an op.
     """
@@ -54,7 +54,7 @@ def load_cpu() -> bool:
 
 
 def block_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one thread block can have on a GPU."""
+    """Bytes of shared memory available to one thread block on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one
     return int(properties.shared_memory_per_block_optin)
 
@@ -86,10 +86,10 @@ def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
 
 @cache
 def load_cuda(name: str, *fakes: str) -> bool:
-    """Loads the library of a CUDA backend; False where it was not built or there is no GPU.
+    """Loads the library of a CUDA backend; False if it was not built or there is no GPU.
 
-    Warns if it cannot be loaded, or was built from older sources and lacks an op. ``fakes`` are ops of
-    ``torch.ops.shadowkv_cuda`` in it that only write to arguments.
+    Warns if it cannot be loaded, or was built from older sources and lacks an op. ``fakes`` are its ops in
+    ``torch.ops.shadowkv_cuda`` that only write to arguments.
     """
     path = CUDA_FOLDER / f"{name}.so"
     if not path.exists() or not torch.cuda.is_available():

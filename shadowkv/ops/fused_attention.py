@@ -14,8 +14,8 @@ from shadowkv.ops.attend_blocks import cuda as hopper
 from shadowkv.ops.select_blocks.reference import BLOCK
 
 FEWEST_TILES = 64
-"""Of all query heads, from which on they keep about half of a Hopper's multiprocessors busy: ours is then the faster
-one."""
+"""Fewest tiles, over all query heads, for which our kernel is the faster one: they keep about half of a Hopper's
+multiprocessors busy."""
 
 
 def is_ours(q: Tensor) -> bool:
@@ -25,7 +25,7 @@ def is_ours(q: Tensor) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """As ``block_attention``, in a dtype of 16 bits, for head dims that are a multiple of 8 and up to 256."""
+    """Same as ``block_attention``, for 16-bit dtypes and head dims that are multiples of 8 up to 256."""
     if is_ours(q):
         return hopper.attend_sequences(q, k.transpose(0, 1), v.transpose(0, 1), causal)
     queries = q.transpose(0, 1)[None]

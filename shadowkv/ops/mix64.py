@@ -1,4 +1,4 @@
-"""A hash of 64 bits on the host: random numbers of a request follow from its seed and where they are used."""
+"""A 64-bit hash on the host: a request's random numbers depend only on its seed and where they are used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """Hashes of numbers, one to one, uint64 [...] -> uint64 [...] (the finaliser of SplitMix64)."""
+    """Bijective hashes of numbers, uint64 [...] -> uint64 [...] (the finaliser of SplitMix64)."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

@@ -1,4 +1,4 @@
-"""The size of a page, which all ops, pools and tiers share; ``csrc/page.h`` has it for kernels."""
+"""The page size, shared by all ops, pools and tiers; ``csrc/page.h`` defines it for kernels."""
 
 PAGE = 64
-"""Tokens in a page, of every pool and tier."""
+"""Tokens in a page, in every pool and tier."""

@@ -53,22 +53,22 @@ PREFERENCE = {
     "cuda": ("cuda", "cuda_fp8", "cuda_mixed", "cuda_selected", "triton", "triton_selected", "reference"),
     "cpu": ("cpu", "reference"),
 }
-"""Backends by device type, fastest first; an op has the files it has, ``reference.py`` always."""
+"""Backends by device type, fastest first; an op need not have all of them, but always has ``reference.py``."""
 
 
 class Ops:
     """Every op as an attribute, from the fastest backend that this device has and that supports the case.
 
     A backend may define ``available()``, whether it was built and runs here, and ``supports(case)``, the reasons why it
-    cannot serve a case: none where it can. What it is then called with it takes, or it raises.
+    cannot serve a case, empty if it can. Once chosen, it handles the arguments of each call or raises.
 
     Args:
         device: where the ops will run.
-        case: what they will be called with; None asks no backend what it supports.
+        case: what they will be called with; None skips the check of what backends support.
         overrides: backend by op name, for tests and comparisons.
 
     Attributes:
-        called: ops of the case; all, without one.
+        called: ops of the case; all ops without a case.
         backends: backend by op name.
         reasons: faster backends of each op that are not used, and why: ``name: reason``.
         synchronising: those of ``called`` that make the host wait for the device, so that they cannot be captured in a

@@ -15,10 +15,10 @@ def random_rotation(dim: int, name: str) -> Tensor:
 
 
 def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
-    """Likewise float32 [dim, dim], of rounds of random signs and the Hadamard matrix. ``dim`` is a power of two.
+    """Same as ``random_rotation``, from rounds of random signs and the Hadamard matrix. ``dim`` is a power of two.
 
-    Rows can be multiplied by it in ``rounds`` log2(dim) additions an entry; after one round those of few entries are
-    still far from Gaussian (TurboQuant's ``aither-kvcache`` takes three).
+    Rows can be multiplied by it in ``rounds`` log2(dim) additions per entry; after one round, rows with few nonzero
+    entries are still far from Gaussian (TurboQuant's ``aither-kvcache`` uses three).
     """
     signs = 2.0 * torch.randint(2, (rounds, dim), generator=_generator(dim, name), dtype=torch.float64) - 1
     rows = torch.eye(dim, dtype=torch.float64)
@@ -30,7 +30,7 @@ def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
 def walsh_hadamard(rows: Tensor) -> Tensor:
     """Rows [..., d], d a power of two, times the Hadamard matrix in Sylvester's order, whose entries are 1 and -1.
 
-    Butterflies with steps 1, 2, 4, ..., each a rounding of its own, so that results are the same bits everywhere.
+    Butterflies with steps 1, 2, 4, ..., each rounded separately, so that results are bitwise equal everywhere.
     """
     step = 1
     while step < rows.shape[-1]:

@@ -1,11 +1,11 @@
-// Arithmetic on fragments of products that kernels of attention share.
+// Arithmetic on fragments of products, shared by the attention kernels.
 #pragma once
 
 #include "../mma.cuh"
 
 namespace shadowkv {
 
-// Over the eight lanes of one place in the quads, which hold the rows of a fragment.
+// Over the eight lanes with the same place in their quads, which hold the rows of a fragment.
 __device__ __forceinline__ float rows_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
@@ -25,7 +25,7 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
 
 __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<const uint32_t*>(&x); }
 
-// (x & mask) | set in one instruction, which the compiler does not find by itself.
+// (x & mask) | set in one instruction, which the compiler does not generate by itself.
 template <uint32_t kMask, uint32_t kSet>
 __device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
   uint32_t y;

@@ -1,12 +1,12 @@
-// Formats of keys, each a class that the kernel is made with:
-//   kId       its number
-//   kStored   how PyTorch has its bytes
-//   kBits     of a number of a row, at most
-//   kRebuilt  whether rows are latents, which a product with a basis makes keys of. These have besides
+// Formats of keys, each a class that parameterises the kernel:
+//   kId       its id
+//   kStored   dtype of its bytes in PyTorch
+//   kBits     most bits of a number of a row
+//   kRebuilt  whether rows are latents, which a product with a basis turns into keys. These have in addition
 //   kHalf     whether they and the basis are multiplied as half, or as bf16
-//   kLeast    bits of a latent at least
-//   decode    latents 32 step + 8 t to 32 step + 8 t + 7 of a row in shared memory, two by two; the first `strong`
-//             of the row are in 8 bits, where the others have fewer
+//   kLeast    least bits of a latent
+//   decode    latents 32 step + 8 t to 32 step + 8 t + 7 of a row in shared memory, in pairs; the first `strong`
+//             of the row are in 8 bits, if the others have fewer
 #pragma once
 
 #include "codecs.h"
@@ -63,14 +63,14 @@ struct LatentInt8 {
   }
 };
 
-// The strong ones in a byte, plus 128; of the others two in one, the lower rank in its lower half, plus 8.
+// The strong ones in one byte each, plus 128; the others two per byte, the lower rank in its lower half, plus 8.
 struct LatentInt4 {
   static constexpr int64_t kId = codec::kLatentInt4;
   static constexpr Stored kStored = Stored::kBytes;
   static constexpr int kBits = 8, kLeast = 4;
   static constexpr bool kRebuilt = true, kHalf = true;
 
-  // 1024 + u of the lower four bits of a byte, 1024 + 16 u of the others: times 1 and 1 / 16, less 1032 and 72.
+  // 1024 + u for the lower four bits of a byte, 1024 + 16 u for the others: times 1 and 1 / 16, minus 1032 and 72.
   __device__ static __forceinline__ void decode(const char* row, int step, int t, int strong, uint32_t (&x)[4]) {
     if (step * 32 < strong)
       return LatentInt8::to_halves(*reinterpret_cast<const uint2*>(row + step * 32 + t * 8), x);

@@ -1,11 +1,11 @@
-// Keys of a warp's tile: from what is kept of them to scores.
+// Keys of a warp's tile: from their stored form to scores.
 #pragma once
 
 #include "shape.cuh"
 
 namespace shadowkv {
 
-// Fills the tables of a block, of one sequence and head. What is copied arrives with the thread's copies.
+// Fills the tables of a block for one sequence and head. Copies complete with the thread's other copies.
 template <class Shape>
 __device__ __forceinline__ void fill_tables(
     const AttendInputs& in, const AttendTables<Shape>& to, int rank, int64_t state) {
@@ -17,11 +17,11 @@ __device__ __forceinline__ void fill_tables(
 #pragma unroll 5
     for (int i = threadIdx.x; i < rank * kUnits; i += kAttendWarps * 32) {
       const int row = i / kUnits, unit = i % kUnits;
-      const int place = unit ^ (row / 8 % 4 * 2 + row % 2); // as the eight rows of a matrix are read below
+      const int place = unit ^ (row / 8 % 4 * 2 + row % 2); // matches how the eight rows of a matrix are read below
       char* const into = to.basis + row * Shape::kBasisRow + place * 16;
       const __nv_bfloat16* const at = from + int64_t(row) * in.heads * kDim + unit * 8;
       if constexpr (Shape::Key::kHalf) {
-        // Half, to which int8 converts faster than to bf16. Entries under 6e-5 lose bits, of keys around one none.
+        // Half, to which int8 converts faster than to bf16. Entries under 6e-5 lose bits; for keys around one, none do.
         uint4 x = __ldg(reinterpret_cast<const uint4*>(at));
         for (uint32_t* y : {&x.x, &x.y, &x.z, &x.w}) *y = bits(__float22half2_rn(unpack_bf16(*y)));
         *reinterpret_cast<uint4*>(into) = x;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void fill_tables(
   }
 }
 
-// Scores are s (tokens g, g + 8; queries 2t, 2t + 1) of each 16 tokens. Rows of a tile are scored by `load`, latents are
-// made fragments there, from which `score` rebuilds keys.
+// Scores are s (tokens g, g + 8; queries 2t, 2t + 1) for every 16 tokens. `load` scores the rows of a tile, or turns
+// its latents into fragments, from which `score` rebuilds keys.
 template <class Shape, bool kRebuilt = Shape::kLow>
 struct WarpKeys {
   __device__ __forceinline__ void load(
@@ -116,7 +116,7 @@ struct WarpKeys<Shape, true> {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           if (!Shape::kExactRank && step * 32 >= rank) continue;
-          // The ranks of a product may come in any order: a quad's lanes take 8 of each 32, four per product.
+          // The ranks of a product may be in any order: each of a quad's lanes takes 8 of every 32, four per product.
           uint32_t x[4];
           Key::decode(row, step, t, in.strong, x);
           a[m][2 * step][half] = x[0], a[m][2 * step][2 + half] = x[1];

@@ -1,12 +1,12 @@
-// Where a warp's tokens are, and the copies of their keys.
+// Locations of a warp's tokens, and the copies of their keys.
 #pragma once
 
 #include "shape.cuh"
 
 namespace shadowkv {
 
-// The walk over a warp's tiles; lane i looks after token i. Chunk numbers are read three tiles ahead, page names two,
-// keys and scales one.
+// The walk over a warp's tiles; lane i handles token i. Chunk numbers are read three tiles ahead, page names two, keys
+// and scales one.
 template <class Shape>
 struct TileWalk {
   static constexpr int kTokens = Shape::kTokens;
@@ -20,8 +20,8 @@ struct TileWalk {
   const int stride = in.splits * kAttendWarps;
   const int within = lane & ((1 << in.log_chunk) - 1);
   int tile = blockIdx.x * kAttendWarps + threadIdx.x / 32;
-  int chunk = chunk_at(tile), position, key_page, value_page; // of the lane's token; pages are -1 if there is none
-  __half scale[Shape::kScales]; // of the lane's token in the tile that was started last
+  int chunk = chunk_at(tile), position, key_page, value_page; // of the lane's token; pages are -1 if there is no token
+  __half scale[Shape::kScales]; // of the lane's token in the tile started last
 
   __device__ __forceinline__ TileWalk(const AttendInputs& in_, const AttendTile<Shape>& to_) : in(in_), to(to_) {}
 
@@ -44,12 +44,12 @@ struct TileWalk {
     chunk = chunk_at(tile);
   }
 
-  // Makes the tile of key_page, ... the next one: says where its rows are, starts the copy of its keys. Returns which
-  // tokens there are. `first` is added to positions.
+  // Makes the tile of key_page, ... the next one: publishes where its rows are and starts the copy of its keys. Returns
+  // which tokens exist. `first` is added to positions.
   __device__ __forceinline__ uint32_t start(int first) {
     const uint32_t valid = __ballot_sync(~0u, key_page >= 0);
     if (lane < kTokens) {
-      // No token has some row's key, which is masked, and some row's codes, of scale zero.
+      // A missing token uses the key of some row, which is masked, and the codes of some row, with scale zero.
       const int row = position & (kPage - 1);
       const bool there = key_page >= 0;
       to.key_rows[lane] =
@@ -93,7 +93,7 @@ struct TileWalk {
     return valid;
   }
 
-  // Leaves the scales of the tile that was started last where all lanes can read them.
+  // Stores the scales of the tile started last where all lanes can read them.
   __device__ __forceinline__ void store_scales() const {
     if constexpr (Shape::kCodes) {
       if (lane >= kTokens) return;

@@ -1,4 +1,4 @@
-// Makes outputs of the sums of warps, and of blocks where several have a sequence and kv head.
+// Computes outputs from the sums of warps, and of blocks if several share a sequence and kv head.
 #pragma once
 
 #include "constants.h"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_outputs(
   }
 }
 
-// The four warps' results become one.
+// Merges the four warps' results.
 template <class Shape>
 __device__ __forceinline__ void join_warps(
     const AttendInputs& in, const AttendOutputs& to, AttendSums<Shape>& sums, char* shared) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void join_warps(
       merged, Shape::kMergeRow, in.rotation, to.out + unit * in.group * kDim, in.group);
 }
 
-// Joins the splits of one sequence and kv head.
+// Merges the splits of one sequence and kv head.
 template <int kDim, bool kRotate>
 __global__ __launch_bounds__(kAttendWarps * 32) void merge_selected_kernel(
     const AttendOutputs to, const float* rotation, int group, int splits) {

@@ -1,4 +1,4 @@
-// What attention over selected chunks reads and writes, and where its shared memory holds it.
+// What attention over selected chunks reads and writes, and its layout in shared memory.
 #pragma once
 
 #include "fragments.cuh"
@@ -19,8 +19,8 @@ struct AttendInputs {
   const char* scale;         // pages of [heads, 64, scales] half, for codes, named by key_pages
   const int64_t* key_pages;  // [batch, entries]
   const int64_t* value_pages;
-  // Null, or the values are the chunks of a buffer [slots, heads, buffer_entries], value_page bytes each, and instead of
-  // pages value_pages names its entry of every selected chunk.
+  // Null, or the values are the chunks of a buffer [slots, heads, buffer_entries], value_page bytes each, and
+  // value_pages names the buffer entry of every selected chunk instead of pages.
   const int64_t* value_slots; // [batch]
   const __nv_bfloat16* basis; // [states, rank, heads, dim]
   const void* mean;           // [states, heads, dim] float or bf16, or null
@@ -31,21 +31,21 @@ struct AttendInputs {
   const float* rotation;      // [dim, dim], the codec's, for rotated codes
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_state, mean_state;
-  float score_scale; // of q k in the exponent to base 2
+  float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
-  int key_bytes, strong; // of a token's key; of latents those in 8 bits where the others have fewer
+  int key_bytes, strong; // of a token's key; latents in 8 bits, if the others have fewer
   bool mean_is_float;
 };
 
 struct AttendOutputs {
   __nv_bfloat16* out; // [batch, heads * group, dim]
   float* lse;         // [batch, heads * group]
-  // [batch, heads, splits, group, dim + 4]: weighed sum, largest score, sum of weights; unused with one split.
+  // [batch, heads, splits, group, dim + 4]: weighted sum, largest score, sum of weights; unused with one split.
   float* partial;
 };
 
-// What one instance of the kernel is made for. kRank is the largest rank, or the only one if kExactRank; kTiles times 16
-// tokens are a warp's at a time; kBlocks are a multiprocessor's.
+// Parameters of one instance of the kernel. kRank is the largest rank, or the only one if kExactRank; a warp processes
+// kTiles times 16 tokens at a time; a multiprocessor holds kBlocks blocks.
 template <class Key_, class Value_, int kDim_, int kRank_, bool kExactRank_, int kTiles_, int kBlocks_>
 struct AttendShape {
   using Key = Key_;
@@ -53,7 +53,7 @@ struct AttendShape {
   static constexpr int kDim = kDim_, kRank = kRank_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr bool kExactRank = kExactRank_, kLow = Key::kRebuilt, kCodes = Value::kCoded;
   static constexpr bool kRotated = Value::kRotated;
-  static constexpr int kScales = Value::scales(kDim);           // of a token; 1 of rows that have none
+  static constexpr int kScales = Value::scales(kDim);           // of a token; 1 for rows that have none
   static constexpr int kTokens = 16 * kTiles;
   static constexpr int kPairs = kDim / 16;                      // n8 tiles of dimensions that RoPE pairs with others
   static constexpr int kBasisRow = (kDim == 96 ? 128 : kDim) * 2; // bytes; the swizzle needs whole 128-byte lines
@@ -61,9 +61,9 @@ struct AttendShape {
   static constexpr int kMergeRow = kDim + 4;                    // floats
   static constexpr int kAngleRow = kDim * 2 + 32;               // bytes of cos and sin of one position, and a gap
 
-  // Bytes of a token's key, where it is kept, at most.
+  // Most bytes of a token's key in shared memory.
   __host__ __device__ static constexpr int key_bytes(int rank) { return (kLow ? rank : kDim) * Key::kBits / 8; }
-  // A row of latents in shared memory: an odd multiple of what the four lanes of a quad read, against bank conflicts.
+  // A row of latents in shared memory: an odd multiple of what the four lanes of a quad read, to avoid bank conflicts.
   __host__ __device__ static constexpr int key_row(int rank) {
     if constexpr (!kLow) return kPlainRow;
     else return (key_bytes(rank) / (4 * Key::kLeast) | 1) * 4 * Key::kLeast;
@@ -98,8 +98,8 @@ struct AttendTables {
         queries(reinterpret_cast<uint2*>(shared + Shape::table_bytes(rank) - Shape::kPairs * 256)) {}
 };
 
-// What a warp has of its own: a tile's keys, its values if they are rows, and of each token where its key and value are,
-// its position and its scales, one after the other of all tokens.
+// Per warp: a tile's keys, its values if they are rows, and for each token the places of its key and value, its
+// position and its scales, stored field by field for all tokens.
 template <class Shape>
 struct AttendTile {
   static constexpr int kTokens = Shape::kTokens;

@@ -1,4 +1,4 @@
-// Weights of a warp's tokens, and what it has summed up so far.
+// Weights of a warp's tokens, and its sums so far.
 #pragma once
 
 #include "constants.h"
@@ -9,12 +9,12 @@ namespace shadowkv {
 template <class Shape>
 struct AttendSums {
   static constexpr int kTiles = Shape::kTiles, kScales = Shape::kScales;
-  float o[Shape::kDim / 16][4] = {}; // weighed values: (dimensions 16 i + g, + 8; queries 2t, 2t + 1)
+  float o[Shape::kDim / 16][4] = {}; // weighted values: (dimensions 16 i + g, + 8; queries 2t, 2t + 1)
   // Of queries 2t, 2t + 1: largest score, sum of weights, sums of weights x scale.
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, coded[kScales][2] = {};
 
-  // Makes weights of scores s (tokens g, g + 8; queries 2t, 2t + 1): p, times each of the scales, as the second factor of
-  // a product (tokens 2t, 2t + 1; query g).
+  // Turns scores s (tokens g, g + 8; queries 2t, 2t + 1) into weights: p, times each of the scales, as the second
+  // factor of a product (tokens 2t, 2t + 1; query g).
   __device__ __forceinline__ void weigh(
       uint32_t (&p)[kScales][kTiles][2], float (&s)[kTiles][4], uint32_t valid, float score_scale,
       const float (&log_weight)[kTiles][2], const float (&scale)[kScales][kTiles][2]) {

@@ -7,9 +7,9 @@
 //   scales     steps of a token, each half, of so many equal blocks of its dimensions
 //   Codes      of one token, what a lane owns: of dimensions 16 i + g and 16 i + 8 + g. load(row, g) takes it from
 //              where row.read<n>(to, at) reads n = 16, 8, 4, 2 or 1 bytes
-//   Pair       of two tokens that follow each other: decode(i, low, high) makes their codes i a piece of the first
-//              factor of a product of bf16, low of dimension g, high of g + 8. What the product sums over tokens becomes
-//              a sum of values in steps by factor(i) and, times the sum of weights, offset(i)
+//   Pair       two consecutive tokens: decode(i, low, high) turns their codes i into a piece of the first factor of a
+//              bf16 product, low for dimension g, high for g + 8. The product's sum over tokens becomes a sum of
+//              values in steps by factor(i) and, times the sum of weights, offset(i)
 #pragma once
 
 #include "codecs.h"
@@ -47,8 +47,8 @@ struct StreamedRow {
   }
 };
 
-// Codes of rotated values, in 4, 3 or 2 bits, in the layout of shadowkv/ops/attend_selected/packing.py: from the low
-// bits up all 4 bits, or the lower 2; of 3 bits the upper ones are the second plane.
+// Codes of rotated values, in 4, 3 or 2 bits, in the layout of shadowkv/kvcache/codecs/packing.py: from the low bits up
+// all 4 bits, or the lower 2; with 3 bits, the upper bits are the second plane.
 template <int kDim, int kBits>
 struct LaneCodes {
   static constexpr int kFirstBytes = kDim / 8 * (kBits == 4 ? 4 : 2) / 8;      // of a lane in the first plane
@@ -67,7 +67,7 @@ struct LaneCodes {
   __device__ static __forceinline__ void read(const Row& row, uint32_t* to, int at) {
     if constexpr ((kBytes & kBytes - 1) == 0) {
       row.template read<kBytes>(to, at);
-    } else { // of 96 dimensions: words whose bytes may begin anywhere
+    } else { // 96 dimensions: words whose bytes may start anywhere
       constexpr int kUnit = kBytes % 2 ? 1 : 2;
 #pragma unroll
       for (int i = 0; i < kBytes / kUnit; ++i) {
@@ -80,13 +80,13 @@ struct LaneCodes {
   }
 };
 
-// Codes come out as 128 + code, or, where they would have to be shifted, as 128 + 16 code: 0x4300 | x is 128 + x.
+// Codes become 128 + code, or 128 + 16 code where they would have to be shifted: 0x4300 | x is 128 + x.
 template <int kDim, int kBits>
 struct CodePair {
   using Codes = LaneCodes<kDim, kBits>;
   static constexpr int kEights = (kDim + 63) / 64; // of a token's dimensions in a lane, two words each
-  // 4 bits: the first token's eight codes, then the other's. Else those of even number, then those of odd number, both
-  // tokens' in four bits each, the first token's in the lower half.
+  // 4 bits: the first token's eight codes, then the other token's. Otherwise the even codes, then the odd codes, with
+  // four bits for each token, the first token's in the lower half.
   uint32_t word[2 * kEights];
 
   CodePair() = default;
@@ -100,8 +100,8 @@ struct CodePair {
         const uint32_t low = __byte_perm(one.first[i / 2], other.first[i / 2], i % 2 ? 0x7632 : 0x5410);
         uint32_t even = low, odd = low >> 2;
         if constexpr (kBits == 3) {
-          // Upper bits, two by two, come to the two lowest of every four: their byte twice, then the second time four
-          // lower, then what of each byte is still a pair too low.
+          // Upper bits move in pairs to the two lowest of every four: their byte twice, then the second copy four
+          // lower, then the part of each byte that is still a pair too low.
           const uint32_t twice =
               __byte_perm(one.second[i / 4], other.second[i / 4], i % 4 * 0x11 | (4 + i % 4) * 0x1100);
           const uint32_t halves = select_bits<0x00ff00ffu>(twice, twice >> 4);

@@ -1,4 +1,4 @@
-// Values of a warp's tile, on their way while its keys are made: codes in registers, rows in shared memory.
+// Values of a warp's tile, in flight while its keys are computed: codes in registers, rows in shared memory.
 #pragma once
 
 #include "softmax.cuh"
@@ -13,7 +13,7 @@ struct WarpValues {
     for (int i = 0; i < Shape::kTiles; ++i) {
       const int token = 16 * i + lane / 2;
       const char* from = tile.value_rows[token];
-      const bool there = from != nullptr; // zeros else: a weight of zero does not undo NaN
+      const bool there = from != nullptr; // zeros otherwise: a weight of zero does not remove NaN
       from = (there ? from : in.values) + lane % 2 * 16;
       const uint32_t into = shared_address(tile.values + token * Shape::kPlainRow) + lane % 2 * 16;
 #pragma unroll
@@ -21,7 +21,7 @@ struct WarpValues {
     }
   }
 
-  // Adds the weighed values, with one copy group under way that was started later.
+  // Adds the weighted values, while one later copy group is in flight.
   __device__ __forceinline__ void add(
       AttendSums<Shape>& sums, const uint32_t (&p)[1][Shape::kTiles][2], const AttendTile<Shape>& tile) const {
     const int lane = threadIdx.x % 32;
@@ -41,7 +41,7 @@ struct WarpValues {
     }
   }
 
-  // A sum of weighed values as it is, of what products have summed up.
+  // The sum of weighted values, from the sums of products.
   __device__ static __forceinline__ float finish(const AttendSums<Shape>& sums, int i, int j) { return sums.o[i][j]; }
 };
 

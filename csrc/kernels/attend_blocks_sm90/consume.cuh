@@ -7,8 +7,8 @@
 
 namespace shadowkv {
 
-// What a warpgroup has of a tile under way. Both go through the same blocks, and take turns at beginning products, so
-// that one's softmax is computed during the other's products.
+// A warpgroup's state of the current tile. Both go through the same blocks and take turns at issuing products, so that
+// one's softmax is computed during the other's products.
 template <class Shape>
 struct Attending {
   const BlocksMemory<Shape>& memory;
@@ -16,14 +16,14 @@ struct Attending {
   const float scale;
   Place<Shape::kStages> keys = {}, values = {};
   float s[64];                 // scores, then weights, of one block
-  uint32_t packed[32];         // weights of the last block that has some
-  uint32_t p[32];              // those that are multiplied with values
+  uint32_t packed[32];         // weights of the last block that has any
+  uint32_t p[32];              // weights that are multiplied with values
   float sums[Shape::kDim / 2]; // rows and columns as in s
   RunningSoftmax softmax = {};
-  bool shrinks = false;    // whether sums must, before the block whose weights are packed is added
-  uint32_t multiplied = 0; // the barrier that says that values are no longer read, if any are
+  bool shrinks = false;    // whether sums must shrink before the block whose weights are packed is added
+  uint32_t multiplied = 0; // the barrier that signals that values are no longer read, if any are
 
-  __device__ static bool speaks() { return threadIdx.x % 32 == 0; } // for its warp
+  __device__ static bool speaks() { return threadIdx.x % 32 == 0; } // this thread for its warp
   __device__ uint32_t queries() const { return memory.queries() + consumer * 64 * 128; }
 
   __device__ __forceinline__ void start() {
@@ -51,18 +51,18 @@ struct Attending {
     keys.advance();
   }
 
-  // Makes packed weights of scores, not in p, which products are still reading.
+  // Turns scores into packed weights, not in p, which products are still reading.
   __device__ __forceinline__ void weigh() {
     shrinks = softmax.weigh(s, scale);
     pack_weights<typename Shape::Element>(packed, s);
     settle(packed);
   }
 
-  // Waits for the sums of blocks before and makes them and their weights' registers ready for the next block.
+  // Waits for the sums of previous blocks and prepares them and their weights' registers for the next block.
   __device__ __forceinline__ void finish_sums() {
     wait_product_groups<0>();
     settle(sums);
-    keep(p, scale < 0, memory.first); // which it never is
+    keep(p, scale < 0, memory.first); // never true
     arrive_if(speaks() && multiplied, multiplied);
     if (shrinks) softmax.shrink(sums);
     settle(sums);
@@ -71,8 +71,8 @@ struct Attending {
     settle(p);
   }
 
-  // Rows of values of the block to be added next, from this one on, are another sequence's: a weight of zero would not
-  // keep out what is no number. Both warpgroups clear half of them.
+  // From this one on, rows of values of the block to be added next belong to another sequence: a weight of zero would
+  // not remove NaN or infinity. Each warpgroup clears half of them.
   __device__ __forceinline__ void clear_values(int first) const {
     wait_phase(memory.values_full(values.slot), values.parity);
     const int thread = consumer * 128 + threadIdx.x % 128;
@@ -82,7 +82,7 @@ struct Attending {
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
                          memory.values(values.slot) + box * kBoxBytes + i * 16), "r"(0)
                      : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them by another way
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // products read them through the async proxy
     sync_threads(3, 256);
   }
 
@@ -101,7 +101,7 @@ struct Attending {
     arrive_if(speaks(), multiplied);
   }
 
-  // Rows are this thread's first one and that eight further, where they are.
+  // Rows are this thread's first row and the one eight further, if they exist.
   __device__ __forceinline__ void write(const BlocksCall& call, int query_head, int first, int end) const {
     using Element = typename Shape::Element;
 #pragma unroll
@@ -121,14 +121,14 @@ struct Attending {
   }
 };
 
-// Masked blocks are a tile's last ones and follow each other. As lists ascend, the first block of any has a key that
+// Masked blocks are a tile's last ones and are consecutive. As lists ascend, the first block of any list has a key that
 // every row sees, and peaks are finite from then on.
 template <class Shape, Over kOver>
 __device__ __forceinline__ void attend_tiles(
     const BlocksCall& call, const BlocksMemory<Shape>& memory, int consumer) {
   const int lane = threadIdx.x % 32, row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
   Attending<Shape> attending = {memory, consumer, call.scale};
-  if (consumer == 1) arrive_threads(1, 256); // the first turn is the first one's
+  if (consumer == 1) arrive_threads(1, 256); // the first turn is the first consumer's
   for (int parity = 0;; parity ^= 1) {
     wait_phase(memory.queries_full(), parity);
     int query_head, count, first, end, position;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void attend_tiles(
     if (query_head < 0) return;
     constexpr bool kCausal = kOver != Over::kEverything;
     const int seen = kCausal ? position + min(kBlock, end - first) : call.m; // keys up to what its last query sees
-    // Blocks without a mask, and the last column that this thread's first row sees of the first one with a mask.
+    // Blocks without a mask, and the last column of the first masked block that this thread's first row sees.
     const int open = kCausal ? count - ((seen - 1) / kBlock - position / kBlock + 1) : call.m / kBlock;
     const int last = (kCausal ? row + position % kBlock : call.m % kBlock - 1) - lane % 4 * 2;
 
@@ -151,7 +151,7 @@ __device__ __forceinline__ void attend_tiles(
       attending.finish_sums();
       attending.begin_next_scores();
       attending.begin_next_sums();
-      arrive_threads(2 - consumer, 256); // the other's turn
+      arrive_threads(2 - consumer, 256); // the other consumer's turn
       attending.template finish_scores<1>();
       if (i == count - 1) arrive_if(attending.speaks(), memory.queries_empty());
       if (i >= open) mask_scores<kCausal>(attending.s, last - (i - open) * kBlock);

@@ -5,13 +5,13 @@
 
 namespace shadowkv {
 
-// Copies of one thread.
+// Copies issued by one thread.
 template <class Shape>
 struct Fetcher {
   const BlocksCall& call;
   const BlocksMemory<Shape>& memory;
   Place<Shape::kStages> keys, values;
-  int parity = 1; // of the phase before, in which queries are gone: those of a new barrier are
+  int parity = 1; // of the phase before, in which queries are consumed, as they are for a new barrier
 
   __device__ void fetch_keys(int head, int row) {
     wait_phase(memory.keys_empty(keys.slot), keys.parity ^ 1);
@@ -23,7 +23,7 @@ struct Fetcher {
     copy_rows<Shape::kDim>(call.v, memory.values(values.slot), memory.values_full(values.slot), head, row);
     values.advance();
   }
-  // To the consumers: the head, or -1 after the last tile, the number of blocks, and which queries they are.
+  // For the consumers: the head, or -1 after the last tile, the number of blocks, and the tile's queries.
   __device__ void announce(const Tile& tile) {
     wait_phase(memory.queries_empty(), parity);
     parity ^= 1;
@@ -37,8 +37,8 @@ struct Fetcher {
   }
 };
 
-// Values follow the next block's keys, as the consumers ask for them in that order. A tile's first keys come before its
-// queries, which wait for the last product of the tile before.
+// Values follow the next block's keys, as the consumers need them in that order. A tile's first keys come before its
+// queries, which wait for the last product of the previous tile.
 template <class Shape, Over kOver>
 __device__ __forceinline__ void fetch_tiles(const BlocksCall& call, const BlocksMemory<Shape>& memory) {
   const int lane = threadIdx.x % 32;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void fetch_tiles(const BlocksCall& call, const Blocks
     const Tile tile = Tile::at<kOver>(call, number);
     int next = 0;
     if (lane == 0) next = atomicAdd(call.taken, 1);
-    int listed = 0, before = 0; // a block for each lane; the row where the last one began
+    int listed = 0, before = 0; // a block for each lane; the row where the last block began
     for (int i = 0; i < tile.count; ++i) {
       if (kOver == Over::kListed && i % 32 == 0) listed = i + lane < tile.count ? __ldg(tile.list + i + lane) : 0;
       const int row = tile.keys + (kOver == Over::kListed ? __shfl_sync(~0u, listed, i % 32) : i) * kBlock;

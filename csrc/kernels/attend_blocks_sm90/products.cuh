@@ -1,4 +1,4 @@
-// Products of attention over blocks: weighed sums of values (wgmma.cuh says how factors lie).
+// Products of attention over blocks: weighted sums of values (wgmma.cuh describes the layout of factors).
 #pragma once
 
 #include "../block_products.cuh"
@@ -6,7 +6,7 @@
 
 namespace shadowkv {
 
-// Begins sums += p v, in a group of its own.
+// Issues sums += p v, in a separate group.
 template <class Shape>
 __device__ __forceinline__ void begin_sums(float (&sums)[Shape::kDim / 2], const uint32_t (&p)[32], uint32_t values) {
   const uint32_t b = swizzled_rows(values) | kBoxBytes / 16 << 16;

@@ -1,37 +1,37 @@
-// What attention over blocks on Hopper reads and writes, how it goes through tiles, and what shared memory holds.
+// What attention over blocks on Hopper reads and writes, its order of tiles, and its shared memory.
 #pragma once
 
 #include "../block_copies.cuh"
 
 namespace shadowkv {
 
-// What a query attends to: the blocks of its tile's list, or all that its sequence has, in both cases up to its own
+// What a query attends to: the blocks of its tile's list or all blocks of its sequence, in both cases up to its own
 // position; or everything.
 enum class Over { kListed, kSequence, kEverything };
 
 struct BlocksCall {
   CUtensorMap q, k, v; // of [tokens, heads, dim], in boxes of 128 x 1 x 64, so that rows past the last one are zeros
   const int *indices, *counts; // lists [query heads, tiles, blocks] and how many are valid [query heads, tiles], or null
-  const int* starts; // where packed sequences begin and the last one ends, or null: there is one
-  int* taken;        // how many tiles blocks have taken besides their first ones, zero before
+  const int* starts; // where packed sequences begin and the last one ends, or null for one sequence
+  int* taken;        // number of tiles that blocks have taken after their first ones, initially zero
   void* out;         // [n, query heads, dim]
   float* lse;        // natural logarithms of softmax sums, [n, query heads], or null
   int64_t out_token, out_head;
-  float scale; // of q k in the exponent to base 2
-  int n, m, query_heads, group, tiles, blocks, sequences; // m is n where sequences are packed
+  float scale; // turns q k into a base-2 exponent
+  int n, m, query_heads, group, tiles, blocks, sequences; // m is n if sequences are packed
 
   __device__ int works() const { return query_heads * tiles; }
 };
 
-// A tile of up to 128 queries of one query head. Those of one kv head come one after the other, as its keys and values
-// then stay in the second-level cache; of these the later tiles come first, as theirs are the longer lists.
+// A tile of up to 128 queries of one query head. Tiles of one kv head are consecutive, so that its keys and values stay
+// in the L2 cache; among these, later tiles come first, as they have the longer lists.
 struct Tile {
   int query_head, head;
-  int row, end; // its first query, and the end of its sequence's: none are left where there is a tile too many
+  int row, end; // its first query, and the end of its sequence's queries: a surplus tile has none
   int position; // of the first query, among its sequence's keys
-  int keys;     // where those begin
+  int keys;     // where those keys begin
   int count;    // blocks
-  const int* list; // of blocks; none for the first ones
+  const int* list; // of blocks; null for the first blocks
 
   template <Over kOver>
   __device__ static Tile at(const BlocksCall& call, int number) {
@@ -56,7 +56,7 @@ private:
       count = ((kOver == Over::kEverything ? call.m : position + min(kBlock, end - row)) - 1) / kBlock + 1;
   }
 
-  // Sequence i has the tiles from starts[i] / 128 + i on, as many as it needs or one more.
+  // Sequence i has the tiles from starts[i] / 128 + i on: as many as it needs, or one more.
   __device__ void find_packed(const BlocksCall& call, int tile) {
     int sequence = 0;
     for (int last = call.sequences - 1; sequence < last;) {
@@ -82,7 +82,7 @@ struct BlocksShape {
   static constexpr int kTileBytes = kBoxes * kBoxBytes; // of queries, keys or values
   static constexpr int kStages = kDim == 128 ? 3 : 4;   // of keys, and of values
 
-  // Registers: a multiprocessor's are 504 for three warpgroups.
+  // Registers: a multiprocessor has 504 for three warpgroups.
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -92,8 +92,8 @@ struct BlocksShape {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// The parts of a block's shared memory. Queries and their tile come together. What is full the consumers
-// wait for, what is empty the producer; each of their eight warps says so.
+// The parts of a block's shared memory. Queries and their tile arrive together. Consumers wait for `full`
+// barriers, the producer for `empty` ones, at which each of the consumers' eight warps arrives.
 template <class Shape>
 struct BlocksMemory {
   uint32_t first; // a multiple of 1024
@@ -101,7 +101,7 @@ struct BlocksMemory {
   __device__ uint32_t queries() const { return first; }
   __device__ uint32_t keys(int slot) const { return first + (1 + slot) * Shape::kTileBytes; }
   __device__ uint32_t values(int slot) const { return keys(Shape::kStages + slot); }
-  __device__ uint32_t tile() const { return keys(2 * Shape::kStages); } // what consumers must know of it
+  __device__ uint32_t tile() const { return keys(2 * Shape::kStages); } // what consumers need to know about the tile
   __device__ uint32_t barriers() const { return tile() + 32; }
   __device__ uint32_t queries_full() const { return barriers(); }
   __device__ uint32_t queries_empty() const { return barriers() + 8; }
@@ -114,7 +114,7 @@ struct BlocksMemory {
     init_barrier(queries_full(), 1);
     init_barrier(queries_empty(), 4 * Shape::kConsumers);
     for (int slot = 0; slot < 2 * Shape::kStages; ++slot) {
-      init_barrier(keys_full(slot), 1); // of keys, then of values
+      init_barrier(keys_full(slot), 1); // keys, then values
       init_barrier(keys_empty(slot), 4 * Shape::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -1,5 +1,5 @@
-// Scores to weights, in the fragments that products leave: a thread has two rows, g and g + 8 of its warp's 16, and of
-// each of 16 groups of eight columns two neighbours, 2t and 2t + 1, in s[4 i + 2 r + e].
+// Scores to weights, in the fragments that products leave: a thread has two rows, g and g + 8 of its warp's 16, and two
+// neighbouring columns, 2t and 2t + 1, from each of 16 groups of eight, in s[4 i + 2 r + e].
 #pragma once
 
 #include "../mma.cuh"
@@ -9,7 +9,7 @@
 
 namespace shadowkv {
 
-// Columns past the last one that row g sees, counted from 2t; that of row g + 8 is eight further, or the same.
+// Columns past the last one that row g sees, counted from 2t; for row g + 8 the last one is eight further, or the same.
 template <bool kCausal>
 __device__ __forceinline__ void mask_scores(float (&s)[64], int last) {
 #pragma unroll
@@ -20,15 +20,15 @@ __device__ __forceinline__ void mask_scores(float (&s)[64], int last) {
 }
 
 struct RunningSoftmax {
-  // Sums are made smaller only where a score has grown beyond the peak by more than so many powers of two: weights stay
-  // below 2^8, and most blocks leave sums alone.
+  // Sums are rescaled only if a score exceeds the peak by more than this many powers of two: weights stay below 2^8,
+  // and most blocks do not rescale sums.
   static constexpr float kSlack = 8;
 
   float peak[2] = {-INFINITY, -INFINITY}; // of scores before their scale
   float total[2] = {};                    // of this thread's weights
-  float shrunk[2];                        // by what sums are to be multiplied, if at all
+  float shrunk[2];                        // factors of the sums, if they are rescaled
 
-  // Makes weights of scores. Whether the sums so far, of this warp, must be made smaller. The first block has to have a
+  // Turns scores into weights. Returns whether this warp's sums so far must be rescaled. The first block must have a
   // score above -inf for each row.
   __device__ __forceinline__ bool weigh(float (&s)[64], float scale) {
     float high[2][2] = {{peak[0], peak[0]}, {peak[1], peak[1]}};
@@ -70,14 +70,14 @@ struct RunningSoftmax {
     for (int i = 0; i < kCount; ++i) sums[i] *= shrunk[i / 2 % 2];
   }
 
-  // What a row's sums are divided by.
+  // The divisor of a row's sums.
   __device__ __forceinline__ float row_total(int r) const {
     const float half = total[r] + __shfl_xor_sync(~0u, total[r], 1);
     return half + __shfl_xor_sync(~0u, half, 2);
   }
 };
 
-// Two floats in 16 bits each, the first in the lower half.
+// Two floats as 16 bits each, the first in the lower half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<Element, __half>) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
-// Weights as a product's first factor, 16 keys at a time: (g, 2t..) (g + 8, 2t..) (g, 2t + 8..) (g + 8, 2t + 8..). That
-// is how scores lie.
+// Weights as a product's first factor, 16 keys at a time: (g, 2t..) (g + 8, 2t..) (g, 2t + 8..) (g + 8, 2t + 8..),
+// which is the layout of scores.
 template <class Element>
 __device__ __forceinline__ void pack_weights(uint32_t (&p)[32], const float (&s)[64]) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// Attention over pages of blocks with a scale each (blocks.cuh), levels being whole multiples b of a step: of keys a
-// product of each block is multiplied by its scale, and of values weights are in multiples of each block's scales.
+// Attention over pages of blocks with one scale each (blocks.cuh), where levels are whole multiples b of a step: for
+// keys, the product of each block is multiplied by its scale; for values, weights are multiplied by each block's
+// scales.
 #pragma once
 
 #include "blocks.cuh"
@@ -8,7 +9,7 @@
 
 namespace shadowkv {
 
-// Of token number 2 i of g and the next one, by block.
+// For token number 2 i of g and the next one, by block.
 __device__ __forceinline__ void two_tokens_scales(const BlockScales* of_g, int i, float (&scale)[2][4]) {
   const uint4 x = reinterpret_cast<const uint4*>(of_g)[i];
   const uint32_t pair[4] = {x.x, x.y, x.z, x.w};
@@ -19,7 +20,7 @@ __device__ __forceinline__ void two_tokens_scales(const BlockScales* of_g, int i
   }
 }
 
-// Puts a page that has come in order, by a whole warp.
+// Reorders a page that has arrived, by a whole warp.
 template <class Page>
 __device__ __forceinline__ void put_in_order(Page& page, int lane) {
   BlockRows rows;
@@ -72,9 +73,9 @@ struct BlockKeys : BlockKeyPage {
   }
 };
 
-// A warp's weights of a page by block, as CodedWeights has those of one: words of four tokens.
+// A warp's weights of a page by block, each as in CodedWeights: words of four tokens.
 struct alignas(16) BlockWeights {
-  uint4 row[8][4][5]; // the fifth keeps lanes in different banks
+  uint4 row[8][4][5]; // the fifth is padding that keeps lanes in different banks
 
   __device__ __forceinline__ void write(const uint2 (&upper)[4], const uint2 (&lower)[4], int g, int t) {
     uint4* const high = &row[2 * t][g % 4][g / 4 * 2];
@@ -89,8 +90,8 @@ struct alignas(16) BlockWeights {
 struct BlockValues : BlockValuePage {
   using Weights = BlockWeights;
 
-  // Weighs a page by its scores x: acc += unit * bytes x integer weights. The largest weight times a scale is
-  // that of all blocks.
+  // Weights a page by its scores x: acc += unit * bytes x integer weights. The largest weight times scale is
+  // taken over all blocks.
   __device__ __forceinline__ void add(
       const LevelBytes& levels, float (&x)[8], const CodedSpan& span, float fade, int lane, Weights& weights,
       CodedSums& sums) {

@@ -1,14 +1,14 @@
 // Pages of tq3_0 (shadowkv/kvcache/codecs/tq3_0.py): rows of four blocks of 32 dimensions in 14 bytes, which are the
-// lower two bits of all codes (8 bytes), the upper ones (4) and a scale in half. Blocks begin at any even byte, and a
-// product takes one at a time, of each lane some codes: so a warp puts a page in order before it is decoded, where it
-// lies, as rows of lloyd-3bit.
+// lower two bits of all codes (8 bytes), the upper bits (4) and a scale in half. Blocks start at any even byte, and a
+// product takes one block at a time, with some codes from each lane: so a warp reorders a page in place before it is
+// decoded, into rows of lloyd-3bit.
 #pragma once
 
 #include "codes.cuh"
 
 namespace shadowkv {
 
-// Of a token's four blocks, in half.
+// Scales of a token's four blocks, in half.
 struct alignas(8) BlockScales {
   uint32_t pair[2];
 };
@@ -18,7 +18,7 @@ struct Tq3 : Lloyd3 {
   using Scale = BlockScales;
 };
 
-// Word m of the result has byte m of all four.
+// Word m of the result has byte m of all four words.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&x)[4]) {
   const uint32_t a = permute(x[0], x[1], 0x5140), b = permute(x[0], x[1], 0x7362);
   const uint32_t c = permute(x[2], x[3], 0x5140), d = permute(x[2], x[3], 0x7362);
@@ -26,8 +26,8 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&x)[4]) {
   x[2] = permute(b, d, 0x5410), x[3] = permute(b, d, 0x7632);
 }
 
-// The lower groups of kWidth bits, of every two, of x in the lower ones and those of y in the upper ones; and the upper
-// groups likewise.
+// From every two groups of kWidth bits: the lower groups of x in the lower positions and those of y in the upper ones;
+// and likewise the upper groups.
 template <int kWidth>
 __device__ __forceinline__ void interleave(uint32_t x, uint32_t y, uint32_t& lower, uint32_t& upper) {
   constexpr uint32_t kMask = kWidth == 4 ? 0x0f0f0f0f : 0x33333333;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void interleave(uint32_t x, uint32_t y, uint32_t& low
   upper = (x >> kWidth & kMask) | (y & ~kMask);
 }
 
-// Two rows of a lane as they are stored, from where they are put in order.
+// A lane's two rows in their stored form, from which they are reordered.
 struct BlockRows {
   static constexpr int kBytes = 56, kWords = kBytes / 4;
   uint32_t word[2][kWords];
@@ -54,10 +54,10 @@ struct BlockRows {
 };
 
 struct BlockPage : CodedPage<Tq3> {
-  static constexpr int kScales = 0; // beside the rows
+  static constexpr int kScales = 0; // stored outside the rows
   static constexpr int kStoredRow = BlockRows::kBytes;
 
-  // Starts a warp's copy of the rows as they are stored.
+  // Starts a warp's copy of the rows in their stored form.
   __device__ __forceinline__ void copy(const uint8_t* rows, const Scale*, int lane) {
     static_assert(sizeof(codes) + sizeof(scales) == kPage * kStoredRow && kPage * kStoredRow % 512 == 0);
     const uint32_t to = shared_address(this) + 16 * lane;
@@ -67,7 +67,7 @@ struct BlockPage : CodedPage<Tq3> {
     copy_all(std::make_integer_sequence<int, kPage * kStoredRow / 512>());
   }
 
-  // Rows `lane` and `lane` + 32; all lanes have theirs before any is put back.
+  // Rows `lane` and `lane` + 32; all lanes have read theirs before any is written back.
   __device__ __forceinline__ void take(int lane, BlockRows& rows) const {
 #pragma unroll
     for (int row = 0; row < 2; ++row)
@@ -89,8 +89,8 @@ struct BlockPage : CodedPage<Tq3> {
   }
 };
 
-// In order, lane t has codes 8 t to 8 t + 7 of all blocks: of lower bits those of blocks 0 and 1 in a word and those of
-// 2 and 3 in the next one, whose quads are every other code of one block.
+// After reordering, lane t has codes 8 t to 8 t + 7 of all blocks: the lower bits of blocks 0 and 1 in one word and
+// those of 2 and 3 in the next, whose quads are every other code of one block.
 struct BlockKeyPage : BlockPage {
   __device__ __forceinline__ void put(int lane, const BlockRows& rows) {
 #pragma unroll
@@ -99,11 +99,11 @@ struct BlockKeyPage : BlockPage {
       uint32_t lower[8], upper[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // The odd blocks' halves of words are where they are wanted but for one word.
+        // The odd blocks' halves of words are already in place, except for one word.
         const uint32_t* const from = x + 7 * i;
         lower[i] = permute(from[0], from[3], 0x7610), lower[2 + i] = permute(from[0], from[4], 0x5432);
         lower[4 + i] = permute(from[1], from[4], 0x7610), lower[6 + i] = permute(from[1], from[5], 0x5432);
-        // Upper bits two by two, first of the even block.
+        // Upper bits in pairs, the even block's first.
         uint32_t even, odd;
         interleave<2>(rows.upper(row, 2 * i), rows.upper(row, 2 * i + 1), even, odd);
         interleave<4>(even, odd, upper[2 * i], upper[2 * i + 1]);
@@ -118,9 +118,9 @@ struct BlockKeyPage : BlockPage {
   }
 };
 
-// In order, lane g has four codes of each block, which are at the block's place in its quads.
+// After reordering, lane g has four codes of each block, at the block's place in its quads.
 struct BlockValuePage : BlockPage {
-  // Which of a block's bytes of lower bits are lane g's.
+  // Which of a block's bytes of lower bits belong to lane g.
   static __device__ __forceinline__ constexpr int byte_of(int g) { return g % 4 * 2 + g / 4; }
 
   __device__ __forceinline__ void put(int lane, const BlockRows& rows) {
@@ -129,7 +129,7 @@ struct BlockValuePage : BlockPage {
       uint32_t lower[8], upper[4], nibbles[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t x[4]; // the first two codes of each byte of blocks 0 and 1, of 2 and 3, then the last two
+        uint32_t x[4]; // the first two codes of each byte of blocks 0 and 1, of 2 and 3, then the last two codes
         interleave<4>(rows.lower(row, 0, half), rows.lower(row, 1, half), x[0], x[2]);
         interleave<4>(rows.lower(row, 2, half), rows.lower(row, 3, half), x[1], x[3]);
         transpose_bytes(x);

@@ -1,9 +1,9 @@
 // Codes of 4, 3 and 2 bits as bytes b, each of which stands for 2 b + 1 steps (shadowkv/kvcache/codecs/lloyd.py), and
 // pages of them in shared memory.
 //
-// A unit is the 16 codes whose bits lie together in a row (of lloyd codecs, what the format calls a lane), units 0 to
-// 7. Units are decoded two at a time, into four registers of four bytes each, quads. Which codes make a quad is what
-// costs least: products may take dimensions in any order.
+// A unit is the 16 codes whose bits are adjacent in a row (a lane in the lloyd formats), units 0 to 7. Units are
+// decoded two at a time, each into four registers of four bytes, called quads. The codes of a quad are chosen for the
+// least cost: products may take dimensions in any order.
 //
 // Each codec is a struct:
 //   kId     its number
@@ -24,15 +24,15 @@ namespace shadowkv {
 
 constexpr int kCodedDim = 128;
 
-// Levels as bytes: of codes 0 to 7, from which those of 4 bits have the others.
+// Levels as bytes, for codes 0 to 7; 4-bit codes derive the others from them.
 struct LevelBytes {
   uint32_t low, high;
 };
 
-// A sign over the number of a magnitude. The negative of a level is its complement, and the sign of each code that of a
-// byte, either of the word or of the word moved up by a code.
+// A sign bit above the number of a magnitude. The negative of a level is its complement, and the sign of each code is
+// that of a byte, either of the word or of the word shifted up by one code.
 struct SignedNibbles {
-  static constexpr int kBits = 4, kWords = 4; // two of each unit
+  static constexpr int kBits = 4, kWords = 4; // two per unit
   using Scale = __half;
 
   static __device__ __forceinline__ uint32_t magnitudes(uint32_t word) { return word & 0x77777777; }
@@ -63,14 +63,14 @@ struct Lloyd4 : SignedNibbles {
   }
 };
 
-// Levels in ascending order: those of c and 15 - c are opposite, so that codes from 8 on are counted from 15 down. A
-// byte has a dimension of the first half and one of the second (Halves in shadowkv/kvcache/codecs/packing.py).
+// Levels in ascending order: those of c and 15 - c are opposite, so codes from 8 on are counted down from 15. A byte
+// has one dimension of the first half and one of the second (Halves in shadowkv/kvcache/codecs/packing.py).
 struct PolarInt4 : SignedNibbles {
   static constexpr int64_t kId = codec::kPolarInt4;
   using Scale = float;
 
   static __device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
-    // 7/8 of a set top bit are the three others. A multiplication leaves the busier pipe of integers alone.
+    // 7/8 of a set top bit gives the three other bits. A multiplication avoids the busier integer pipe.
     return (word ^ __umulhi(word & 0x88888888, 0xe0000000)) & 0x77777777;
   }
 
@@ -84,8 +84,8 @@ struct PolarInt4 : SignedNibbles {
   }
 };
 
-// Selectors of all eight levels: of both units a nibble for every other code, the upper bits where they are needed
-// (SelectorLanes in shadowkv/kvcache/codecs/packing.py).
+// Selectors of all eight levels: for both units a nibble for every other code, with the upper bits where they are
+// needed (SelectorLanes in shadowkv/kvcache/codecs/packing.py).
 struct Lloyd3 {
   static constexpr int64_t kId = codec::kLloyd3;
   static constexpr int kBits = 3, kWords = 3; // lower bits of each unit, upper bits of both
@@ -111,7 +111,7 @@ struct Lloyd3 {
 
 struct Lloyd2 {
   static constexpr int64_t kId = codec::kLloyd2;
-  static constexpr int kBits = 2, kWords = 2; // one of each unit
+  static constexpr int kBits = 2, kWords = 2; // one per unit
   using Scale = __half;
 
   static __device__ __forceinline__ void decode(
@@ -131,8 +131,8 @@ struct Lloyd2 {
 
 // A page of a head in shared memory. A lane has eight tokens: number 2 i is token 16 i + 2 g of the page, 2 i + 1 the
 // next one. As keys they are those of its own g, as values those of g = t and g = t + 4. Reads have no bank conflicts,
-// but for pairs of lanes at the upper bits of 3-bit keys: rows of 48 bytes lie in different banks by themselves, of the
-// others the 16-byte chunks of a 128-byte line are permuted.
+// except for pairs of lanes at the upper bits of 3-bit keys: rows of 48 bytes are naturally in different banks; for the
+// others, the 16-byte chunks of a 128-byte line are permuted.
 template <class Codec>
 struct alignas(128) CodedPage {
   using Scale = typename Codec::Scale;
@@ -162,7 +162,7 @@ struct alignas(128) CodedPage {
     else copy8_async(pair, row_scales + 2 * lane);
   }
 
-  // Units 2t and 2t + 1 of token 2 i + next of g.
+  // Units 2t and 2t + 1 of token 2 i + next of lane g.
   __device__ __forceinline__ void load_key(
       int i, int next, int g, int t, uint32_t (&word)[Codec::kWords]) const {
     const int first = (2 * g + next) * kRow, row = 16 * kRow * i;
@@ -197,7 +197,7 @@ struct alignas(128) CodedPage {
     }
   }
 
-  // Of the eight tokens of g.
+  // Scales of the eight tokens of g.
   __device__ __forceinline__ const Scale* scales_of(int g) const { return scales + 8 * g; }
 
   // Dimension of a byte of a key's quads in lane t, and of a value's in lane g.

@@ -1,5 +1,5 @@
-// Attention over pages of levels, a scale of each token: integer products with keys times the tokens' scales, and
-// weights times those of values.
+// Attention over pages of levels with one scale per token: integer products with keys times the tokens' scales, and
+// weights times the scales of values.
 #pragma once
 
 #include "queries.cuh"
@@ -11,7 +11,7 @@ template <class Codec>
 struct LevelKeys : CodedPage<Codec> {
   using Asked = CodedQueriesShared;
 
-  // Of a block, which waits at the end.
+  // For a block, which waits at the end.
   template <int kWarps>
   static __device__ __forceinline__ void ask(const float* q, int queries, float scale, Asked& asked) {
     ask_by_bytes<kWarps>(q, queries, scale, LevelKeys::key_dim, asked);
@@ -54,7 +54,7 @@ template <class Codec>
 struct LevelValues : CodedPage<Codec> {
   using Weights = CodedWeights;
 
-  // Weighs a page by its scores x: acc += unit * bytes x integer weights, of query t and the dimensions of
+  // Weights a page by its scores x: acc += unit * bytes x integer weights, for query t and the dimensions of
   // lane g's values.
   __device__ __forceinline__ void add(
       const LevelBytes& levels, float (&x)[8], const CodedSpan& span, float fade, int lane, Weights& weights,

@@ -1,5 +1,5 @@
 // What mean keys add to the scores of keys that are stored without them: queries x RoPE(mean), by the angle addition
-// theorem. With P the position of a page's first token, the token o behind it has
+// theorem. With P the position of a page's first token, the token at offset o has
 //   sum over frequencies f of A_f cos(o f) + B_f sin(o f), A_f = along_f cos(P f) + across_f sin(P f) and
 //   B_f = across_f cos(P f) - along_f sin(P f),
 // a product of a matrix that is the same for all pages, in half in shared memory, and of one that is made of a page's
@@ -27,7 +27,7 @@ struct MeanInputs {
   bool interleaved;
 };
 
-// Frequencies 16 t to 16 t + 15 are lane t's. At step s of 8, which takes two of them, A and B of each are neighbours.
+// Lane t has frequencies 16 t to 16 t + 15. At step s of 8, which takes two of them, A and B of each are neighbours.
 struct MeanShared {
   static constexpr int kColumns = 2 * kFrequencies + 8; // eight rows lie in all banks
   __half near[kPage][kColumns];                         // token 16 i + 2 g + b at row 16 i + 8 b + g
@@ -74,7 +74,7 @@ struct MeanShared {
   // ones those of the next. This lane rotates query g / 2 (RoPE) to `position`, that of the first token of page g % 2.
   __device__ __forceinline__ void terms(
       const MeanInputs& in, int64_t position, int g, int t, float (&now)[8], float (&later)[8]) const {
-    // Behind a row's end there may be no more positions.
+    // Past a row's end there may be no more positions.
     const int64_t at = min(position, int64_t(in.positions - 1)) * in.half + 16 * t;
     const uint32_t row = shared_address(&near[threadIdx.x % 16][threadIdx.x % 32 / 16 * 8]);
     float c[4][4] = {};
@@ -120,7 +120,7 @@ struct NoMeanShared {};
 
 // Terms of a warp's pages, one after another.
 struct TermsInTurn {
-  float later[8]; // the next page's, if they are known
+  float later[8]; // the next page's terms, if known
   bool known = false;
 
   // x of the page in turn. This lane rotates to `page`: that one where g is even, the next where it is odd.

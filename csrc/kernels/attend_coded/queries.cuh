@@ -5,12 +5,12 @@
 
 namespace shadowkv {
 
-constexpr int kCodedQueries = 4; // query heads of a block
+constexpr int kCodedQueries = 4; // query heads per block
 
 // Queries as integers 256 upper + lower in units of `unit`, their largest entry / 32639.
 struct CodedQueriesShared {
   int8_t byte[2 * kCodedQueries][kCodedDim]; // upper ones in even rows
-  alignas(16) uint32_t quads[2 * 32 * 4];    // row g of them in the order of a key's quads, by unit, lane and quad
+  alignas(16) uint32_t quads[2 * 32 * 4];    // row g in the order of a key's quads, by unit, lane and quad
   int sum[kCodedQueries];
   float unit[kCodedQueries];
 
@@ -23,7 +23,7 @@ struct CodedQueriesShared {
   }
 };
 
-// Of a block of at least kCodedQueries warps, the first ones a query each; queries past the group are 0.
+// In a block of at least kCodedQueries warps, the first warps take one query each; queries past the group are 0.
 __device__ __forceinline__ void quantise_queries(const float* q, int queries, float scale, CodedQueriesShared& to) {
   static_assert(kCodedDim == 4 * 32);
   const int lane = threadIdx.x % 32, query = threadIdx.x / 32;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void quantise_queries(const float* q, int queries, fl
   if (lane == 0) to.sum[query] = sum, to.unit[query] = largest / 32639.0f * scale;
 }
 
-// Queries of a block in the order of the keys' dimensions, `key_dim` of a unit, quad, byte and lane t.
+// Queries of a block in the order of the keys' dimensions, `key_dim` for a unit, quad, byte and lane t.
 template <int kWarps, class KeyDim>
 __device__ __forceinline__ void ask_by_bytes(
     const float* q, int queries, float scale, const KeyDim& key_dim, CodedQueriesShared& asked) {

@@ -1,6 +1,6 @@
-// Attention over pages of steps (steps.cuh). The steps of a page's channels are factors of the queries, which become
-// integers anew for every page; least entries of channels add a number of each query and page. Steps of a page's tokens
-// are factors of the weights; least entries of tokens add a number, and scales of channels are factors of both.
+// Attention over pages of steps (steps.cuh). The steps of a page's channels are factors of the queries, which are
+// converted to integers again for every page; least entries of channels add one number per query and page. Steps of a
+// page's tokens are factors of the weights; least entries of tokens add a number, and scales of channels multiply both.
 #pragma once
 
 #include "steps.cuh"
@@ -9,10 +9,10 @@
 namespace shadowkv {
 
 struct SteppedKeys : SteppedKeyPage {
-  // Codes are none below 0: what a query's integers are off by is taken times their middle, so that it does not count.
+  // Codes are never negative: the rounding error of a query's integers is compensated at the codes' middle.
   static constexpr float kMiddle = 7.5f;
 
-  // Queries of a block as lanes take them: of query g / 2 those of channels c to c + 15,
+  // Queries of a block as lanes read them: channels c to c + 15 of query g / 2,
   // c = 32 t + 16 (g % 2).
   struct Asked {
     float4 x[4][32];
@@ -36,11 +36,10 @@ struct SteppedKeys : SteppedKeyPage {
     }
   };
 
-  // A page's queries: factors of the products of words k, and for lane t's query what they are multiples of and what
-  // least entries add.
+  // A page's queries: factors of the products of words k, and for lane t's query their unit and what least entries add.
   __device__ __forceinline__ void scale_queries(
       const Asked& asked, int lane, uint32_t (&q)[4][2], float& unit, float& constant) const {
-    const int part = lane / 4 % 2; // of 32 channels that lane + 4 or lane - 4 has the others of
+    const int part = lane / 4 % 2; // half of 32 channels, whose other half lane + 4 or lane - 4 has
     uint32_t step[8], least[8];
     channels(lane % 4 * 2 + part, false, step), channels(lane % 4 * 2 + part, true, least);
     float y[16], largest = 0.0f, sum = 0.0f;
@@ -66,8 +65,8 @@ struct SteppedKeys : SteppedKeyPage {
     unit = __shfl_sync(~0u, largest, lane % 4 * 8), constant = __shfl_sync(~0u, sum, lane % 4 * 8);
   }
 
-  // Integers of 16 channels as bytes: a lane of even g takes the upper ones of all 32 channels, its neighbour the lower
-  // ones. Returns their sum.
+  // Integers of 16 channels as bytes: a lane with even g takes the upper bytes of all 32 channels, its neighbour the
+  // lower bytes. Returns their sum.
   static __device__ __forceinline__ int exchange(
       const float (&y)[16], float inverse, int part, uint32_t (&q)[4][2]) {
     const uint32_t mine = part == 0 ? 0x7632 : 0x5410, others = mine ^ 0x2222;
@@ -77,8 +76,8 @@ struct SteppedKeys : SteppedKeyPage {
     for (int word = 0; word < 2; ++word)
 #pragma unroll
       for (int quad = 0; quad < 2; ++quad) {
-        // The last bits of floats of this size are integers + 128: their upper byte is rounded to the nearest, and the
-        // lower one less 128 is what is left.
+        // The last bits of floats of this size are integers + 128: their upper byte is rounded to nearest, and the
+        // lower byte minus 128 is the remainder.
         uint32_t whole[4];
 #pragma unroll
         for (int byte = 0; byte < 4; ++byte) {
@@ -114,9 +113,9 @@ struct SteppedKeys : SteppedKeyPage {
 
 struct SteppedValues : SteppedValuePage {
   using Weights = CodedWeights;
-  static constexpr float kMiddle = 1.5f; // as of keys
+  static constexpr float kMiddle = 1.5f; // as for keys
 
-  // Weighs a page by its scores x: acc += scale of the channel * (unit * codes x integer weights + least).
+  // Weights a page by its scores x: acc += scale of the channel * (unit * codes x integer weights + least).
   __device__ __forceinline__ void add(
       const LevelBytes&, float (&x)[8], const CodedSpan& span, float fade, int lane, Weights& weights,
       CodedSums& sums) const {

@@ -1,16 +1,16 @@
 // Pages of kvarn-4bit keys and kvarn-2bit values (shadowkv/kvcache/codecs/variance_normalised.py): entries are
-// (code x step + least) x scale, of keys a step and a least entry of each channel and a scale of each token, of values
-// the other way round. Codes count steps from 0, so that they are bytes as soon as they are apart.
+// (code x step + least) x scale. Keys have a step and a least entry per channel and a scale per token; for values it is
+// the other way round. Codes count steps from 0, so unpacking them gives bytes directly.
 //
-// Beside a page's codes are its float16 numbers, a row of each token: first what is of the token, behind it a share of
-// what is of channels. Lanes' tokens are those of codes.cuh.
+// Next to a page's codes are its float16 numbers, one row per token: first the token's numbers, then a share of the
+// channels' numbers. Lanes' tokens are those of codes.cuh.
 #pragma once
 
 #include "codes.cuh"
 
 namespace shadowkv {
 
-// A token's row: its scale and four of the channels' numbers, steps of all channels before their least entries.
+// A token's row: its scale and four of the channels' numbers; steps of all channels come before their least entries.
 struct alignas(128) SteppedKeyPage {
   static constexpr int64_t kId = codec::kKvarn4;
   static constexpr int kStoredRow = kCodedDim / 2, kScales = 5;
@@ -29,8 +29,8 @@ struct alignas(128) SteppedKeyPage {
       copy16_async_at<512>(shared_address(numbers + 8 * lane), row_numbers + 8 * lane);
   }
 
-  // Dimensions 32 t to 32 t + 31 of token 2 i + next of g: of each word those of even number in quad 0, the next ones
-  // in quad 1.
+  // Dimensions 32 t to 32 t + 31 of token 2 i + next of g: the even ones of each word in quad 0, the odd ones in quad
+  // 1.
   __device__ __forceinline__ void decode_key(int i, int next, int g, int t, uint32_t (&quad)[4][2]) const {
     const int first = (2 * g + next) * kStoredRow + 16 * t;
     const uint4 x = *reinterpret_cast<const uint4*>(codes + CodedPage<Lloyd4>::place(first) + 16 * kStoredRow * i);
@@ -44,7 +44,7 @@ struct alignas(128) SteppedKeyPage {
     return 32 * t + 8 * k + 2 * byte + quad;
   }
 
-  // Of channels 16 n to 16 n + 15, two by two: steps, or least entries where `behind`. All lie in 20 numbers.
+  // Steps of channels 16 n to 16 n + 15 in pairs, or least entries if `behind`. All are within 20 numbers.
   __device__ __forceinline__ void channels(int n, bool behind, uint32_t (&pair)[8]) const {
     const uint2* const from = reinterpret_cast<const uint2*>(numbers) + 5 * n + (behind ? 40 : 0);
     uint32_t word[10];
@@ -72,8 +72,8 @@ struct alignas(128) SteppedValuePage {
   uint8_t codes[kPage * kStoredRow];
   alignas(16) uint32_t numbers[kPage * kScales / 2];
 
-  // Where chunk n of the numbers is, those of tokens 2 n and 2 n + 1: chunks that lanes read at a time are n = 8 i + g
-  // or 4 g + i, and lie in different banks.
+  // Place of chunk n of the numbers, those of tokens 2 n and 2 n + 1: chunks that lanes read at a time are n = 8 i + g
+  // or 4 g + i, and are in different banks.
   static __device__ __forceinline__ int place(int n) { return n ^ n / 8; }
 
   __device__ __forceinline__ void copy(const uint8_t* rows, const __half* row_numbers, int lane) {
@@ -86,7 +86,7 @@ struct alignas(128) SteppedValuePage {
   }
 
   // Dimensions 16 g to 16 g + 15 of tokens 2 i and 2 i + 1 of t and, from i = 4 on, of t + 4. Codes of quad n are in
-  // units of 4^-n: nothing is shifted.
+  // units of 4^-n, which avoids shifts.
   __device__ __forceinline__ void decode_values(int i, int g, int t, uint32_t (&quad)[2][4]) const {
     const int first = 2 * t * kStoredRow + 4 * g, row = (i % 4 * 16 + i / 4 * 8) * kStoredRow;
 #pragma unroll
@@ -107,7 +107,7 @@ struct alignas(128) SteppedValuePage {
     return numbers[4 * place(i / 2 * 8 + g) + i % 2 * 2];
   }
 
-  // Scales of a byte's two first dimensions of lane g, or of the two others.
+  // Scales of the first two dimensions of a byte of lane g, or of the other two.
   __device__ __forceinline__ uint32_t scales_of(int g, int byte, int others) const {
     return numbers[4 * place(4 * g + byte) + 2 * others + 1];
   }

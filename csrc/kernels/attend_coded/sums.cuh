@@ -1,5 +1,5 @@
-// What a lane sums over pages, and weights in fixed point. A lane's scores and weights of a page are those of query t
-// and the eight tokens of g.
+// What a lane sums over pages, and weights in fixed point. A lane has a page's scores and weights of query t and the
+// eight tokens of g.
 #pragma once
 
 #include "codes.cuh"
@@ -34,14 +34,14 @@ __device__ __forceinline__ void eight_floats(const float* from, float (&y)[8]) {
   y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w, y[4] = z.x, y[5] = z.y, y[6] = z.z, y[7] = z.w;
 }
 
-// Which of a page's tokens are attended to, by the places of lane g's: 2 g + 16 i, + 1.
+// Which of a page's tokens are attended to, for lane g's places 2 g + 16 i, + 1.
 struct CodedSpan {
   uint32_t start, span;
   __device__ __forceinline__ bool has(int i) const { return start + (i / 2 * 16 + i % 2) < span; }
 };
 
-// Eight weights as integers up to 65535, which are the last bits of floats from 2^23 on: what they are multiplied by
-// makes the largest that.
+// Eight weights as integers up to 65535, the last bits of floats from 2^23 on: a factor scales the largest weight to
+// 65535.
 struct CodedIntegers {
   uint32_t whole[8];
 
@@ -61,9 +61,9 @@ struct CodedIntegers {
     return all;
   }
 
-  // Upper bytes, and lower ones.
+  // Upper bytes and lower bytes.
   __device__ __forceinline__ void bytes(uint2& upper, uint2& lower) const {
-    uint32_t pair[4]; // lower and then upper bytes of two tokens
+    uint32_t pair[4]; // lower bytes, then upper bytes, of two tokens
 #pragma unroll
     for (int i = 0; i < 4; ++i) pair[i] = permute(whole[2 * i], whole[2 * i + 1], 0x5140);
     upper = {permute(pair[0], pair[1], 0x7632), permute(pair[2], pair[3], 0x7632)};
@@ -75,7 +75,7 @@ struct CodedIntegers {
 struct alignas(16) CodedWeights {
   uint8_t row[8][kPage + 16];
 
-  // A lane's, where lane t reads those of g = t and g = t + 4.
+  // Stores a lane's weights where lane t reads those of g = t and g = t + 4.
   __device__ __forceinline__ void write(const CodedIntegers& weights, int g, int t) {
     uint2 upper, lower;
     weights.bytes(upper, lower);
@@ -88,20 +88,20 @@ struct alignas(16) CodedWeights {
   }
 };
 
-// What a lane has of query t so far.
+// A lane's results for query t so far.
 struct CodedSums {
   float peak = -INFINITY, sum = 0.0f, ones = 0.0f; // sums over the lane's own tokens
   float acc[4][4] = {};                            // quads of lane g x places in them
 
-  // Takes the peak of a page's scores in, and returns what sums so far shrink by.
+  // Updates the peak with a page's scores, and returns the factor by which sums so far shrink.
   __device__ __forceinline__ float raise_peak(float top) {
-    // Every page has a token, so the new peak is finite, or NaN, which has to show.
+    // Every page has a token, so the new peak is finite, or NaN, which must propagate.
     const float new_peak = max_or_nan(peak, max_over_rows(top)), fade = exp2_fast(peak - new_peak);
     peak = new_peak;
     return fade;
   }
 
-  // Makes weights of a page's scores x, and lets what there is fade.
+  // Turns a page's scores x into weights, and rescales the sums so far.
   __device__ __forceinline__ void weigh(float (&x)[8], float fade) {
     float total = 0.0f;
 #pragma unroll
@@ -114,8 +114,8 @@ struct CodedSums {
   }
 };
 
-// Adds the integer products of a page's bytes and weights to c, which whole_sum takes apart. `decode` makes quads of
-// tokens 2 i and 2 i + 1, and `weight` finds bytes of the weights of tokens 4 i to 4 i + 3 for dimensions at place r.
+// Adds the integer products of a page's bytes and weights to c, which whole_sum splits. `decode` produces quads of
+// tokens 2 i and 2 i + 1, and `weight` the bytes of the weights of tokens 4 i to 4 i + 3 for dimensions at place r.
 template <bool kSigned, class Decode, class Weight>
 __device__ __forceinline__ void add_products(const Decode& decode, const Weight& weight, int32_t (&c)[2][4][4]) {
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void add_products(const Decode& decode, const Weight&
     decode(i, quad);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      // The byte of a token at place r, where the dimensions are that are r-th in their quads; zeros elsewhere.
+      // The byte of a token at place r, that of the dimensions that are r-th in their quads; zeros elsewhere.
       const uint32_t place = 0xfu << 4 * r, first = i % 2 * 2;
       const uint32_t b[2] = {
           permute(weight(i / 2, r), 0, (0x4444 & ~place) | first << 4 * r),

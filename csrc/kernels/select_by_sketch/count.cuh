@@ -6,7 +6,7 @@
 
 namespace shadowkv {
 
-// Bytes of shared memory, `most` at the most, to select from 8 `groups` values: two bit sets or sums of groups and, where
+// Bytes of shared memory, `most` at most, to select from 8 `groups` values: two bit sets or sums of groups and, where
 // there is room, the values, to look at them again.
 struct LargestMemory {
   int bits, values;

@@ -11,7 +11,7 @@ from shadowkv.ops.rms_norm.triton import _warps, normalised
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Same as the reference."""
     size = x.shape[-1]
     x, delta = x.contiguous(), delta.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Keys and values of a block of a prompt in one Triton launch: both are read once."""
+"""Keys and values of a block of a prompt in one Triton launch that reads both once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 TOKENS, TOGETHER = 16, 4
-"""Tokens of a program, and its heads, for which it reads cosines and sines once."""
+"""Tokens per program, and heads per program, which share one read of cosines and sines."""
 
 
 def append_block(
     k: Tensor, v: Tensor, positions: Tensor, rotary: RotaryTables, keys: Tensor, rope_keys: Tensor, values: Tensor
 ) -> None:
-    """As the reference; the last dimension of all is dense, and the last two of what is written."""
+    """Same as the reference; the last dimension of every tensor is dense, and the last two of every output."""
     (tokens, heads, dim), config = k.shape, rotary.config
     if not tokens:
         return

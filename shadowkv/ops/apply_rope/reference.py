@@ -11,7 +11,7 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
     """RoPE of ``x`` [..., heads, d] at ``positions`` int64 [...]; ``inverse`` undoes it.
 
-    Where the tables carry a magnitude m (YaRN, LongRoPE), it multiplies by m and the inverse divides.
+    If the tables carry a magnitude m (YaRN, LongRoPE), the result is multiplied by m, and divided for the inverse.
     Computed in float32, returned in the dtype of ``x``.
     """
     return rope_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)

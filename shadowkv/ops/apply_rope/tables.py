@@ -27,7 +27,7 @@ class RopeConfig:
         original_max_position: context of the model before the extension.
         low_freq_factor, high_freq_factor: llama3's two wavelength bounds.
         beta_fast, beta_slow: YaRN's ramp, in rotations over the original context.
-        attention_factor: what cos and sin are multiplied by (YaRN, LongRoPE); None derives it from ``factor``.
+        attention_factor: multiplier of cos and sin (YaRN, LongRoPE); None derives it from ``factor``.
         factors: LongRoPE's divisor per frequency, the short or the long set, fixed at load.
         truncate: YaRN rounds its ramp to whole dimensions.
     """
@@ -85,11 +85,11 @@ class RopeConfig:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the scaling's numbers come to frequencies above 0 and a magnitude that can be computed with."""
+        """Whether the scaling's parameters yield frequencies above 0 and a usable magnitude."""
         try:
             inverse = self.inverse_frequencies()
             return bool(inverse.isfinite().all() and (inverse >= 0).all()) and 0 < self.magnitude < math.inf
-        except (ArithmeticError, ValueError):  # a logarithm or a quotient that there is not
+        except (ArithmeticError, ValueError):  # an undefined logarithm or quotient
             return False
 
     def _llama3(self, inverse: Tensor) -> Tensor:

@@ -10,15 +10,16 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 MANY = 2048
-"""Tokens from which on programs take several heads, for which they read cosines and sines once; fewer are spread."""
+"""From this many tokens on, a program takes several heads and reads cosines and sines once for them; fewer tokens are
+spread over more programs."""
 
 
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """As the reference; the last dimension must be dense."""
+    """Same as the reference; the last dimension must be dense."""
     rows, heads, dim = x.shape[:-2].numel(), x.shape[-2], x.shape[-1]
     flat, config = x.reshape(rows, heads, dim), rotary.config
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
-    # Flattened, positions of one token for several layers can still be one number in memory.
+    # Even when flattened, the positions of one token for several layers can still be a single number in memory.
     positions = positions.reshape(-1).contiguous()
     scale = 1 / config.magnitude**2 if inverse else 1.0
     tokens, together = (16, 4) if rows >= MANY else (2, 1)

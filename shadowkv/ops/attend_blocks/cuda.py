@@ -12,7 +12,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
 
 DIMS = (64, 128)
-"""Head dims that the kernel is made for."""
+"""Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -30,11 +30,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
-    """As the reference; sums are in float32. Can be captured in a CUDA graph.
+    """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128; heads and tokens of q, k and v lie multiples of 16 bytes apart.
-    ``indices`` and ``counts`` are read on the device and are not checked: a tile whose list lacks blocks of its own
-    positions is masked wrongly, and one that has no block at all is not written. Blocks outside of k and v are zeros.
+    bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of
+    16 bytes. ``indices`` and ``counts`` are read on the device and are not checked: a tile whose list lacks blocks of
+    its own positions is masked incorrectly, and a tile without any block is not written. Blocks outside k and v read
+    as zeros.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     torch.ops.shadowkv_cuda.attend_blocks_sm90(q, k, v, indices, counts, _scale(q), taken, out)
@@ -47,9 +48,9 @@ def attend_sequences(
     """Attention [n, H_q, d] over all of k, v [m, H, d], and float32 log-sum-exp [n, H_q]; as above otherwise.
 
     Args:
-        causal: q are the last n of the m positions, and each sees those up to its own; else it sees all.
-        cu_seqlens: int32 [S + 1], where each of S packed sequences begins, 0 to n, read on the device; as many keys as
-            queries, and each of them in its own sequence causally. None where there is one sequence.
+        causal: q are the last n of the m positions, and each sees those up to its own; otherwise it sees all.
+        cu_seqlens: int32 [S + 1], the start of each of S packed sequences, from 0 to n, read on the device; there are
+            as many keys as queries, and attention is causal within each sequence. None for a single sequence.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -58,7 +59,7 @@ def attend_sequences(
 
 
 def _taken(q: Tensor) -> Tensor:
-    """How many tiles thread blocks have taken."""
+    """Number of tiles taken by thread blocks so far."""
     return torch.zeros(1, dtype=torch.int32, device=q.device)
 
 

@@ -14,7 +14,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tens
     Args:
         q: [n, H_q, d], n at least 1.
         indices: int32 [H_q, tiles, blocks], ascending: the blocks of 128 keys that each tile of 128 queries of each
-            head attends to; those that hold keys of its own positions among them.
+            head attends to, including those that hold keys of its own positions.
         counts: int32 [H_q, tiles], how many of them are valid.
     """
     n, query_heads, dim = q.shape

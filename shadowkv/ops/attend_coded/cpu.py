@@ -1,4 +1,4 @@
-"""Attention over all tokens in C++: every chunk of them selected (``csrc/cpu/attend_selected.h``)."""
+"""Attention over all tokens in C++, with every chunk selected (``csrc/cpu/attend_selected.h``)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["attend_coded", "available", "supports"]
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but all of it in float32, and runs begin and end with a chunk.
+    """Same as the reference, but computed entirely in float32, and runs begin and end at chunk boundaries.
 
     Raises:
-        ValueError: one that does not.
+        ValueError: a run that does not.
     """
     chunk = heads_and_chunk(keys)[1]
     for name, place in (("begin", begin), ("end", end)):

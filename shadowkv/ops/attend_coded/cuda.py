@@ -1,4 +1,4 @@
-"""Attention over coded rows in CUDA, in integers: ``csrc/kernels/attend_coded.cuh``."""
+"""Attention over coded rows in CUDA, in integer arithmetic: ``csrc/kernels/attend_coded.cuh``."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ VALUES_OF = {
     CodecId.TQ3_0: (CodecId.TQ3_0,),
     CodecId.KVARN_4BIT: (CodecId.KVARN_2BIT,),
 }
-"""Codecs of values that there are kernels for, by that of the keys."""
+"""Value codecs that have kernels, by key codec."""
 DIM = 128
 
 QUERIES = 4
-"""Query heads of a thread block."""
+"""Query heads per thread block."""
 
 WARPS, RESIDENT_BLOCKS = {False: 4, True: 8}, {False: 5, True: 2}
-"""Warps of a thread block and how many blocks a multiprocessor of an H100 or H200 holds at a time, as the kernel is
+"""Warps per thread block, and blocks that a multiprocessor of an H100 or H200 holds at a time with the kernel as
 compiled, by whether keys are centred."""
 
 MAX_WAVES = 5
-"""Blocks per place for one on the device: more of them even out ragged lengths, but cost starts and partial results."""
+"""Blocks per resident place on the device: more blocks even out ragged lengths, but cost launches and partial
+results."""
 
 PAGES_OF_A_WARP = 16
-"""Pages of each of its warps that are worth a further block."""
+"""Pages per warp that justify another block."""
 
 available = partial(load_cuda, "attend_coded", "attend_coded")
 
@@ -51,12 +52,13 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but queries and weights are rounded to 16 bits: queries in units of their largest entry, the
-    weights of a page times its values' scales in units of the largest. It can be captured in a CUDA graph.
+    """Same as the reference, but queries and weights are rounded to 16 bits: queries in units of their largest entry,
+    and the products of a page's weights and its values' scales in units of the largest. Can be captured in a CUDA
+    graph.
 
-    Rows of 128 dimensions in the pairs of ``VALUES_OF``, pages of a head together. Levels are multiplied as
-    ``whole_levels``. Names, states and positions are read on the device and not checked: those that do not exist are
-    read all the same.
+    Rows have 128 dimensions and the codec pairs of ``VALUES_OF``; the pages of a head are contiguous. Levels are
+    multiplied as ``whole_levels``. Names, states and positions are read on the device and not checked: those that do
+    not exist are read anyway.
 
     Raises:
         ValueError: other rows.
@@ -90,9 +92,9 @@ def attend_coded(
 
 
 def splits(units: int, entries: int, processors: int, centred: bool) -> int:
-    """Shares into which the pages of each of ``units`` sequences x kv heads x query blocks are split, so that the
-    device is full: whole waves of blocks, whose warps have two pages each at the least, and as many as leave a tenth of
-    the places empty at the most."""
+    """Number of shares into which the pages of each of ``units`` sequences x kv heads x query blocks are split to fill
+    the device: whole waves of blocks whose warps have at least two pages each, and enough waves to leave at most a
+    tenth of the places empty."""
     warps, places = WARPS[centred], processors * RESIDENT_BLOCKS[centred]
     waves = min(MAX_WAVES, max(1, units * entries // (places * warps * PAGES_OF_A_WARP)))
     while waves < MAX_WAVES and places * waves // units * units < 0.9 * places * waves:
@@ -101,9 +103,9 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
 
 
 def level_bytes(codec: RowCodec) -> tuple[int, float]:
-    """The levels of a codec's first eight codes as the bytes of an integer, and their step: those of more codes follow
-    from them. A byte b stands for 2 b + 1 steps, or, where there are few enough steps, for b. Of codecs that have no
-    levels, 0 and 1."""
+    """The levels of a codec's first eight codes as the bytes of an integer, and their step; the levels of further codes
+    follow from them. A byte b stands for 2 b + 1 steps, or for b if there are few enough steps. Codecs without levels
+    give 0 and 1."""
     levels = codec.whole_levels(DIM)
     if levels is None:
         return 0, 1.0
@@ -114,7 +116,7 @@ def level_bytes(codec: RowCodec) -> tuple[int, float]:
 
 
 def _unknown_pair(keys: int, values: int) -> list[str]:
-    """Why there is no kernel for a codec of keys with one of values."""
+    """Why there is no kernel for a pair of key and value codecs."""
     wanted = {int(codec): others for codec, others in VALUES_OF.items()}.get(keys)
     if wanted is None:
         return [f"codec {keys} of keys is not one of lloyd-4bit, -3bit and -2bit, polar-int4, tq3_0 and kvarn-4bit"]

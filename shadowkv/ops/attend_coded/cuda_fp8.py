@@ -1,5 +1,5 @@
-"""Attention over rows of 8-bit floats in CUDA: pages are read where they lie, by the kernel of exact pages
-(``csrc/kernels/paged_attention.cuh``); a head's scales of keys and values are factors of its scores and its output."""
+"""Attention over rows of 8-bit floats in CUDA: pages are read in place by the kernel for exact pages
+(``csrc/kernels/paged_attention.cuh``); a head's key and value scales multiply its scores and its output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.paged_attention.cuda import splits
 
 RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
-"""Thread blocks that a multiprocessor holds at a time, by head dim, as the kernel is compiled."""
+"""Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
 
 available = partial(load_cuda, "attend_fp8", "attend_fp8")
 
@@ -34,10 +34,10 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, of 8-bit floats (e4m3) without a mean; can be captured in a CUDA graph.
+    """Same as the reference, for 8-bit floats (e4m3) without a mean; can be captured in a CUDA graph.
 
-    Queries are bfloat16, their entries up to 65504, with a head dim of 64, 96, 128 or 256. Pages and lengths are read
-    on the device and are not checked.
+    Queries are bfloat16 with entries up to 65504 and a head dim of 64, 96, 128 or 256. Pages and lengths are read on
+    the device and are not checked.
 
     Raises:
         ValueError: rows of another codec, or another head dim.
@@ -60,7 +60,7 @@ def attend_coded(
 
 
 def _fp8(rows: DenseRows | CodedRows) -> CodedRows:
-    """They, if they are."""
+    """Returns ``rows`` if they are fp8 rows without a mean; raises ValueError otherwise."""
     if not isinstance(rows, CodedRows) or isinstance(rows, CentredKeys) or rows.codec.id != CodecId.FP8:
         name = rows.codec.name if isinstance(rows, CodedRows) else "dense"
         raise ValueError(f"attend_coded in CUDA takes fp8 rows, not {type(rows).__name__} ({name})")

@@ -18,14 +18,14 @@ from shadowkv.ops.extension import load_cuda
 DIM = 128
 RANKS = (96, 128, 160, 192)
 MAX_GROUP = 8
-"""Query heads of a kv head that the kernel is made for."""
+"""Most query heads per kv head that the kernel supports."""
 
 CONSUMERS = {True: 3, False: 2}
-"""Warpgroups of a thread block that attend, a page each at a time, by whether a kv head has four query heads or
-fewer."""
+"""Consumer warpgroups of a thread block, each attending to one page at a time, by whether a kv head has at most four
+query heads."""
 
 FILLING = 4
-"""Pages of each of them that a block could attend to in the time that its basis and codebook take."""
+"""Pages per consumer that a block could attend to in the time it takes to load its basis and codebook."""
 
 available = partial(load_cuda, "attend_mixed_sm90", "attend_mixed_sm90")
 
@@ -55,9 +55,9 @@ def attend_coded(
     codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
     captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Entries of the basis under 6e-5 lose bits, keys over 65504 overflow. Pages, states and positions are read on the
-    device and are not checked. On the device lie a page's latents together, and a page's codes of all heads. Each 16
-    latents that follow each other have one width.
+    Basis entries under 6e-5 lose bits, keys over 65504 overflow. Pages, states and positions are read on the device and
+    are not checked. A page's latents are contiguous on the device, as are a page's codes of all heads. Every 16
+    consecutive latents share one width.
 
     Raises:
         ValueError: other sources.
@@ -88,8 +88,8 @@ def attend_coded(
 
 @lru_cache(maxsize=1024)
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
-    """Shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: those that take least
-    time in waves of one thread block on each multiprocessor, each of which fills its shared memory first."""
+    """Number of shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: the fastest
+    in waves of one thread block per multiprocessor, where each block first fills its shared memory."""
     most = max(1, entries // (2 * consumers))
 
     def time(share: int) -> int:

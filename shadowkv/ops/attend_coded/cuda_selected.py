@@ -1,4 +1,4 @@
-"""Attention over all tokens of low-rank keys in CUDA, where no other kernel knows their formats: every chunk of them
+"""Attention over all tokens of low-rank keys in CUDA, for formats that no other kernel supports, with every chunk
 selected (``csrc/kernels/attend_selected.cuh``)."""
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, of what ``attend_selected`` in CUDA takes; it can be captured in a CUDA graph after a first
-    call. Runs begin and end with a chunk."""
+    """Same as the reference, for what ``attend_selected`` in CUDA takes; can be captured in a CUDA graph after a first
+    call. Runs begin and end at chunk boundaries."""
     return cuda.attend_selected(q, keys, values, every_chunk(keys, begin, end))

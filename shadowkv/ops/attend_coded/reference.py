@@ -31,13 +31,14 @@ def attend_coded(
 
     Args:
         q: [B, H_q, d].
-        keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
-        values: where the values are.
-        begin, end: int64 [B], multiples of a chunk's tokens, ends at most the 64 P that the page tables name; nothing
-            is attended to where a row's end is not behind its begin.
+        keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
+        values: source of the values.
+        begin, end: int64 [B], multiples of a chunk's tokens; ``end`` is at most the 64 P tokens that the page tables
+            name. A row whose end is not after its begin attends to nothing.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 where there is nothing; log-sum-exp float32 [B, H_q], -inf there.
+        out [B, H_q, d] in the dtype of ``q``, 0 where nothing is attended to; log-sum-exp float32 [B, H_q], -inf
+        there.
     """
     dim = q.shape[2]
     if isinstance(keys, LatentKeys):
@@ -71,7 +72,8 @@ def attend_coded(
 def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
     """What the mean keys add to the products of queries and centred keys: q x RoPE(mean), [B, H, G, n].
 
-    A sum over frequencies of two products that know no token and the cosine and sine of its angle, which know no head.
+    This is a sum over frequencies of two products that do not depend on the token, times the cosine and sine of its
+    angle, which do not depend on the head.
 
     Args:
         q: [B, H, G, d], after RoPE.
@@ -94,8 +96,8 @@ def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor
 
 
 def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
-    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, -1s behind them: for backends that attend to
-    all tokens as to selected ones."""
+    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s: for backends that treat all
+    tokens as selected."""
     heads, chunk = heads_and_chunk(keys)
     count = keys.pages.shape[1] * PAGE // chunk
     chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]

@@ -1,5 +1,5 @@
-"""Attention over coded rows in Triton: a page of one kv head at a time, all of its query heads together, pages of a
-sequence in several parts.
+"""Attention over coded rows in Triton: one page of one kv head at a time with all of its query heads; a sequence's
+pages are split into several parts.
 
 What the mean key adds to the logits needs no angle of each token: cosines and sines of a page's first token rotate
 the queries' side, those of the 64 places behind it are the same for all pages.
@@ -30,10 +30,10 @@ from shadowkv.ops.codec import LATENTS, unknown_codecs
 from shadowkv.ops.page import PAGE
 
 WAVES = 4
-"""Thread blocks for each multiprocessor, so that ragged lengths even out."""
+"""Thread blocks per multiprocessor, so that ragged lengths even out."""
 
 LEAST_PAGES = 4
-"""Pages that are worth a thread block."""
+"""Pages that justify a thread block."""
 
 
 def supports(case: Case) -> list[str]:
@@ -45,9 +45,9 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; dense rows, and codecs that ``StoredForm`` knows.
+    """Same as the reference, for dense rows and codecs that ``StoredForm`` knows.
 
-    Products of 16-bit queries are of float16 levels. Pages of a head lie together.
+    16-bit queries are multiplied with float16 levels. The pages of a head are contiguous.
 
     Raises:
         ValueError: another codec.
@@ -117,7 +117,7 @@ def _attend_coded(
     VALUE_SCALED: tl.constexpr, VALUE_ENTRIES: tl.constexpr,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of the pages of one kv head of a row."""
+    """One part of the pages of one kv head of a row."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS)
@@ -177,8 +177,8 @@ def _attend_coded(
 
 @triton.jit
 def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.constexpr):
-    """Largest scores, sums of weights and of weighed values, of 64 tokens more: scores in the exponent to base 2, -inf
-    of tokens that are none."""
+    """Adds 64 tokens to the largest scores, sums of weights and sums of weighted values. Scores are base-2 exponents,
+    -inf for tokens that do not exist."""
     most = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.exp2(scores - base[:, None])
@@ -201,10 +201,10 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
 def store_part(
     out, lse, target, peak, total, acc, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Stores what a part has attended to, from row ``target`` on."""
+    """Stores the result of one part, from row ``target`` on."""
     member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, COLUMNS)
     alive = member < GROUP
-    found = total != 0  # NaN has to show
+    found = total != 0  # NaN must propagate
     acc = acc / tl.where(found, total, 1.0)[:, None]
     sums = tl.where(found, (peak + tl.log2(tl.where(found, total, 1.0))) * 0.6931471805599453, float("-inf"))
     tl.store(out + (target + member)[:, None] * COLUMNS + column[None, :], acc, mask=alive[:, None])

@@ -1,5 +1,5 @@
-"""How rows are stored, as Triton's kernels of attention read them: what a format needs of the queries' and the output's
-side, and the decoding of a page.
+"""How rows are stored, as the Triton attention kernels read them: what a format requires of the queries and the output,
+and how a page is decoded.
 
 Rows stay multiplied by their codec's rotation and in the order of their bytes. Queries are brought into both once, and
 the output is brought out of them.
@@ -19,16 +19,16 @@ from shadowkv.ops.codec import LANES, CodecId
 from shadowkv.ops.page import PAGE
 
 TOKENS = tl.constexpr(PAGE)
-"""Of a page, for kernels."""
+"""Tokens of a page, for kernels."""
 
 LEAST = 16
-"""Rows that a matrix product takes at the least."""
+"""Least number of rows of a matrix product."""
 
 PAGEWISE = (CodecId.KVARN_4BIT, CodecId.KVARN_2BIT)
-"""Codecs of which nothing less than a page is decoded."""
+"""Codecs that decode whole pages only."""
 
 TOKENWISE = (*LANES, CodecId.POLAR_INT4, CodecId.TQ3_0, CodecId.FP8, CodecId.VQ_4X256)
-"""Codecs of which tokens of several pages may be decoded together."""
+"""Codecs that can decode tokens of several pages together."""
 
 FORMATS = {
     CodecId.FP8: "codes",
@@ -39,7 +39,7 @@ FORMATS = {
     CodecId.KVARN_4BIT: "steps of channels",
     CodecId.KVARN_2BIT: "steps of tokens",
 }
-"""Names of ``decoded_rows``; other codecs' is ``codes``."""
+"""Format names for ``decoded_rows``; all other codecs use ``codes``."""
 
 
 def codes_of(source: DenseRows | CodedRows) -> Tensor:
@@ -52,16 +52,16 @@ class StoredForm:
 
     Attributes:
         format: for ``decoded_rows``.
-        bits: of a code.
-        columns: of a decoded row, a power of two.
-        table: what codes stand for, in units of the scale or the step, float of the products' dtype; anything where
-            they stand for nothing alone.
-        row_entries: of the table that each row of the batch has of its own, 0 where they share one.
-        scales: of a token, stored together.
+        bits: bits per code.
+        columns: columns of a decoded row, a power of two.
+        table: what codes stand for, in units of the scale or the step, in the products' dtype; arbitrary if a code has
+            no meaning on its own.
+        row_entries: entries of the table per row of the batch, 0 if all rows share one table.
+        scales: scales per token, stored together.
         scaled: whether the first of them multiplies the decoded row.
-        scale, scale_pages: anything where there is none.
+        scale, scale_pages: arbitrary if there is none.
         stepped: whether each head has a step.
-        step: float32 [B, H, 1], anything where there is none.
+        step: float32 [B, H, 1], arbitrary if there is none.
 
     Raises:
         ValueError: another codec.
@@ -112,7 +112,7 @@ class StoredForm:
         return padded[..., self.order].to(self.exact)
 
     def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Attention [B, H G, d] and its log-sum-exps [B, H G] of those of parts, [B, H, parts, G, columns] and
+        """Attention [B, H G, d] and its log-sum-exps [B, H G], merged from parts [B, H, parts, G, columns] and
         [B, H, parts, G]."""
         total = lse.logsumexp(2)
         weights = (lse - total.masked_fill(total == -torch.inf, 0).unsqueeze(2)).exp()
@@ -120,7 +120,7 @@ class StoredForm:
         return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
 
     def _restored(self, out: Tensor) -> Tensor:
-        """What is summed of rows [B, H, G, columns] as it was before they were stored, [B, H, G, d]."""
+        """Sums of stored rows [B, H, G, columns], brought back to the rows' original form, [B, H, G, d]."""
         back = out.new_zeros(*out.shape[:-1], max(self.dim, self.columns) + 1)
         back[..., self.order] = out
         rows = back[..., : self.dim]
@@ -133,8 +133,8 @@ class StoredForm:
 
 @cache
 def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
-    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for columns that are none. It is kept: in
-    captured steps it would be computed anew in every layer."""
+    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for padding columns. Cached: captured steps
+    would otherwise compute it again in every layer."""
     places = 8 // (1 if bits == 3 else bits)
     run = dim // 8 // places  # bytes of a lane
     byte = torch.arange(triton.next_power_of_2(8 * run), device=device)[:, None]
@@ -144,7 +144,7 @@ def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
 
 @cache
 def _halves_order(dim: int, device: torch.device) -> Tensor:
-    """Likewise where a byte has a dimension of the first half and one of the second."""
+    """Same as ``_lane_order``, for bytes that hold one dimension of the first half and one of the second."""
     byte = torch.arange(max(LEAST, triton.next_power_of_2(dim)) // 2, device=device)[:, None]
     return (byte + torch.tensor([0, dim // 2], device=device)).masked_fill(byte >= dim // 2, dim).flatten()
 
@@ -153,13 +153,14 @@ def _halves_order(dim: int, device: torch.device) -> Tensor:
 def decoded_rows(
     page, scales, table, head, token, FORMAT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Rows [64, COLUMNS] of one head, but for the scales of tokens that multiply them: dense ones, or what codes stand
-    for, in the order of their bytes.
+    """Rows [64, COLUMNS] of one head, not yet multiplied by the tokens' scales: dense rows, or what codes stand for, in
+    the order of their bytes.
 
     Args:
-        page: of all heads, of each token ([64, 1]) or of them all.
-        scales: of the head and all tokens of the page, float16 [64, s], where a format's steps are among them.
-        table: of the batch's row.
+        page: pointer to a page of all heads, one per token ([64, 1]) or one for all tokens.
+        scales: pointer to the scales of the head and all tokens of the page, float16 [64, s]; read by formats that
+            store their steps there.
+        table: pointer to the table of the batch's row.
         token: int32 [64], places in the page.
     """
     if FORMAT == "dense":
@@ -181,7 +182,7 @@ def decoded_rows(
         second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)
         lower = ((first | (second << 8))[:, :, None] >> (2 * place)) & 3
         upper = row + DIM // 4
-        if FORMAT == "selectors":  # of two bytes both have bits of the first eight codes, and both of the last eight
+        if FORMAT == "selectors":  # both of two bytes hold bits of the first eight codes and of the last eight
             even = _loaded(upper, byte - byte % 2, DIM // 8, COLUMNS // 8).to(tl.int32)
             odd = _loaded(upper, byte - byte % 2 + 1, DIM // 8, COLUMNS // 8).to(tl.int32)
             planes = ((even | (odd << 8)) >> (byte % 2 * 2))[:, :, None]
@@ -204,7 +205,7 @@ def decoded_rows(
 
 @triton.jit
 def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
-    """What is at ``at`` of rows, 0 behind those that are used; without a mask where all are."""
+    """Elements ``at`` of rows, 0 past those in use; loaded without a mask if all are in use."""
     if USED == ALL:
         return tl.load(row + at)
     else:
@@ -213,7 +214,7 @@ def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of ``tq3_0``: blocks of 32 dimensions in 7 words of 16 bits, 4 of lower bits, 2 of upper ones and a float."""
+    """Rows of ``tq3_0``: blocks of 32 dimensions in 7 words of 16 bits, 4 of lower bits, 2 of upper bits, 1 float."""
     WORDS: tl.constexpr = DIM // 32 * 7
     word, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
     row = page.to(tl.pointer_type(tl.uint16)) + head * (TOKENS * WORDS) + token[:, None] * WORDS
@@ -227,9 +228,9 @@ def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of pages of even variances (``codecs.variance_normalised``): steps and least entries of channels,
-    the scales of tokens being left to the caller; or steps and least entries of tokens, and scales of channels. What
-    is of channels lies behind what is of tokens, a share behind each."""
+    """Rows of variance-normalised pages (``codecs.variance_normalised``): either channels have steps and least entries,
+    and the caller applies the scales of tokens; or tokens have steps and least entries, and channels have scales. The
+    channels' numbers are stored after the tokens' numbers, one share after each token's."""
     OF_TOKEN: tl.constexpr = 1 if FORMAT == "steps of channels" else 2
     SHARE: tl.constexpr = (3 - OF_TOKEN) * DIM // TOKENS
     SCALES: tl.constexpr = OF_TOKEN + SHARE

@@ -1,1 +1,1 @@
-"""Attention of one query per sequence over the chunks it selected, from the form they are stored in."""
+"""Attention of one query per sequence over the chunks it selected, read in their stored form."""

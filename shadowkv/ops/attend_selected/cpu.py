@@ -1,4 +1,4 @@
-"""Attention over selected chunks in C++, read from the form they are stored in: ``csrc/cpu/attend_selected.h``."""
+"""Attention over selected chunks in C++, read in their stored form: ``csrc/cpu/attend_selected.h``."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but all of it in float32. Results are the same bits on any number of threads.
+    """Same as the reference, but computed entirely in float32. Results are bitwise equal for any number of threads.
 
     Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantised.
 
     Raises:
-        IndexError: a page, state, slot, entry, chunk or position that does not exist, of what is selected.
-        RuntimeError: an unknown codec, other dtypes, shapes that do not fit, or chunks whose tokens do not lie
-            together.
+        IndexError: the selection uses a page, state, slot, entry, chunk or position that does not exist.
+        RuntimeError: an unknown codec, other dtypes, shapes that do not fit, or chunks whose tokens are not
+            contiguous.
     """
     return torch.ops.shadowkv.attend_selected(q, selected, log_weight, *_keys(keys), *_values(values))
 
@@ -59,7 +59,7 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
 
 
 def _values(values: ValueSource) -> tuple[Any, ...]:
-    """As rows, and slots of a buffer behind."""
+    """Values in the same form as ``_rows``, followed by the slots of a buffer."""
     if not isinstance(values, BufferedRows):
         return *_rows(values), None
     codec, _, _, *coded = _rows(values.source)

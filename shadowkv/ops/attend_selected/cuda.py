@@ -27,13 +27,14 @@ from shadowkv.ops.extension import load_cuda
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 8
-"""Query heads of a kv head that the kernel is made for."""
+"""Most query heads per kv head that the kernel supports."""
 KERNELS: dict[tuple[int, int], str] = {}
-"""Ops in ``torch.ops.shadowkv_cuda`` for further codecs of keys and values; ``attend_selected`` has all others."""
+"""Ops in ``torch.ops.shadowkv_cuda`` for further pairs of key and value codecs; ``attend_selected`` serves all
+others."""
 WARPS = 4
-"""Warps of a thread block; each takes tiles of its own."""
+"""Warps per thread block; each processes its own tiles."""
 TILE = 32
-"""Tokens that a warp takes at a time, at most."""
+"""Most tokens that a warp processes at a time."""
 BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of the kernel that a multiprocessor holds at a time."""
 
@@ -42,7 +43,7 @@ available = partial(load_cuda, "attend_selected", "attend_selected")
 
 
 def supports(case: Case) -> list[str]:
-    """Why there is no kernel for ``case``, or none that runs."""
+    """Why there is no kernel for ``case``, or none that runs here."""
     reasons = [] if case.dtype == torch.bfloat16 else [f"{case.dtype} is not bfloat16"]
     reasons += unless(not case.centred, NOT_CENTRED)
     if not 1 <= case.group <= MAX_GROUP:
@@ -55,7 +56,7 @@ def supports(case: Case) -> list[str]:
     try:
         needed = memory(case.key_codec, case.value_codec, case.head_dim, case.rank)
     except RuntimeError as error:
-        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # behind function and line
+        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # after function and line
     if needed > case.block_memory:
         reasons.append(f"a block needs {needed} bytes of shared memory, and can have {case.block_memory}")
     return reasons
@@ -64,7 +65,7 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
     Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 8 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
     exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates all dimensions, in halves. Which
@@ -101,7 +102,7 @@ def attend_selected(
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
     magnitude = keys.rotary.config.magnitude if isinstance(keys, LatentKeys) else 1
-    score_scale = math.log2(math.e) / math.sqrt(dim) * magnitude  # of a product in the exponent to base 2
+    score_scale = math.log2(math.e) / math.sqrt(dim) * magnitude  # turns a product into a base-2 exponent
     call = (q, selected, key_codec, rows, *basis, keys.pages, value_codec, *stored, log_weight, score_scale)
     _op(key_codec, value_codec)(*call, out, lse, partial)
     return out, lse
@@ -122,7 +123,7 @@ def _other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
 
 
 def _check(keys: KeySource, values: ValueSource) -> None:
-    """What the op cannot see."""
+    """Checks what the op cannot see."""
     stored = values.source if isinstance(values, BufferedRows) else values
     if isinstance(keys, LatentKeys):
         rope = keys.rotary.config
@@ -162,8 +163,8 @@ def _stored_values(values: ValueSource) -> tuple[Any, ...]:
 def splits(units: int, tokens: int, processors: int) -> int:
     """Blocks for each of ``units`` sequences x kv heads: enough to fill the device, with a tile for every warp.
 
-    A second wave of whole blocks costs less than splitting them does (90 against 100 us at 384 units of 1024 tokens on
-    an H200): the basis of 40 KiB is read once per block.
+    A second wave of whole blocks costs less than splitting them (90 against 100 us at 384 units of 1024 tokens on an
+    H200): the 40 KiB basis is read once per block.
     """
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
 
@@ -175,7 +176,7 @@ _angles_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDict
 def _angles(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
     """cos and sin as the kernel reads them, of every eighth position and of the first eight: the rest are products.
 
-    float16 [n, d / 4, 2, 2], for each two dimensions their cosines and their sines, without the magnitude.
+    float16 [n, d / 4, 2, 2], for every two dimensions their cosines and their sines, without the magnitude.
     """
     if rotary not in _angles_of:
         both = torch.stack([rotary.cos, rotary.sin], dim=1).unflatten(-1, (-1, 2)) / rotary.config.magnitude

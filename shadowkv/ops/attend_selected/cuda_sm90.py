@@ -15,15 +15,15 @@ from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
 from shadowkv.ops.extension import load_cuda
 
 DIMS = (64, 128)
-"""Head dims that the kernel is made for."""
+"""Head dims that the kernel supports."""
 TILE = 64
-"""Tokens that a warpgroup takes at a time."""
+"""Tokens that a warpgroup processes at a time."""
 KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
-"""Ops in ``torch.ops.shadowkv_cuda`` by the codec of values."""
+"""Ops in ``torch.ops.shadowkv_cuda`` by value codec."""
 CONSUMERS = 3
-"""Warpgroups of a thread block that do, at most; each leaves a partial result per unit."""
+"""Most consumer warpgroups per thread block; each leaves a partial result per unit."""
 MOST_RANK = 160
-"""Of latents whose basis has room in shared memory."""
+"""Largest rank whose basis fits in shared memory."""
 
 
 @cache
@@ -33,7 +33,7 @@ def available() -> bool:
 
 
 def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
-    """Whether this kernel is made for these arguments, as ``cuda.attend_selected`` gets them."""
+    """Whether this kernel supports these arguments of ``cuda.attend_selected``."""
     rank = keys.basis.shape[1]
     return (
         available()
@@ -50,7 +50,7 @@ def takes(q: Tensor, keys: LatentKeys, values: CodedRows) -> bool:
 def attend_selected(
     q: Tensor, keys: LatentKeys, values: CodedRows, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
+    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``."""
     batch, heads, dim = q.shape
     assert values.rotation is not None, "these codecs have a rotation"
     kv_heads = selected.shape[1]
@@ -86,14 +86,14 @@ def attend_selected(
 
 
 def runs(units: int, tiles: int, most: int) -> tuple[int, int]:
-    """Thread blocks, and partial results per unit at most, where each block takes an equal run of all units' tiles."""
+    """Thread blocks, and most partial results per unit, when each block takes an equal run of all units' tiles."""
     blocks = min(max(1, units * tiles // CONSUMERS), most)
     least = units * tiles // blocks
     return blocks, min(tiles, (tiles - 2 + least) // least + 1)
 
 
 _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
-"""Captured graphs read them by address: they live as long as the tables that they were made from."""
+"""Captured graphs read them by address: they live as long as the tables that they were computed from."""
 
 
 def frequencies(rotary: RotaryTables) -> Tensor:

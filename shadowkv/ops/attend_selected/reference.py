@@ -24,11 +24,11 @@ def attend_selected(
 
     Args:
         q: [B, H_q, d].
-        keys: where the keys are, H heads; query head i reads kv head i // (H_q / H).
-        values: where the values are.
+        keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
+        values: source of the values.
         selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last.
-        log_weight: float32 [B, H, k], natural logarithm of how many chunks a selected one stands for; arbitrary of
-            none. Without it every chunk stands for itself.
+        log_weight: float32 [B, H, k], natural logarithm of how many chunks a selected one stands for; arbitrary where
+            none is selected. Without it every chunk stands for itself.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.
@@ -52,8 +52,8 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
     codec's rotation.
 
     Args:
-        source: where they are.
-        selected: int64 [B, H, k]; -1 yields some row of the sequence, to be masked by the reader.
+        source: source of the rows.
+        selected: int64 [B, H, k]; -1 yields an arbitrary row of the sequence, to be masked by the caller.
 
     Returns:
         [B, H, k * c, d] on the device of ``selected``.
@@ -75,7 +75,7 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
 
 
 def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
-    """[B, H, k * c, d] of the codes [B, H, k, c, w] of the selected chunks."""
+    """Rows [B, H, k * c, d] decoded from the codes [B, H, k, c, w] of the selected chunks."""
     pages = source.pages if source.scale_pages is None else source.scale_pages
     scale = codes[..., :0]
     if source.scale.shape[-1]:
@@ -104,19 +104,19 @@ def _with_rope(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, c
     """Rows [B, H, k * c or 1, d] RoPE-rotated to the positions of the selected chunks' tokens."""
     within = torch.arange(chunk, device=selected.device)
     positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * chunk + within).flatten(2)
-    # Behind a row's end, where nothing counts, there may be no more positions.
+    # Past a row's end, where nothing counts, there may be no more positions.
     positions = positions.clamp(max=len(keys.rotary.cos) - 1)
     return rope_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 
 
 def _rows(pages_of: Tensor, pages: Tensor, selected: Tensor) -> Tensor:
-    """[B, H, k, ...] of [N, H, C, ...]."""
+    """Gathers [B, H, k, ...] from [N, H, C, ...]."""
     names, chunks = _locate(pages, selected, pages_of.shape[2])
     heads = torch.arange(selected.shape[1], device=selected.device)[:, None]
     return pages_of[names, heads, chunks]
 
 
 def _locate(pages: Tensor, selected: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Page names and chunk numbers within them, int64 [B, H, k] each."""
+    """Page names and chunk numbers within those pages, int64 [B, H, k] each."""
     names = pages.gather(1, (selected // chunks).flatten(1)).view_as(selected)
     return names, selected % chunks

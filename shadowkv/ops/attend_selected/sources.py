@@ -1,8 +1,8 @@
-"""Where the keys and values of sealed tokens are, as the op reads them.
+"""Where the op reads the keys and values of sealed tokens.
 
 B rows, each a run of sealed pages of a sequence, H kv heads, C chunks of c tokens in a page of 64. The first axis of
-every page array counts granules and is indexed by page names (``shadowkv.kvcache.memory``). The token p of a row is at
-row p % 64 = chunk * c + offset of the page that the row's table names at p // 64.
+every page array counts granules and is indexed by page names (``shadowkv.kvcache.memory``). Token p of a row is at row
+p % 64 = chunk * c + offset of the page that the row's table names at p // 64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DenseRows:
     """Exact rows: keys after RoPE, or values.
 
     Attributes:
-        rows: [N, H, C, c, d], any float dtype; pinned host memory is a tensor of the device that reads it.
+        rows: [N, H, C, c, d], any float dtype; pinned host memory appears as a tensor of the device that reads it.
         pages: int64 [B, P].
     """
 
@@ -35,16 +35,16 @@ class LatentKeys:
 
     Attributes:
         latents: [N, C, c, w], stored by ``codec``. The quantisation step of each rank dimension is part of the basis.
-        codec: how.
-        basis: [states, r, H, d], dense but for the first axis; int8 where it has ``basis_step``.
+        codec: codec of the latents.
+        basis: [states, r, H, d], dense but for the first axis; int8 if there is a ``basis_step``.
         mean: [states, H, d], likewise, or None for zero.
-        states: int64 [B], the state of each row: which of ``basis`` and ``mean``.
+        states: int64 [B], the state of each row, an index into ``basis`` and ``mean``.
         pages: int64 [B, P].
-        first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is that of position
+        first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is at position
             first + n * c + o.
         rotary: RoPE; its tables are on the queries' device.
-        widths: uint8 [states, r], bits of each rank dimension, where the codec has them learned.
-        basis_step: float32 [states, r], what the whole numbers of each row of such a basis count; None otherwise.
+        widths: uint8 [states, r], bits of each rank dimension, for codecs that learn them.
+        basis_step: float32 [states, r], the step of the integers in each row of an int8 basis; None otherwise.
     """
 
     latents: Tensor
@@ -59,7 +59,7 @@ class LatentKeys:
     basis_step: Tensor | None = None
 
     def decoded(self) -> LatentKeys:
-        """The same with a basis [B, r, H, d] of floats, in the mean's dtype: each row of the batch has its own."""
+        """The same keys with a floating-point basis [B, r, H, d] in the mean's dtype, one per row of the batch."""
         if self.basis_step is None:
             return self
         basis = self.basis[self.states] * self.basis_step[self.states][..., None, None]
@@ -88,7 +88,7 @@ class CodedRows:
         pages: int64 [B, P], those of ``codes``.
         scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
         state: what the codec has learned, float32 [states, H, ...] each.
-        states: int64 [B], which of them is of each row; given with state.
+        states: int64 [B], the state of each row; given with ``state``.
     """
 
     codes: Tensor
@@ -104,8 +104,8 @@ class CodedRows:
 
 @dataclass(frozen=True)
 class CentredKeys(CodedRows):
-    """Coded keys without their mean: key = RoPE(mean) + what the codes say. They have ``states``, whether or not their
-    codec has a state.
+    """Coded keys without their mean: key = RoPE(mean) + decoded row. They have ``states``, whether or not their codec
+    has a state.
 
     Attributes:
         mean: float32 [states, H, d], before RoPE.
@@ -123,10 +123,10 @@ class BufferedRows:
     """Values whose selected chunks ``fetch_chunks`` has copied into a buffer.
 
     Attributes:
-        source: the values themselves; only their scales are read there.
+        source: the values themselves; only their scales are read from there.
         rows: [slots, H, M, c, w], copies of chunks of its rows or codes.
         slots: int64 [B], the row of ``rows`` that a sequence owns.
-        entries: int64 [B, H, k], where in ``rows`` the selected chunks are, -1 for none.
+        entries: int64 [B, H, k], the entries of ``rows`` that hold the selected chunks, -1 for none.
     """
 
     source: DenseRows | CodedRows
@@ -140,7 +140,7 @@ ValueSource = DenseRows | CodedRows | BufferedRows
 
 
 def heads_and_chunk(source: KeySource) -> tuple[int, int]:
-    """Kv heads H, and tokens c of a chunk, of what is stored as [N, H, C, c, d] or, of all heads, [N, C, c, w]."""
+    """Kv heads H and tokens per chunk c of a source stored as [N, H, C, c, d] or, for all heads, [N, C, c, w]."""
     match source:
         case DenseRows():
             return source.rows.shape[1], source.rows.shape[3]

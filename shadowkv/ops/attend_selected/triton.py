@@ -38,10 +38,10 @@ def supports(case: Case) -> list[str]:
 def attend_selected(
     q: Tensor, keys: KeySource, values: ValueSource, selected: Tensor, log_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, of latents, and of dense rows and codecs in ``VALUES`` that are in no buffer.
+    """Same as the reference, for latents, and for dense rows and codecs in ``VALUES`` that are not in a buffer.
 
-    Products of 16-bit queries are of keys and values in float16. Pages of latents, and of values of a head, lie
-    together.
+    16-bit queries are multiplied with keys and values in float16. Pages of latents, and of a head's values, are
+    contiguous.
 
     Raises:
         ValueError: other sources.
@@ -99,7 +99,7 @@ def _attend_latents(
     VALUE_FORMAT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
     VALUE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """A part of what one kv head of a row has selected."""
+    """One part of what one kv head of a row has selected."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)

@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp on a GPU, with no scores in memory."""
+"""Attention with its log-sum-exp on a GPU, without scores in memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def supports(case: Case) -> list[str]:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """As the reference, in a dtype of 16 bits and head dims that are a multiple of 8 up to 256; the last dimension of
-    all is dense."""
+    """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256; the last dimension of
+    every tensor is dense."""
     return attend(q, k, v, causal)

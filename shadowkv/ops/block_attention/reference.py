@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**24
-"""Scores of all query heads that are there together, 64 MB in float32."""
+"""Most scores, over all query heads, that are in memory at once: 64 MB in float32."""
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

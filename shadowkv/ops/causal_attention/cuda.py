@@ -1,4 +1,4 @@
-"""Causal prefill attention on a GPU, with no scores in memory."""
+"""Causal prefill attention on a GPU, without scores in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def available() -> bool:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As the reference. float32 and head dims that are no multiple of 8 take a mask of n x m, others none."""
+    """Same as the reference. float32 and head dims that are not a multiple of 8 need a mask of n x m."""
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
         queries, bias = q.transpose(0, 1)[None], causal_lower_right(len(q), k.shape[1])

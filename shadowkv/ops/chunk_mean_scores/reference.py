@@ -9,7 +9,7 @@ from torch import Tensor
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q . landmark / sqrt(d) of every chunk and query head, in float32: scores in bfloat16 would tie and rank by place.
+    """q . landmark / sqrt(d) for every chunk and query head in float32: bfloat16 scores would tie and rank by place.
 
     Args:
         q: [B, H_q, d], after RoPE.
@@ -17,11 +17,11 @@ def chunk_mean_scores(
         excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row; ragged.
-        scale: float32 [N, H], what the landmarks of a page and head are to be multiplied by.
+        scale: float32 [N, H], factor of the landmarks of a page and head.
 
     Returns:
-        float32 [B, H, G, P * C], -inf where a chunk may not be selected, and log-sum-exps of them over disjoint runs
-        of chunks, float32 [B, H, G, T].
+        float32 [B, H, G, P * C], -inf where a chunk may not be selected, and their log-sum-exps over disjoint runs of
+        chunks, float32 [B, H, G, T].
     """
     batch, _, dim = q.shape
     keys = landmarks[pages].float()  # [B, P, H, C, d]
@@ -34,7 +34,7 @@ def chunk_mean_scores(
 
 def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
     """``logits`` float32 [B, H, G, P * C] with -inf where a chunk may not be selected, and their log-sum-exps
-    [B, H, G, 1]; other arguments as ``chunk_mean_scores`` gets them."""
+    [B, H, G, 1]; other arguments as for ``chunk_mean_scores``."""
     bits = excluded[pages].transpose(1, 2).flatten(2)
     bits = bits | (torch.arange(bits.shape[-1], device=bits.device) >= num_chunks[:, None, None])
     logits = logits.masked_fill(bits.unsqueeze(2), float("-inf"))

@@ -1,4 +1,4 @@
-"""Scores of chunks by the few keys that stand for them, in one Triton kernel that reads each of those once."""
+"""Scores of chunks by the few keys that represent them, in one Triton kernel that reads each of those keys once."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 128
-"""Chunks that are multiplied at a time."""
+"""Chunks multiplied at a time."""
 
 BITS_SCALE = 2.0**8
-"""What a number in float8_e4m3fn is above the one in float16 with the same upper bits, as their exponents' biases are 7
-and 15. Shifts take longer than the conversion, which GPUs before compute capability 8.9 do not have."""
+"""Ratio of a float8_e4m3fn number to the float16 number with the same upper bits, as their exponent biases are 7 and
+15. Shifts take longer than the conversion, which GPUs below compute capability 8.9 do not have."""
 
 PROGRAMS = 4096
-"""Programs to make at least, where there is work for so many."""
+"""Least number of programs, if there is enough work for them."""
 
 
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, with T = the runs that a row is cut into. Products are summed in float32.
+    """Same as the reference, where T is the number of runs that a row is split into. Products are summed in float32.
 
-    Landmarks in float8_e4m3fn meet bfloat16 queries in float16, which holds both as long as no query is above 65504.
+    Landmarks in float8_e4m3fn are multiplied with bfloat16 queries in float16, which holds both as long as no query is
+    above 65504.
     """
     return score_chunks(q, landmarks.unsqueeze(2), excluded, pages, num_chunks, scale)
 
@@ -33,7 +34,7 @@ def chunk_mean_scores(
 def score_chunks(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``chunk_mean_scores`` for bounds [N, H, 1, C, d], as ``min_max_scores`` for bounds [N, H, 2, C, d].
+    """``chunk_mean_scores`` for bounds [N, H, 1, C, d], ``min_max_scores`` for bounds [N, H, 2, C, d].
 
     All views over pages are dense but for their first axis.
     """
@@ -69,7 +70,7 @@ def score_chunks(
         CONVERTS=converts,
         HEADS=heads,
         GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),  # a product has 16 rows at least
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),  # a product has at least 16 rows
         CHUNKS=chunks,
         DIM=dim,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
@@ -155,7 +156,7 @@ def _score(
             mask=(query < GROUP)[:, None] & (chunk < total)[None, :],
         )
         top = tl.maximum(peak, tl.max(scores, 1))
-        safe = tl.where(top == float("-inf"), 0, top)  # -inf less -inf would be NaN
+        safe = tl.where(top == float("-inf"), 0, top)  # -inf minus -inf would be NaN
         weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(scores - safe[:, None]), 1)
         peak = top
     runs = tl.num_programs(0)

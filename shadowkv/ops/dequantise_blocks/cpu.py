@@ -11,5 +11,5 @@ __all__ = ["available", "dequantise_blocks"]
 
 
 def dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
-    """As the reference, to the last bit."""
+    """Same as the reference, to the last bit."""
     return torch.ops.shadowkv.dequantise_blocks(blocks, form)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How numbers are stored together.
+    """How numbers are stored in blocks.
 
     Attributes:
-        values: of a block.
-        bytes: of a block.
+        values: numbers per block.
+        bytes: bytes per block.
         unpack: blocks, uint8 [N, bytes] -> float32 [N, values].
     """
 
@@ -28,21 +28,21 @@ def dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
     """Rows as plain numbers.
 
     Args:
-        blocks: uint8 [N, B], B a multiple of the bytes of the format's block. Any bytes are good: scales may be
-            infinite or NaN, and so are their numbers.
+        blocks: uint8 [N, B], B a multiple of the bytes of the format's block. Any bytes are valid: scales may be
+            infinite or NaN, and then so are their numbers.
         form: one of ``FORMATS``.
 
     Returns:
-        float32 [N, K], what ggml makes of them to the last bit.
+        float32 [N, K], bitwise equal to ggml's results.
 
-    Raises ValueError where rows are no whole blocks.
+    Raises ValueError if rows are not whole blocks.
     """
     known, columns = FORMATS[form], columns_of(blocks, form)
     return known.unpack(blocks.reshape(-1, known.bytes)).reshape(len(blocks), columns)
 
 
 def columns_of(blocks: Tensor, form: str) -> int:
-    """Numbers in a row of blocks, K of ``dequantise_blocks``; raises ValueError where bytes are no whole blocks.
+    """Numbers in a row of blocks, K of ``dequantise_blocks``; raises ValueError if the bytes are not whole blocks.
 
     Args:
         blocks: uint8 [N, B].
@@ -68,7 +68,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 def _q4_k(blocks: Tensor) -> Tensor:
     units, packed = _halves(blocks, 0, 2), blocks[:, 4:16]
-    # Scales and minima of 8 runs in 6 bits: those of the last 4 are in 4 bits and in what the first 4 leave free.
+    # Scales and minima of 8 runs in 6 bits: the last 4 are stored in 4 bits plus the bits that the first 4 leave free.
     low, last = packed[:, :8].view(-1, 2, 4), torch.stack((packed[:, 8:] & 15, packed[:, 8:] >> 4), 1)
     steps = torch.cat((low & 63, last | (low >> 6) << 4), -1).float() * units[:, :, None]
     codes = _nibbles(blocks[:, 16:].reshape(-1, 32)).view(-1, 8, 32).float()
@@ -85,7 +85,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Lower halves of a row's bytes, then the upper ones."""
+    """Lower halves of a row's bytes, then the upper halves."""
     return torch.cat((packed & 15, packed >> 4), 1)
 
 

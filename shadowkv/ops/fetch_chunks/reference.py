@@ -1,7 +1,7 @@
-"""The buffer of fetched chunks in PyTorch: about two of three selected chunks were selected in the step before too.
+"""The buffer of fetched chunks in PyTorch: about two of three selected chunks were also selected in the previous step.
 
-ShadowKV keeps the chunks of one step (arXiv:2410.21465); here an entry stays until it is the least
-recently used and its place is needed.
+ShadowKV keeps the chunks of one step (arXiv:2410.21465); here an entry stays until it is the least recently used and
+its place is needed.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""It finds what is missing on the host."""
+"""Missing chunks are determined on the host."""
 
 SHORT_ROW = 1024
-"""Chunks of fewer bytes wait for the translation of their addresses more than for the bus, on a GPU: those of 384 B do,
-those of 2 KiB do not."""
+"""On a GPU, chunks of fewer bytes are limited by address translation rather than by the bus: chunks of 384 B are,
+chunks of 2 KiB are not."""
 
 
 @dataclass(frozen=True)
 class ChunkBuffer:
-    """Chunks of H kv heads in one layer, and which they are; all on one device, owned by a sequence per slot.
+    """Chunks of H kv heads in one layer and their numbers, all on one device; each slot is owned by one sequence.
 
-    Of every slot and head: ``owner`` and ``entry`` are each other's inverse, and ``used`` is 0 where ``owner`` is -1.
-    An empty slot has ``entry`` and ``owner`` -1, ``used`` and ``step`` 0.
+    For every slot and head, ``owner`` and ``entry`` are inverse to each other, and ``used`` is 0 where ``owner`` is -1.
+    In an empty slot ``entry`` and ``owner`` are -1, ``used`` and ``step`` are 0.
 
     Attributes:
         rows: [slots, H, M, c, w], the chunks; M up to 32767.
         owner: int32 [slots, H, M], number of the chunk in an entry, -1 for none.
         entry: int16 [slots, H, n], entry of a chunk by its number, -1 for none.
         used: int32 [slots, H, M], step in which an entry was last selected, counted from 1.
-        step: int32 [slots, H], calls so far that selected anything.
-        counters: int64 [2], chunks selected and, of those, fetched, in all calls of all slots and heads.
+        step: int32 [slots, H], number of calls so far that selected anything.
+        counters: int64 [2], chunks selected and chunks fetched, over all calls, slots and heads.
     """
 
     rows: Tensor
@@ -44,10 +44,11 @@ class ChunkBuffer:
 
     @classmethod
     def empty(cls, slots: int, entries: int, chunks: int, like: Tensor) -> ChunkBuffer:
-        """A buffer of ``entries`` per slot and head for sequences of at most ``chunks``, whose rows are ``like``'s.
+        """A buffer of ``entries`` per slot and head for sequences of at most ``chunks``, with rows like those of
+        ``like``.
 
         Args:
-            like: [N, H, C, c, w], as ``fetch_chunks`` gets them.
+            like: [N, H, C, c, w], the ``host`` of ``fetch_chunks``.
         """
         heads, device = like.shape[1], like.device
         return cls(
@@ -60,7 +61,7 @@ class ChunkBuffer:
         )
 
     def reset(self, slot: int | slice) -> None:
-        """Empties a slot for its next sequence. Fields may have more dimensions, layers say, before that of slots."""
+        """Empties a slot for its next sequence. Fields may have more dimensions, e.g. layers, before that of slots."""
         self.owner[..., slot, :, :].fill_(-1)
         self.entry[..., slot, :, :].fill_(-1)
         self.used[..., slot, :, :].zero_()
@@ -76,29 +77,29 @@ def fetch_chunks(
     stream: torch.cuda.Stream | None = None,
     overlapped: bool = False,
 ) -> Tensor:
-    """Makes ``buffer.rows`` hold all selected chunks; what it holds already is not read from ``host``.
+    """Makes ``buffer.rows`` hold all selected chunks; chunks that it already holds are not read from ``host``.
 
-    B sequences, H kv heads, C chunks of c tokens in a page, w elements of a token and head. Places for fetched chunks
-    come from the entries that are not selected now, least recently used ones first, ties as the backend likes; steps
-    that lie more than 65,000 back may count as equal. Chunks must not change as long as the buffer may hold them.
+    B sequences, H kv heads, C chunks of c tokens in a page, w elements per token and head. Fetched chunks replace
+    entries that are not selected now, least recently used first, with ties broken arbitrarily; steps that lie more than
+    65,000 back may count as equal. Chunks must not change while the buffer may hold them.
 
     Args:
-        host: [N, H, C, c, w], indexed by page names; the device can read it.
+        host: [N, H, C, c, w], indexed by page names; readable by the device.
         pages: int64 [B, P].
         slots: int64 [B], rows of the buffer that the sequences own. Rows in which nothing is selected may repeat a
             slot, others may not.
         selected: int64 [B, H, k], distinct chunk numbers of a sequence, -1 for none; those come last. k <= M.
         buffer: updated in place.
-        stream: on a GPU, where the bytes are copied, after all that the current stream has before: only when it has
-            come so far are they there. The same one for every call with this buffer. None is the current stream.
-        overlapped: on a GPU, whether work that takes as long is under way meanwhile, which copies of short chunks
-            should not slow down.
+        stream: on a GPU, the stream that copies the bytes, after all prior work of the current stream; readers must
+            wait for it. Must be the same for every call with this buffer. None is the current stream.
+        overlapped: on a GPU, whether other work that takes as long runs meanwhile, which copies of short chunks should
+            not slow down.
 
     Returns:
         int64 [B, H, k], the entries that hold the selected chunks, -1 for none.
     """
     entries = torch.full_like(selected, -1)
-    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # all below is per pair of sequence and head
+    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # everything below is per pair of sequence and head
     slot, chosen = slots[row], selected[row, head]
     there = chosen >= 0
     step = buffer.step[slot, head] + 1

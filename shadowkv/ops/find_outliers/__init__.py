@@ -1,1 +1,1 @@
-"""The chunks whose mean says least about their keys."""
+"""The chunks whose mean represents their keys worst."""

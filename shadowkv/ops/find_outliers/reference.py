@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """The chunks whose mean has the lowest cosine similarity with one of its members.
+    """The chunks whose mean has the lowest cosine similarity with one of their keys.
 
     Args:
         rope_keys: [S, H, d], after RoPE, S a multiple of ``chunk``.

@@ -1,4 +1,4 @@
-"""Outlier detection in Triton: one pass over the keys, without copies of them in float32."""
+"""Outlier detection in Triton: one pass over the keys, without float32 copies of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = tl.constexpr(PAGE)
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """As the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rope_keys`` is dense."""
+    """Same as the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rope_keys`` is dense."""
     tokens, heads, dim = rope_keys.shape
     if not count:
         return torch.empty(heads, 0, dtype=torch.int64, device=rope_keys.device)
@@ -39,7 +39,7 @@ def _worst_cosine(
     dim = tl.arange(0, DIM_BLOCK)
     lives = (token < chunks * CHUNK)[:, None] & (dim < DIM)[None, :]
     rows = tl.load(rope_keys + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
-    # A mean's products with its members are sums of members' products with one another: tensor cores have them all.
+    # A mean's products with its members are sums of the members' products with each other, computed by tensor cores.
     products = tl.dot(rows, tl.trans(rows), input_precision="ieee")
     same = (within // CHUNK)[:, None] == (within // CHUNK)[None, :]
     with_sum = tl.sum(tl.where(same, products, 0.0), 1)

@@ -1,10 +1,10 @@
-"""Truncated SVDs on a GPU by subspace iteration on Gram matrices: unlike ``torch.linalg.eigh`` the host never waits.
+"""Truncated SVDs on a GPU by subspace iteration on Gram matrices: unlike ``torch.linalg.eigh``, the host never waits.
 
 Simultaneous iteration with Cholesky-QR (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4) orders the rows
-like a Gram-Schmidt process: strongest first. Cholesky-QR squares the condition of what it makes orthonormal, which
-float32 has no room for. So rows are brought to length 1 before: once they are near eigenvectors that leaves little to
-do; and a shift is added to the diagonal, which a second pass makes up for (Fukaya et al., arXiv:1809.11085): at the
-end, as rows that are only nearly orthonormal span the same.
+like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition number of its input, which is too much
+for float32. So rows are first scaled to length 1, which leaves little to do once they are near eigenvectors; and a
+shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). The second pass runs
+only at the end, since rows that are only nearly orthonormal span the same subspace.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shadowkv.ops.whiten_rows import cuda as kernel
 from shadowkv.ops.whiten_rows import reference
 
 ROWS_AT_ONCE = 16384
-"""Rows whose centred copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
+"""Number of rows whose centred copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
 
 FLOOR = 1e-6
-"""Added to all eigenvalues, as a share of their sum, so that keys of a lower rank, or zero, still have a basis."""
+"""Added to all eigenvalues, as a share of their sum, so that keys of lower rank, or all zero, still have a basis."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
-"""Added to the squared lengths of rows, which are 1, in each pass after each of the products with the Gram matrix:
-where a few directions are far ahead of the others, all rows are alike after a product, also after one that nearly
-orthonormal rows went into. What is lost of the energy is then within 2 % of the least that can be lost, or within 1e-5
-of the whole, for squared singular values from 1 / sqrt(i) to exp(-i / 15) and rank 160 of 1024."""
+"""Added to the squared lengths of rows, which are 1, in each pass after each product with the Gram matrix: if a few
+directions dominate, all rows are similar after a product, even one of nearly orthonormal rows. The lost energy is then
+within 2 % of the least possible loss, or within 1e-5 of the total, for squared singular values from 1 / sqrt(i) to
+exp(-i / 15) and rank 160 of 1024."""
 
 
 def available() -> bool:
@@ -36,7 +36,8 @@ def available() -> bool:
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference, but centred keys are rounded to their dtype; and the basis before its latents are taken."""
+    """Same as the reference, but centred keys are rounded to their dtype, as is the basis before its latents are
+    computed."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))
     for block in keys.split(step, dim=1):
@@ -54,13 +55,13 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 products of matrices that may be of a lower precision."""
+    """float32 products of matrices that may have a lower precision."""
     return a @ b if a.dtype == torch.float32 else torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Leading eigenvectors float32 [M, rank, n] of symmetric matrices [M, n, n], which are overwritten, and the share
-    of its trace that each has [M, rank]."""
+    """Leading eigenvectors float32 [M, rank, n] of symmetric matrices [M, n, n], which are overwritten, and each one's
+    share of the trace [M, rank]."""
     gram /= gram.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-30)[:, None, None]
     gram.diagonal(dim1=1, dim2=2).add_(FLOOR)
     basis = _start(gram.shape[1], rank, gram.device).expand(len(gram), -1, -1)

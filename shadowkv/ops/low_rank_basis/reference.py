@@ -1,4 +1,4 @@
-"""Truncated SVDs through Gram matrices in PyTorch: its cost does not grow with the rank, and barely with S."""
+"""Truncated SVDs through Gram matrices in PyTorch: the cost does not grow with the rank, and barely grows with S."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ ROWS_AT_ONCE = 65536
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Top right singular vectors of M matrices ``keys``, less ``mean`` if that is given.
+    """Top right singular vectors of M matrices ``keys``, minus ``mean`` if given.
 
     Args:
-        keys: [M, S, n], before RoPE, the kv heads joined.
-        rank: how many.
+        keys: [M, S, n], before RoPE, kv heads concatenated.
+        rank: number of vectors.
         mean: [M, n].
 
     Returns:
-        basis float32 [M, rank, n] with orthonormal rows, strongest first; of each row, float32 [M, rank], the mean
-        square and the largest absolute value of its latents (keys x transposed basis); and the mean squared norm of
+        basis float32 [M, rank, n] with orthonormal rows, strongest first; the mean square and the largest absolute
+        value of each row's latents (keys x transposed basis), float32 [M, rank] each; and the mean squared norm of
         keys, float32 [M].
     """
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     for block in keys.split(ROWS_AT_ONCE, dim=1):
         wide = _centred(block, mean)
         gram.baddbmm_(wide.transpose(1, 2), wide)
-    # Keys that overflowed (NaN, infinity) must not stop everybody: their sequence's logits say so soon enough.
+    # Keys that overflowed (NaN, infinity) must not fail the whole batch: their sequence's logits will show it.
     values, vectors = torch.linalg.eigh(gram.nan_to_num_(0.0, 0.0, 0.0))
     values = values.clamp(min=0) / keys.shape[1]
     basis = vectors[:, :, -rank:].flip(2).transpose(1, 2).contiguous()

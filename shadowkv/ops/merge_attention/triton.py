@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As the reference."""
+    """Same as the reference."""
     (out, lse), *others = ((x.contiguous(), lse.contiguous()) for x, lse in parts)
     dim, block = out.shape[-1], triton.next_power_of_2(out.shape[-1])
     for number, (other, other_lse) in enumerate(others):
@@ -28,7 +28,7 @@ def _merge_two(a, lse_a, b, lse_b, out, DIM: tl.constexpr, DIM_BLOCK: tl.constex
     dim = tl.arange(0, DIM_BLOCK)
     first, second = tl.load(lse_a + row), tl.load(lse_b + row)
     peak = tl.maximum(first, second)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)  # of two parts without tokens, before others
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # for two parts without tokens, before others
     weight_a, weight_b = tl.exp(first - peak), tl.exp(second - peak)
     x = tl.load(a + row * DIM + dim, mask=dim < DIM).to(tl.float32)
     y = tl.load(b + row * DIM + dim, mask=dim < DIM).to(tl.float32)

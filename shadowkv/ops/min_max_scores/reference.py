@@ -10,7 +10,7 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, of every chunk and query head: float32.
+    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, per chunk and query head, in float32.
 
     Args:
         q: [B, H_q, d], after RoPE.
@@ -20,7 +20,7 @@ def min_max_scores(
         num_chunks: int64 [B], chunks of each row; ragged.
 
     Returns:
-        As ``chunk_mean_scores``.
+        Same as ``chunk_mean_scores``.
     """
     batch, _, dim = q.shape
     low, high = bounds[pages].permute(3, 0, 2, 1, 4, 5).flatten(3, 4).float()  # [B, H, P * C, d] each

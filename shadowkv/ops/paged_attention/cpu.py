@@ -1,4 +1,4 @@
-"""Paged decode attention in C++: pages are read where they lie, ``csrc/cpu/paged_attention.h``."""
+"""Paged decode attention in C++: pages are read in place, ``csrc/cpu/paged_attention.h``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["available", "paged_attention", "supports"]
 
 
 def supports(case: Case) -> list[str]:
-    """Why C++ cannot serve a case."""
+    """Why this backend cannot serve a case."""
     return unless(case.dtype in (torch.float32, torch.bfloat16), f"{case.dtype} is not float32 or bfloat16")
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, of float32 or bfloat16.
+    """Same as the reference, for float32 or bfloat16.
 
-    Scores and weights are float32 also for bfloat16. Results are the same bits on any number of threads.
+    Scores and weights are float32 for bfloat16 too. Results are bitwise equal for any number of threads.
     """
     return torch.ops.shadowkv.paged_attention(q, k, v, pages, counts)

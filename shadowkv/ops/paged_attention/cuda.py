@@ -1,4 +1,4 @@
-"""Paged decode attention in CUDA: pages are read where they lie, ``csrc/kernels/paged_attention.cuh``."""
+"""Paged decode attention in CUDA: pages are read in place, ``csrc/kernels/paged_attention.cuh``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import load_cuda
 
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
-"""Thread blocks that a multiprocessor holds at a time, by head dim, as the kernel is compiled."""
+"""Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
 
 MAX_WAVES = 5
-"""Blocks per place for one on the device: more of them even out ragged lengths, but cost starts and partial results."""
+"""Blocks per resident place on the device: more blocks even out ragged lengths, but cost launches and partial
+results."""
 
 available = partial(load_cuda, "paged_attention", "paged_attention")
 
@@ -27,11 +28,11 @@ def supports(case: Case) -> list[str]:
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; can be captured in a CUDA graph.
+    """Same as the reference; can be captured in a CUDA graph.
 
     bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256. ``pages`` and ``counts`` are read on the
-    device and are not checked: a count over 64 or a page past the views with a count reads what is not there. A page
-    that only counts 0 name may be anything.
+    device and are not checked: a count over 64, or a page past the views with a nonzero count, reads out of bounds.
+    Page names with a count of 0 are arbitrary.
     """
     (batch, query_heads, dim), heads = q.shape, k.shape[1]
     if dim not in RESIDENT_BLOCKS:
@@ -47,10 +48,10 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:
-    """Shares into which the pages of each of ``pairs`` sequences x kv heads are split, so that the device is full.
+    """Number of shares into which the pages of each of ``pairs`` sequences x kv heads are split to fill the device.
 
-    Whole waves of blocks with at least 45 pages (of dim 128) each; if there is too little for one wave, fewer blocks
-    than fit are faster (B=1, 61440 tokens on an H200: 62 us, with the last place taken too 64 us).
+    Whole waves of blocks with at least 45 pages (of dim 128) each; if there is too little work for one wave, fewer
+    blocks than fit are faster (B=1, 61440 tokens on an H200: 62 us, against 64 us with the last place used too).
     """
     resident = resident_blocks[dim]
     waves = min(MAX_WAVES, pairs * entries * dim // (processors * resident * 45 * 128))

@@ -1,5 +1,5 @@
-"""Paged decode attention in PyTorch: a partial softmax per page, merged per sequence, so that work follows the
-pages in use and not the longest sequence (split-KV, FlashDecoding)."""
+"""Paged decode attention in PyTorch: a partial softmax per page, merged per sequence, so that work scales with the
+pages in use and not with the longest sequence (split-KV, FlashDecoding)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""It counts the pages in use on the host."""
+"""The pages in use are counted on the host."""
 
 GATHERED_AT_ONCE = 4096
 """Pages gathered at a time, to bound the copies."""
@@ -23,8 +23,8 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
         counts: int64 [B, E], valid tokens at the start of each page; 0 skips it.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 of a row without tokens, and the log-sum-exp of its scores, float32
-        [B, H_q], -inf there.
+        out [B, H_q, d] in the dtype of ``q``, 0 for a row without tokens, and the log-sum-exp of its scores, float32
+        [B, H_q], -inf for such a row.
     """
     batch, query_heads, dim = q.shape
     heads, page = k.shape[1], k.shape[2]

@@ -1,1 +1,1 @@
-"""Latents of keys on the basis of their sequence, into pages."""
+"""Latents of keys on their sequence's basis, into pages."""

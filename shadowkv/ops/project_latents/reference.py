@@ -22,15 +22,15 @@ def project_latents(
 
     Args:
         keys: [L, n, 64, H, d], before RoPE.
-        codec: how they are stored.
-        basis: [L, states, r, H, d], each row times its ``step`` where there are steps.
-        mean: float32 [L, states, r], the products of the mean key with ``basis``, taken off those of the keys; given
-            with ``step``.
+        codec: codec of the latents.
+        basis: [L, states, r, H, d], each row times its ``step`` if there are steps.
+        mean: float32 [L, states, r], the products of the mean key with ``basis``, subtracted from those of the keys;
+            given with ``step``.
         step: float32 [L, states, r], or None for latents that are not quantised.
         states: int64 [n], or [1] when all pages have the same: states in ``basis``, ``mean`` and ``step``.
         latents: the codec's [L, N, C, c, w], views over all pages, C c = 64.
         pages: int64 [n], which of the N take them.
-        widths: uint8 [L, states, r], bits of each rank dimension, where the codec has them learned.
+        widths: uint8 [L, states, r], bits of each rank dimension, for codecs that learn them.
     """
     rows = basis[:, states].flatten(3).transpose(2, 3)  # [L, n or 1, H d, r]
     if mean is None or step is None:

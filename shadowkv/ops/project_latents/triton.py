@@ -1,6 +1,6 @@
-"""Projection of keys in one Triton kernel: keys are read once, latents written straight into their pages.
+"""Projection of keys in one Triton kernel: keys are read once, latents are written directly into their pages.
 
-61440 tokens of 1024 dimensions on 160 directions take 0.08 ms on an H200.
+61440 tokens of 1024 dimensions with 160 directions take 0.08 ms on an H200.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
 from shadowkv.ops.page import PAGE
 
 TOKENS = tl.constexpr(PAGE)
-"""Of a page, for kernels."""
+"""Tokens of a page, for kernels."""
 
 MOST_RANKS = 256
-"""Rank dimensions of a thread block: 64 x 256 sums in float32 are half of a multiprocessor's registers."""
+"""Most rank dimensions of a thread block: 64 x 256 float32 sums take half of a multiprocessor's registers."""
 
 
 def supports(case: Case) -> list[str]:
@@ -38,8 +38,8 @@ def project_latents(
     pages: Tensor,
     widths: Tensor | None = None,
 ) -> None:
-    """As the reference; the last dimension of ``keys``, and all but the first two of ``basis``, ``mean``, ``step`` and
-    ``widths``, are dense. Pages of mixed widths begin at multiples of 4 bytes.
+    """Same as the reference; the last dimension of ``keys``, and all but the first two of ``basis``, ``mean``, ``step``
+    and ``widths``, are dense. Pages of mixed widths start at multiples of 4 bytes.
 
     Raises:
         ValueError: another codec, or too many rank dimensions of mixed widths.
@@ -53,7 +53,8 @@ def project_latents(
         raise ValueError(f"project_latents in Triton takes ranks of up to {MOST_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
-    # What is not read has a stand-in, of one alignment for all calls: states would have the kernel compiled for each.
+    # Unused arguments get a placeholder with the same alignment in all calls: passing ``states`` would compile the
+    # kernel once per alignment.
     if mean is None or step is None:
         mean = step = basis
     if widths is None:
@@ -79,7 +80,7 @@ def _project_latents(
     STRONG: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """One page of one layer. Of packed latents those from STRONG on, if there are any, are in 4 bits."""
+    """One page of one layer. Packed latents from STRONG on, if there are any, are in 4 bits."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, within = tl.arange(0, TOKENS), tl.arange(0, STRETCH)
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
@@ -107,12 +108,12 @@ def _project_latents(
             )
             middle = (1 << width) // 2
             largest = tl.maximum(middle - 1, 0).to(tl.float32)[None, :]
-        # Ties to even, as torch.round: adding and taking off 1.5 * 2^23 drops the fraction.
+        # Ties to even, as torch.round: adding and subtracting 1.5 * 2^23 drops the fraction.
         ratio = tl.minimum(tl.maximum(ratio, -largest), largest)
         whole = (ratio + 12582912.0) - 12582912.0
         if MIXED:
-            # Codes plus half of what their bits hold, in one run of bits a page, each over two of its words at the
-            # most. One thread block has them all, and nobody else's are in the page.
+            # Codes are offset by half their range and stored in one bit string per page, each across at most two of its
+            # words. One thread block writes all of them, and no other block writes to the page.
             bits = tl.where(width > 0, whole.to(tl.int32) + middle[None, :], 0).to(tl.uint32)
             begin = token[:, None] * (8 * WIDTH) + (tl.cumsum(width, 0) - width)[None, :]
             word = target.to(tl.pointer_type(tl.int32), bitcast=True) + begin // 32
@@ -122,7 +123,7 @@ def _project_latents(
             tl.atomic_or(word, (bits << shift).to(tl.int32, bitcast=True), mask=(width > 0)[None, :])
             over = begin % 32 + width[None, :] > 32
             tl.atomic_or(word + 1, (bits >> (32 - shift)).to(tl.int32, bitcast=True), mask=over)
-        elif PACKED:  # codes plus half of what they may be, the strong ones in a byte, two others to one
+        elif PACKED:  # codes offset by half their range: strong ones in one byte each, the others two per byte
             code = (whole + (largest + 1.0)).to(tl.int32)
             where = target + token[:, None] * WIDTH
             tl.store(where + rank[None, :], code.to(tl.uint8), mask=(rank < STRONG)[None, :])

@@ -1,4 +1,4 @@
-"""Coded rows in PyTorch, as their codec has it."""
+"""Coded rows in PyTorch, through their codec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from shadowkv.ops.codec import RowCodec
 
 CODED_AT_ONCE = 128
-"""Pages of one layer that are coded at a time, to bound the float32 copies."""
+"""Pages of one layer that are encoded at a time, to bound the float32 copies."""
 
 
 def quantise_rows(

@@ -1,1 +1,1 @@
-"""Matrix products with rows of quantised blocks, which stay as GGUF files store them."""
+"""Matrix products with rows of quantised blocks, kept as stored in GGUF files."""

@@ -1,4 +1,4 @@
-"""Products with quantised rows in C++, for few tokens without a copy of them: ``csrc/cpu/quantised_matmul.h``."""
+"""Products with quantised rows in C++, without a copy of the rows for few tokens: ``csrc/cpu/quantised_matmul.h``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 __all__ = ["available", "quantised_matmul"]
 
 MOST_FUSED = {torch.bfloat16: 24}
-"""Tokens up to which products here are faster than PyTorch's with dequantised tiles, of dtypes in which those can be
-faster than in float32. There the two are as fast from 128 to 512 tokens (2,048 x 2,048 weights, a core of a Zen 4)."""
+"""Most tokens for which products here are faster than PyTorch's with dequantised tiles, by dtypes in which the latter
+can be faster than in float32. In float32 the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one
+Zen 4 core)."""
 
 MOST_FUSED_OTHERS = 96
 
 
 def quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
-    """As the reference; few tokens are multiplied in float32, with weights that are never rounded."""
+    """Same as the reference; few tokens are multiplied in float32, with weights that are never rounded."""
     if len(x) <= MOST_FUSED.get(x.dtype, MOST_FUSED_OTHERS):
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, form)
         return product.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Products with quantised rows in PyTorch: a tile of them at a time becomes plain numbers."""
+"""Products with quantised rows in PyTorch, which dequantises one tile of rows at a time."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 from shadowkv.ops.dequantise_blocks.reference import columns_of, dequantise_blocks
 
 TILE = 2**20
-"""Numbers that are dequantised at a time: 4 MiB stay in a cache, and the product with them is large enough."""
+"""Numbers dequantised at a time: 4 MiB stay in cache, and the product with them is large enough."""
 
 
 def quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
-    """x Wᵀ, W being the numbers of quantised blocks.
+    """x Wᵀ, where W are the numbers of quantised blocks.
 
     Args:
         x: [T, K], any float dtype.
-        blocks: uint8 [N, B], rows of blocks with K numbers in all.
-        form: of the blocks, one of ``FORMATS`` (``dequantise_blocks``).
+        blocks: uint8 [N, B], rows of blocks with K numbers in total.
+        form: format of the blocks, one of ``FORMATS`` (``dequantise_blocks``).
 
     Returns:
-        [T, N] in the dtype of ``x``, that of W in a product too.
+        [T, N] in the dtype of ``x``, to which W is converted for the product too.
 
-    Raises ValueError where rows are no whole blocks, or do not have K numbers.
+    Raises ValueError if rows are not whole blocks, or do not have K numbers.
     """
     return multiply_tiles(x, blocks, form, dequantise_blocks)
 
 
 def multiply_tiles(x: Tensor, blocks: Tensor, form: str, dequantise: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """As ``quantised_matmul``, with any backend's ``dequantise_blocks``.
+    """Same as ``quantised_matmul``, with any backend's ``dequantise_blocks``.
 
     Raises:
-        ValueError: rows are no whole blocks, or do not have K numbers.
+        ValueError: rows are not whole blocks, or do not have K numbers.
     """
     columns = columns_of(blocks, form)
     if columns != x.shape[1]:

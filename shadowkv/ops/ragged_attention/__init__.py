@@ -1,1 +1,1 @@
-"""Prefill attention of new sequences that are packed one behind the other."""
+"""Prefill attention of new sequences that are packed one after the other."""

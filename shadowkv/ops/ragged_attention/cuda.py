@@ -10,8 +10,9 @@ __all__ = ["available", "ragged_attention", "supports"]
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """As the reference; sums are in float32. Can be captured in a CUDA graph.
+    """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128; heads and tokens of q, k and v lie multiples of 16 bytes apart.
+    bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of
+    16 bytes.
     """
     return attend_sequences(q, k, v, True, cu_seqlens)[0]

@@ -18,7 +18,7 @@ def supports(case: Case) -> list[str]:
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """As the reference, for head dims up to 256; the last dimension of all is dense."""
+    """Same as the reference, for head dims up to 256; the last dimension of every tensor is dense."""
     (tokens, heads, dim), count = q.shape, len(cu_seqlens) - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
@@ -26,7 +26,7 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longes
     block = max(16, triton.next_power_of_2(dim))
     narrow = block * q.element_size() <= 256
     rows, keys = (128, 64) if narrow else (64, 32)
-    # A sequence begins with a tile of its own, whatever is left of the one before.
+    # Each sequence starts with a new tile, even if the previous sequence's last tile is not full.
     _attend[(tokens // rows + count, heads)](
         q, k, v, cu_seqlens, out, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), count,
         1 / (math.sqrt(dim) * math.log(2)), GROUP=heads // k.shape[1], HEADS=heads, DIM=dim, DIM_BLOCK=block,
@@ -43,7 +43,7 @@ def _attend(
 ):  # fmt: skip
     """One tile of the queries of one sequence and head."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on, as many as it needs or one more.
+    # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on: as many as it needs, or one more.
     sequence = 0
     last = count - 1
     while sequence < last:
@@ -65,7 +65,7 @@ def _attend(
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)  # 0 for a tile that is one too many
+    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)  # 0 for a surplus tile
     # All rows see the keys before their tile.
     most, total, sums = _add(
         x, keys, values, k_row, v_row, row, 0, tl.minimum(first, end), end, scale, most, total, sums,
@@ -83,7 +83,7 @@ def _add(
     x, keys, values, k_row, v_row, row, start, stop, end, scale, most, total, sums,
     CAUSAL: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from ``start`` to ``stop`` to a softmax in base 2; those from ``end`` on are another sequence's."""
+    """Adds the keys from ``start`` to ``stop`` to a base-2 softmax; keys from ``end`` on belong to another sequence."""
     dim = tl.arange(0, DIM_BLOCK)
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)

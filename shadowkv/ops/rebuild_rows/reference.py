@@ -1,4 +1,4 @@
-"""Rows of sealed pages in PyTorch: every chunk of them selected."""
+"""Rows of sealed pages in PyTorch, with every chunk selected."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
     """Writes the rows of whole pages, from page number ``first`` of the row on.
 
     Args:
-        source: where they are; of one row, B = 1.
+        source: source of the pages, with one row, B = 1.
         out: [H, m, d], any float dtype, m a multiple of 64.
-        across_bus: whether the source is on the other side of a bus, which few readers fill.
+        across_bus: whether the source is on the other side of a bus, which a few readers saturate.
     """
     chunk = heads_and_chunk(source)[1]
     start, stop = first * PAGE // chunk, (first * PAGE + out.shape[1]) // chunk

@@ -14,13 +14,13 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import whole_numbers
 
 TOKENS = tl.constexpr(PAGE)
-"""Of a page, for kernels."""
+"""Tokens of a page, for kernels."""
 
 BLOCKS = 32
-"""Thread blocks that fill the bus, so that the others are free meanwhile."""
+"""Thread blocks that saturate the bus, which leaves the others free."""
 
 LEAST = 16
-"""Dimensions that a matrix product takes at the least."""
+"""Least number of dimensions of a matrix product."""
 
 MOST = 64
 """Coded dimensions that a product with the codec's rotation takes at a time."""
@@ -32,7 +32,7 @@ def supports(case: Case) -> list[str]:
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
-    """As the reference; the last dimension of ``out`` is dense."""
+    """Same as the reference; the last dimension of ``out`` is dense."""
     heads, rows, dim = out.shape
     tiles = rows // PAGE * heads
     if not tiles:
@@ -64,8 +64,8 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
 
 
 def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
-    """Of each row bits of its latents and where those begin, int32 [B, r]; where they have no widths, what is not read:
-    of one alignment in all calls, as kernels are compiled for each."""
+    """Bits of each row's latents and their bit offsets, int32 [B, r]. For latents without widths, placeholders that are
+    not read, with the same alignment in all calls, as kernels are compiled per alignment."""
     if source.widths is None:
         return source.basis, source.basis
     bits = source.widths[source.states].to(torch.int32)
@@ -91,7 +91,7 @@ def _rebuild_coded_rows(
     else:
         raise ValueError(f"rebuild_rows in Triton does not know codec {codec.name!r} ({codec.id})")
     states = pages if source.states is None else source.states
-    # What is not read has a stand-in: one of any alignment where the kernel is compiled for all alike.
+    # Unused arguments get a placeholder, of any alignment where the kernel is not specialised on it.
     start, mean, cos, sin = pages, source.codes, source.codes, source.codes
     half, interleaved, centred = 0, False, isinstance(source, CentredKeys)
     if isinstance(source, CentredKeys):
@@ -103,7 +103,7 @@ def _rebuild_coded_rows(
         out.stride(1), first, tiles,
         FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=_block(dim),
         AT_ONCE=min(MOST, _block(dim)), HALF=half, INTERLEAVED=interleaved,
-        num_warps=8, num_stages=1,  # with more stages 256 dimensions take more shared memory than there is
+        num_warps=8, num_stages=1,  # with more stages, 256 dimensions would not fit into shared memory
     )  # fmt: skip
 
 
@@ -172,12 +172,12 @@ def _decode_rows(
 
 @triton.jit
 def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
-    """Codes of dimensions ``dim`` of rows whose lanes are of dimensions 8 apart."""
+    """Codes of dimensions ``dim`` of rows whose lanes hold dimensions 8 apart."""
     lane, i = dim % 8, dim // 8
     LOW: tl.constexpr = 2 if BITS == 3 else BITS  # bits of the first plane
     at = lane * (DIM * LOW // 64) + i * LOW // 8
     code = (tl.load(row + at, mask=there, other=0).to(tl.int32) >> (i * LOW % 8)) & ((1 << LOW) - 1)
-    if BITS == 3:  # behind it one of the upper bits
+    if BITS == 3:  # a plane of the upper bits follows
         place = tl.load(places + i, mask=there, other=0)
         upper = tl.load(row + DIM // 4 + lane * (DIM // 64) + place // 8, mask=there, other=0).to(tl.int32)
         code |= ((upper >> (place % 8)) & 1) << 2
@@ -186,7 +186,7 @@ def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _float_of_e4m3(x):
-    """What 8-bit floats (e4m3) in int32 stand for, by arithmetic, as not every GPU has an instruction for it."""
+    """Values of 8-bit floats (e4m3) in int32, by arithmetic, as not every GPU has an instruction for it."""
     size = x & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -199,8 +199,8 @@ def decoded_latents(
     rows, rank, wanted, bits, bit,
     RANK: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Latents ``rank`` [n] of tokens at rows [m, 1], where they are ``wanted``; ``bits`` and ``bit`` of a row."""
-    if MIXED:  # plus half of what their bits hold, the lowest first, over two bytes at the most
+    """Latents ``rank`` [n] of tokens at rows [m, 1], where ``wanted``; ``bits`` and ``bit`` are those of a row."""
+    if MIXED:  # codes offset by half their range, lowest bits first, across at most two bytes
         width = tl.load(bits + rank, mask=rank < RANK, other=0)
         begin = tl.load(bit + rank, mask=rank < RANK, other=0)
         byte = (begin // 8)[None, :]
@@ -208,7 +208,7 @@ def decoded_latents(
         high = tl.load(rows + byte + 1, mask=wanted & (byte + 1 < WIDTH), other=0).to(tl.int32)
         codes = ((low | (high << 8)) >> (begin % 8)[None, :]) & ((1 << width) - 1)[None, :]
         return codes - ((1 << width) // 2)[None, :]
-    elif PACKED:  # plus half of what they may be, the strong ones in a byte, two others to one
+    elif PACKED:  # codes offset by half their range: strong ones in one byte each, the others two per byte
         STRONG: tl.constexpr = 2 * WIDTH - RANK
         strong = rank < STRONG
         byte = tl.where(strong, rank, (rank + STRONG) // 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference; the last dimension must be dense."""
+    """Same as the reference; the last dimension must be dense."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
@@ -33,6 +33,6 @@ def _rms_norm(x, weight, out, row_stride, eps, SIZE: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def normalised(wide, weight, column, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """One row over its root mean square, rounded, times the weight."""
+    """One row divided by its root mean square, rounded, times the weight."""
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
     return (wide * scale).to(DTYPE) * tl.load(weight + column, mask=column < SIZE, other=0.0)

@@ -1,4 +1,4 @@
-"""Sampling without a sort of the vocabulary, in PyTorch: buckets of logits are narrowed down as in radix selection."""
+"""Sampling without sorting the vocabulary, in PyTorch: buckets of logits are narrowed down as in radix selection."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from torch import Tensor
 from shadowkv.ops.sample_tokens.weights import COLDEST, LARGEST, UNIT, token_weights
 
 BUCKETS = 2048
-"""Parts that a range of logits is divided into."""
+"""Number of parts that a range of logits is divided into."""
 
 SORTED = 512
-"""Tokens that are few enough to be sorted."""
+"""Number of tokens that is small enough to sort."""
 
 
 def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     """One token per row, by the inverse of the distribution function over the tokens that the filters keep.
 
-    A row's order is by its logits, the largest first, of equal ones the lowest token id first. Of that order are kept
+    A row is ordered by its logits, largest first, with ties in order of token id. In that order, the filters keep
 
-    - the first ``top_k``,
-    - of these, after a softmax over them, the fewest first ones that have ``top_p`` of it together, and
-    - of these the ones that are at least ``min_p`` times as likely as the first.
+    - the first ``top_k`` tokens,
+    - of these, after a softmax over them, the shortest prefix with a total probability of at least ``top_p``, and
+    - of these, the tokens that are at least ``min_p`` times as likely as the first.
 
-    The token is the first one, in the order of token ids, with which the kept tokens up to it have more than
-    ``uniform`` of what all kept ones have. It depends on its row alone, and is the same from every backend:
-    probabilities are whole numbers (``weights.py``).
+    The sampled token is the first one, in the order of token ids, for which the kept tokens up to and including it have
+    more than ``uniform`` of the total probability of all kept tokens. It depends on its row alone and is the same in
+    every backend: probabilities are whole numbers (``weights.py``).
 
     Args:
-        logits: float32 [B, V], V at least 1 and at most 2**22, rows dense. -inf is never sampled where a logit is
+        logits: float32 [B, V], V at least 1 and at most 2**22, rows dense. -inf is never sampled if any logit is
             finite.
-        parameters: float64 [B, 5], columns as in ``weights.PARAMETERS``: temperature, up to ``weights.COLDEST`` for the
-            largest logit, whatever else the row says, and 100 at the most; top_k, a whole number, without effect unless
-            it is above 0 and below V; top_p in (0, 1], without effect at 1; min_p in [0, 1]; uniform in [0, 1).
+        parameters: float64 [B, 5], columns as in ``weights.PARAMETERS``: temperature, at most 100; up to
+            ``weights.COLDEST`` it selects the largest logit, whatever the other parameters are; top_k, a whole number,
+            ignored unless it is above 0 and below V; top_p in (0, 1], no effect at 1; min_p in [0, 1]; uniform in
+            [0, 1).
 
     Returns:
-        int64 [B], in [0, V) whatever the logits are; of a row with NaN or infinity the token has no meaning.
+        int64 [B], in [0, V) for any logits; the token of a row with NaN or infinity has no meaning.
     """
     sampled = [_sample(row, *numbers) for row, numbers in zip(logits, parameters.tolist(), strict=True)]
     return torch.stack(sampled) if sampled else torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -64,17 +65,17 @@ def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_
 
 
 def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Tensor:
-    """Of the tokens that are ``there`` the fewest first ones whose measures sum up to ``target``: bool [V].
+    """The shortest prefix of the tokens that are ``there`` whose measures sum up to at least ``target``: bool [V].
 
-    Measures are int64 [V], 0 of the other tokens, and ``target`` is at least 1.
+    Measures are int64 [V], 0 for the other tokens, and ``target`` is at least 1.
     """
-    # Others would be in the last bucket; one of -inf would make the next range infinite, and of shares of it NaN.
+    # Other tokens would fall into the last bucket; -inf there would make the next range infinite, and shares of it NaN.
     values, measure = logits[there], measure[there]
     while len(values) > SORTED:
         high, low = values.amax(), values.amin()
         if low / 2 >= high / 2:
             break
-        # Halves: the difference of two large numbers is infinity, and a share of that says nothing.
+        # Halved, as the difference of two large numbers can be infinite, which makes shares of it meaningless.
         bucket = ((high / 2 - values / 2) / (high / 2 - low / 2)).clamp_(max=1).mul_(BUCKETS - 1).int()
         sums = measure.new_zeros(BUCKETS).scatter_add_(0, bucket.long(), measure).cumsum(0)
         place = int(torch.searchsorted(sums, target))

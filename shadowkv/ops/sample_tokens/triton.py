@@ -1,11 +1,11 @@
-"""Sampling without a sort in one Triton kernel, a program for each row: passes over a row that stays in the L2 cache.
+"""Sampling without sorting in one Triton kernel, one program per row: passes over a row that stays in the L2 cache.
 
-The largest and the smallest logit, then the weight of all tokens. For each filter the value at which it ends is
-enclosed: a pass measures what lies above three values, and leaves a quarter of the range, until so few tokens are
-within that registers hold them. A last pass adds up what is kept, block by block; the block with the sampled token in
-it is read again.
+The first passes find the largest and the smallest logit, then the weight of all tokens. For each filter, the value at
+which it ends is bracketed: each pass measures what lies above three values and leaves a quarter of the range, until the
+remaining tokens fit in registers. A last pass sums up what is kept, block by block; the block with the sampled token is
+read again.
 
-No order of additions decides anything, so passes may be cut up in any way: weights are whole numbers.
+Weights are whole numbers, so the order of additions does not matter and passes may be split in any way.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shadowkv.ops.sample_tokens import weights
 from shadowkv.ops.sample_tokens.weights import CANDIDATES, PARAMETERS
 
 BLOCK = 2048
-"""Tokens of a row that are read at a time, four by each thread, where threads add up apart until the row's end."""
+"""Tokens of a row that are read at a time, four by each thread, where threads sum separately until the row's end."""
 
 LONG_BLOCK = 4096
-"""The same where they wait for one another after every block."""
+"""The same where threads wait for each other after every block."""
 
 BY_VALUE = 4
-"""Passes that divide a range of values in equal parts; later ones divide the floats in it, of which there are as many
-as it takes to be done after 16 more."""
+"""Passes that divide a range of values into equal parts; later passes divide the set of floats in it, which takes at
+most 16 more passes."""
 
 COLDEST = tl.constexpr(weights.COLDEST)
 LARGEST = tl.constexpr(weights.LARGEST)
@@ -39,7 +39,7 @@ C0, C1, C2, C3, C4, C5 = (tl.constexpr(coefficient) for coefficient in weights.M
 
 
 def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
-    """As the reference."""
+    """Same as the reference."""
     batch, size = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch:
@@ -58,7 +58,7 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
             LONG_BLOCK=LONG_BLOCK,
             BLOCKS=triton.next_power_of_2(triton.cdiv(size, LONG_BLOCK)),
             num_warps=16,
-            enable_fp_fusion=False,  # a fused multiplication and addition rounds another way
+            enable_fp_fusion=False,  # a fused multiply-add rounds differently
         )
     return tokens
 
@@ -88,13 +88,13 @@ def _sample_tokens(
     smallest, largest, sampled = _extent(logits, size, BLOCK)
     if (temperature > COLDEST) & (largest > float("-inf")):
         scale = (1 / temperature).to(tl.float32) * LOG2E
-        # All that weighs anything is above low.
+        # All tokens with a nonzero weight are above low.
         high = _order(largest).to(tl.int64)
         low = tl.maximum(_order(largest - 42 / scale).to(tl.int64), _order(smallest).to(tl.int64) - 1)
         low = tl.minimum(low, high - 1)
         count, total = _measure(logits, size, largest, scale, _value(low), BLOCK)
         least, ties, kept = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        for by_mass in range(2):  # top-k, and top-p of what it left
+        for by_mass in range(2):  # top-k, then top-p of what is left
             if by_mass == 0:
                 target, filters = top_k, (top_k > 0) & (top_k < count)
             else:
@@ -114,7 +114,7 @@ def _sample_tokens(
 
 @triton.jit
 def _load(logits, start, size, BLOCK: tl.constexpr):
-    """Token ids, and their logits; -inf beyond the vocabulary."""
+    """Token ids and their logits, -inf beyond the vocabulary."""
     token = start + tl.arange(0, BLOCK)
     logit = tl.load(logits + token, mask=token < size, other=float("-inf"))
     return token, tl.where(logit < LARGEST, logit, LARGEST)
@@ -133,7 +133,7 @@ def _weight(logit, largest, scale):
 
 @triton.jit
 def _order(value):
-    """int32 in the order of float32 values, without gaps; both zeros are 0."""
+    """Maps float32 values to int32 in the same order, without gaps; both zeros become 0."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
@@ -147,7 +147,7 @@ def _value(order):
 
 @triton.jit
 def _extent(logits, size, BLOCK: tl.constexpr):
-    """The smallest and the largest logit, and the first token that has the latter."""
+    """The smallest and the largest logit, and the first token with the largest."""
     worst, best = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
     for start in range(0, size, BLOCK):
@@ -161,7 +161,7 @@ def _extent(logits, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _measure(logits, size, largest, scale, above, BLOCK: tl.constexpr):
-    """Tokens above a value, and their weight."""
+    """Number of tokens above a value, and their weight."""
     count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         _, logit = _load(logits, start, size, BLOCK)
@@ -172,7 +172,7 @@ def _measure(logits, size, largest, scale, above, BLOCK: tl.constexpr):
 
 @triton.jit
 def _measure_three(logits, size, largest, scale, a, b, c, BLOCK: tl.constexpr):
-    """``_measure`` of three values in one pass."""
+    """``_measure`` for three values in one pass."""
     count_a, mass_a = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     count_b, mass_b = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     count_c, mass_c = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
@@ -191,7 +191,8 @@ def _measure_three(logits, size, largest, scale, a, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def _between(low, high, quarters, by_value):
-    """Above ``low`` and below ``high``, where there is such a value, so many quarters of the way: in orders."""
+    """The order ``quarters`` / 4 of the way from ``low`` to ``high``, by value or by order; at least ``low`` and below
+    ``high``."""
     first, last = _value(low), _value(high)
     middle = _order(first + (last - first) * (0.25 * quarters)).to(tl.int64)
     middle = tl.where(by_value, middle, low + (high - low) * quarters // 4)
@@ -215,11 +216,11 @@ def _enclose(
     BLOCK: tl.constexpr,
     LONG_BLOCK: tl.constexpr,
 ):
-    """The value with which as many tokens, or weights ``by_mass``, from the largest on as ``target`` says are reached.
+    """The value at which ``target`` tokens, or with ``by_mass`` a weight of ``target``, are reached from the top down.
 
-    That value is above ``low`` and at most ``high`` all the time, both orders. ``count`` tokens are above ``low``.
+    The value is always above ``low`` and at most ``high``, both orders. ``count`` tokens are above ``low``.
 
-    Returns the value, how many tokens have it, how many of them it takes, and the weight of all tokens with those.
+    Returns the value, how many tokens have it, how many of those are needed, and the total weight including these.
     """
     above, mass, turn = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), 0  # tokens above high, and their weight
     while (count - above > CANDIDATES) & (high - low > 1):
@@ -263,7 +264,7 @@ def _enclose(
 
 @triton.jit
 def _gather(logits, size, low, high, candidates, BLOCK: tl.constexpr):
-    """Writes the logits above ``low`` and up to ``high`` one behind the other, for all threads to read."""
+    """Writes the logits above ``low`` and up to ``high`` contiguously, for all threads to read."""
     found = 0
     for start in range(0, size, BLOCK):
         _, logit = _load(logits, start, size, BLOCK)
@@ -276,7 +277,7 @@ def _gather(logits, size, low, high, candidates, BLOCK: tl.constexpr):
 
 @triton.jit
 def _end_of_ties(logits, size, value, kept, BLOCK: tl.constexpr):
-    """The id behind the first ``kept`` tokens of a value."""
+    """The id after the first ``kept`` tokens that have ``value``."""
     before, start, end = tl.full([], 0, tl.int64), 0, size
     while before < kept:
         token, logit = _load(logits, start, size, BLOCK)
@@ -290,7 +291,7 @@ def _end_of_ties(logits, size, value, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.constexpr):
-    """Token ids, and their weights, 0 of those that are not kept."""
+    """Token ids and their weights, 0 for tokens that are not kept."""
     token, logit = _load(logits, start, size, BLOCK)
     weight = _weight(logit, largest, scale)
     keep = ((logit > least) | ((logit == least) & (token < end))) & (weight >= lightest)
@@ -301,7 +302,8 @@ def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.c
 def _sample(
     logits, size, largest, scale, least, end, lightest, uniform, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """The token: of those above ``least``, of that value with ids below ``end``, that weigh ``lightest`` or more."""
+    """The sampled token, from those above ``least``, or equal to it with ids below ``end``, that weigh at least
+    ``lightest``."""
     block = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
     for number in range(0, tl.cdiv(size, BLOCK)):

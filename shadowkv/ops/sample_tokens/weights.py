@@ -1,8 +1,8 @@
-"""What all backends of the op compute alike, to the last bit: a row's parameters, and the weights of its tokens.
+"""What all backends of the op compute bitwise equally: a row's parameters, and the weights of its tokens.
 
 A weight is exp(logit / temperature) in whole units, ``UNIT`` for the largest logit. Sums of whole numbers are exact, so
-no sample depends on the order of additions, on a batch or on a backend; and float32 additions and multiplications, none
-of them fused, are the same everywhere, which exponentials of libraries are not.
+no sample depends on the order of additions, on the batch or on the backend; and unfused float32 additions and
+multiplications are the same everywhere, unlike the exponentials of libraries.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "uniform")
-"""Columns of the parameters, float64: counts of any size and probabilities have their place in it."""
+"""Columns of the parameters, float64, which holds probabilities and counts of any size."""
 
 COLDEST = 2.0**-16
-"""Temperatures up to this are greedy: dividing by less could overflow. It is the same number in float32, as which
-kernels may take it."""
+"""Temperatures up to this are greedy: dividing by less could overflow. It is exact in float32, which kernels may
+use."""
 
 LARGEST = torch.finfo(torch.float32).max
-"""What NaN and larger logits count as: such a row's token has no meaning, but it is one of the vocabulary."""
+"""What NaN and larger logits are replaced by: such a row's token has no meaning, but is in the vocabulary."""
 
 UNIT_BITS = 40
 UNIT = 2**UNIT_BITS
 """The weight of the largest logit. All tokens that weigh less than one unit have, together, less than 2**-22 of the
-probability in a vocabulary of 2**18, and a sum of so many weights is below 2**58."""
+probability in a vocabulary of 2**18, and a sum of that many weights is below 2**58."""
 
 ROUND = 1.5 * 2**23
-"""Added to a float32 that is not negative and below 2**22, it rounds to a whole number in the lowest bits."""
+"""Added to a nonnegative float32 below 2**22, this rounds it to a whole number in the lowest bits."""
 
 MOST_OCTAVES = 63.0
-"""Halvings beyond this count as so many: from 41 on a weight is below one unit, and a shift is of 63 bits at most."""
+"""Halvings are clamped to this number: from 41 on a weight is below one unit, and a shift is by at most 63 bits."""
 
 LOG2E = 1.44269502162933349609375
 """log2(e) as a float32."""
@@ -38,14 +38,14 @@ MANTISSA_BITS = 21
 MANTISSA = (
     2.0**MANTISSA_BITS, -1453634.625, 503782.9375, -116407.3203125, 20282.6328125, -2781.81494140625,
 )  # fmt: skip
-"""Coefficients of 2**(21 - f) for f in [-1/2, 1/2], all of them float32: the polynomial of least relative error,
-9e-8, that is exact at 0. With the rounding of its value a weight is within 5e-7."""
+"""Coefficients of 2**(21 - f) for f in [-1/2, 1/2], all in float32: the polynomial of least relative error, 9e-8, that
+is exact at 0. Including the rounding of its value, a weight is within 5e-7."""
 
 CANDIDATES = 8192
-"""Logits of a row that a backend has room for in scratch memory: the last ones that a filter may end at."""
+"""Logits of a row that fit in a backend's scratch memory: the last candidates for the end of a filter."""
 
 SCRATCH_BYTES = 4 * CANDIDATES + 8 * len(PARAMETERS)
-"""Device bytes that sampling takes for each row, besides logits and tokens."""
+"""Device bytes that sampling takes per row, besides logits and tokens."""
 
 
 def token_weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:

@@ -1,1 +1,1 @@
-"""Matrix products of 8-bit floats with a scale for every row of either side."""
+"""Matrix products of 8-bit floats with a scale per row of either operand."""

@@ -1,4 +1,4 @@
-"""Matrix products of scaled 8-bit floats on tensor cores, by the libraries that come with PyTorch."""
+"""Matrix products of scaled 8-bit floats on tensor cores, using the libraries that come with PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEAST_CAPABILITY = (8, 9)
 """Ada; Hopper is 9.0. Older GPUs have no tensor cores for 8-bit floats."""
 
 MULTIPLE = 16
-"""What K and N must be multiples of."""
+"""K and N must be multiples of this."""
 
 
 def available() -> bool:
@@ -20,10 +20,10 @@ def available() -> bool:
 def scaled_matmul(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """As the reference, into bfloat16, with a bias in bfloat16; all rows must be dense.
+    """Same as the reference, with a result and bias in bfloat16; all rows must be dense.
 
     Raises:
-        ValueError: another dtype, or sizes K or N that are no multiples of 16.
+        ValueError: another dtype, or sizes K or N that are not multiples of 16.
     """
     out_features, in_features = weight.shape
     if dtype != torch.bfloat16:
@@ -32,8 +32,8 @@ def scaled_matmul(
         raise ValueError(f"scaled_matmul on a GPU takes multiples of {MULTIPLE}, not {out_features} x {in_features}")
     if not len(codes):
         return codes.new_empty(0, out_features, dtype=dtype)
-    # Summed in the tensor cores' own precision, as in vLLM: what that loses is less than codes of three bits do.
+    # Summed in the tensor cores' own precision, as in vLLM: this loses less than the three bits of the codes do.
     out = torch._scaled_mm(
         codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=dtype, use_fast_accum=True
     )
-    return out if bias is None else out.add_(bias)  # cuBLAS has no kernel with a bias for few rows of many numbers
+    return out if bias is None else out.add_(bias)  # cuBLAS has no kernel with a bias for few long rows

@@ -18,7 +18,7 @@ def scaled_matmul(
         weight: float8_e4m3fn [N, K].
         weight_scale: float32 [N, 1].
         bias: [N], or None.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         [T, N].

@@ -1,4 +1,4 @@
-"""Selection of blocks with scores by ``csrc/kernels/score_blocks_sm90.cuh``, for Hopper, and the rest by Triton."""
+"""Selection of blocks on Hopper: scores by ``csrc/kernels/score_blocks_sm90.cuh``, the rest by Triton."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLO
 from shadowkv.ops.select_blocks.triton import choose_blocks, sample_queries, score_buffer
 
 DIMS = (64, 128)
-"""Head dims that the kernel is made for."""
+"""Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 128
-"""Sampled queries of a tile and a kv head that it takes."""
+"""Most sampled queries per tile and kv head that the kernel takes."""
 
 
 @cache
@@ -36,10 +36,10 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """As the reference; products are summed in float32, and a block's share is off by 1e-4 of it at the most.
+    """Same as the reference; products are summed in float32, and a block's share has a relative error of at most 1e-4.
 
-    bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads of a kv head; heads and tokens of q and k lie
-    multiples of 16 bytes apart. Can be captured in a CUDA graph.
+    bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens
+    of q and k are multiples of 16 bytes. Can be captured in a CUDA graph.
     """
     scores = score_buffer(q, k)
     score_blocks(q, k, sample_queries(q), scores)
@@ -47,7 +47,7 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """As ``triton.score_blocks``; padding rows and the first blocks, about which there is no choice, are not written.
+    """Same as ``triton.score_blocks``; padding rows and the first blocks, which are always chosen, are not written.
 
     ``sampled``, rows of q, are read on the device and are not checked.
     """

@@ -1,4 +1,4 @@
-"""Selection of blocks by a few sampled queries of each tile, in PyTorch."""
+"""Selection of blocks by a few sampled queries per tile, in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ SAMPLED = 8
 """Queries of a tile whose attention is computed to choose its blocks."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
-"""First blocks, and those before a tile's own, that it always attends to."""
+"""First blocks, and blocks before a tile's own, that the tile always attends to."""
 
 
 def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
     """The blocks of keys that each tile of the last n of m positions attends to.
 
     A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
-    Of all others, which hold nothing but keys before it, it takes those that have at least ``share`` of the softmax of
-    one of its sampled queries (``sample_queries``) over all these. Where that is more than ``most`` of all blocks that
-    it may attend to, ``share`` is doubled until it is not.
+    From all other blocks, which hold only keys before it, it takes those with at least ``share`` of the softmax of one
+    of its sampled queries (``sample_queries``) over these blocks. If that is more than a share of ``most`` of all
+    blocks that it may attend to, ``share`` is doubled until it is not.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
         k: RoPE-rotated keys [m, H, d].
-        whole: tiles that hold one of so many last queries, and a last one that is not full, attend to all blocks.
+        whole: tiles that hold one of the last ``whole`` queries, and a last tile that is not full, attend to all
+            blocks.
 
     Returns:
-        int32 [H_q, tiles, blocks], ascending, anything past their number; and int32 [H_q, tiles], their number.
+        int32 [H_q, tiles, blocks], ascending, arbitrary past their number; and int32 [H_q, tiles], their number.
     """
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
@@ -67,8 +68,8 @@ def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 
 def sample_queries(q: Tensor) -> Tensor:
     """Rows of ``q`` [n, H_q, d] that represent the tiles, int32 [H_q, tiles, ``SAMPLED``].
 
-    The last one of a tile, then each time the one that is farthest from those before (Gonzalez 1985): what one token
-    alone looks for is seen, which evenly spread ones miss twice as often.
+    The last query of a tile, then repeatedly the one farthest from those already sampled (Gonzalez 1985): this catches
+    what only one token looks for, which evenly spaced queries miss twice as often.
     """
     n, query_heads, _ = q.shape
     tiles = -(-n // BLOCK)

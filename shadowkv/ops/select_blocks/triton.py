@@ -1,4 +1,4 @@
-"""Selection of blocks in three Triton kernels: queries are sampled, scored against all keys, and blocks chosen."""
+"""Selection of blocks in three Triton kernels: queries are sampled and scored against all keys, blocks are chosen."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SPAN = 32
 """Blocks of keys that a program scores."""
 
 AT_ONCE = 512
-"""Blocks of keys that are chosen from together."""
+"""Blocks of keys that are considered together when choosing."""
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernels cannot serve a case: in shared memory are sampled queries and blocks of keys."""
+    """Why the kernels cannot serve a case: sampled queries and blocks of keys must fit in shared memory."""
     row = triton.next_power_of_2(case.head_dim) * case.dtype.itemsize
     blocks = 4 if case.capability is not None and case.capability >= (9, 0) else 3
     need = blocks * BLOCK * row + 2048
@@ -30,21 +30,22 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, share: float, most: float, whole: int = 0) -> tuple[Tensor, Tensor]:
-    """As the reference; products are summed in float32."""
+    """Same as the reference; products are summed in float32."""
     scores = score_buffer(q, k)
     score_blocks(q, k, sample_queries(q), scores)
     return choose_blocks(scores, q, k, share, most, whole)
 
 
 def tiles_together(group: int) -> int:
-    """Tiles whose sampled queries are scored together, those of all query heads of a kv head."""
+    """Number of tiles whose sampled queries, of all query heads of a kv head, are scored together."""
     return max(1, 128 // (group * SAMPLED))
 
 
 def score_buffer(q: Tensor, k: Tensor) -> Tensor:
     """float32 [blocks, H, parts, rows] for ``score_blocks``.
 
-    A part's rows are the sampled queries of a kv head's query heads, of ``tiles_together``; there may be more of them.
+    A part's rows are the sampled queries of a kv head's query heads in ``tiles_together`` tiles; there may be more
+    rows.
     """
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     together = tiles_together(group)
@@ -55,13 +56,12 @@ def score_buffer(q: Tensor, k: Tensor) -> Tensor:
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Writes log2 of the sums of exponentials of sampled queries over all blocks that a tile may choose, and some
-    others.
+    """Writes log2 of the sampled queries' sums of exponentials over all blocks that a tile may choose, and some others.
 
     Args:
-        q, k: [n, H_q, d] and [m, H, d], as ``select_blocks`` gets them; the last dimension is dense.
-        sampled: int32 [H_q, tiles, ``SAMPLED``], rows of ``q``, of ``sample_queries``.
-        scores: float32 [blocks, H, parts, rows], of ``score_buffer``; written.
+        q, k: [n, H_q, d] and [m, H, d], as for ``select_blocks``; the last dimension is dense.
+        sampled: int32 [H_q, tiles, ``SAMPLED``], rows of ``q``, from ``sample_queries``.
+        scores: float32 [blocks, H, parts, rows], from ``score_buffer``; written.
     """
     n, query_heads, dim = q.shape
     blocks, heads, parts, rows = scores.shape
@@ -75,8 +75,8 @@ def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
 
 
 def choose_blocks(scores: Tensor, q: Tensor, k: Tensor, share: float, most: float, whole: int) -> tuple[Tensor, Tensor]:
-    """What ``select_blocks`` returns, by the scores [blocks, H, parts, rows] that ``score_blocks`` has written; all
-    other arguments as ``select_blocks`` gets them."""
+    """The result of ``select_blocks``, from the scores [blocks, H, parts, rows] that ``score_blocks`` has written; all
+    other arguments as for ``select_blocks``."""
     n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
     group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
@@ -90,7 +90,7 @@ def choose_blocks(scores: Tensor, q: Tensor, k: Tensor, share: float, most: floa
 
 
 def sample_queries(q: Tensor) -> Tensor:
-    """As the reference, but for queries that are nearly as far from others; products are summed in float32."""
+    """Same as the reference, except for queries at nearly equal distances; products are summed in float32."""
     n, query_heads, dim = q.shape
     tiles = triton.cdiv(n, BLOCK)
     sampled = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.int32, device=q.device)
@@ -106,7 +106,7 @@ def _sample(
     q, sampled, n, q_token, q_head, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     SAMPLED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of one head."""
+    """Samples the queries of one tile of one head."""
     tile, head = tl.program_id(0), tl.program_id(1)
     within, dim = tl.arange(0, BLOCK), tl.arange(0, DIM_BLOCK)
     token = tile * BLOCK + within
@@ -132,7 +132,7 @@ def _score(
     DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sums of exponentials of sampled queries of a few tiles, over each of a span of blocks of one head."""
+    """log2 of the sampled queries' sums of exponentials, for a few tiles and each of a span of blocks of one head."""
     part, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.arange(0, ROWS)
     tile = part * TOGETHER + row // (SAMPLED * GROUP)
@@ -168,11 +168,11 @@ def _choose(
     TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
     LOCAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of one tile of one query head."""
+    """Chooses the blocks of one tile of one query head."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
     first = m - n + tile * BLOCK
-    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees some of
+    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees at least in part
     free_end = tl.maximum(first // BLOCK - LOCAL + 1, SINK)
     if (tile + 1) * BLOCK > n - whole:
         free_end = SINK + 0 * free_end

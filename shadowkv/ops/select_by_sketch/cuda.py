@@ -17,7 +17,7 @@ from shadowkv.ops.sketch_queries import cuda as sketch_queries
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 COUNTS_BYTES = 12 * 1024
-"""Shared memory that the kernels use besides those, at most."""
+"""Most bytes of shared memory that the kernels use besides the groups of ``supports``."""
 
 available = partial(load_cuda, "select_by_sketch", "select_by_sketch")
 
@@ -25,17 +25,17 @@ available = partial(load_cuda, "select_by_sketch", "select_by_sketch")
 def supports(case: Case) -> list[str]:
     """Why the kernels cannot serve a case.
 
-    On an H200 contexts of 3.5 million tokens have more runs than one thread block can select from, or such that select
-    half a million chunks.
+    On an H200, contexts of 3.5 million tokens, or those that select half a million chunks, have more runs than one
+    thread block can select from.
     """
-    groups = (case.block_memory - COUNTS_BYTES) // 4  # of 8 values; it keeps 4 bytes of each
+    groups = (case.block_memory - COUNTS_BYTES) // 4  # groups of 8 values, with 4 bytes kept for each
     needed = max(case.max_pages, region_bytes(case.max_pages, case.chunk, case.max_selected) // 16)
     reason = f"{case.block_memory} bytes of shared memory are too few to select from {PAGE * case.max_pages} tokens"
     return sketch_queries.supports(case) + unless(needed <= groups, reason)
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
-    """Bytes that a row leaves between launches: its kept runs and what they weigh, scores of their chunks, and 16."""
+    """Bytes that a row keeps between launches: its kept runs and their weights, the scores of their chunks, and 16."""
     keep = reference.most_kept(PAGE // RUN * columns, k, chunk)
     return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 
@@ -54,9 +54,9 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference; scores are compared as float16 numbers.
+    """Same as the reference; scores are compared as float16 numbers.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads a kv head.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads per kv head.
     """
     (batch, columns), heads, device = pages.shape, signs.shape[1], signs.device
     if not columns:

@@ -1,8 +1,8 @@
-"""Selection in two levels in PyTorch: the runs with the best signs, then the best chunks of those by all bits.
+"""Selection in two levels in PyTorch: the runs with the best sign scores, then their best chunks by all bits.
 
-What the top-k leaves out can be sampled from (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688): some of the
-runs that are looked at are then sampled by their signs' scores, and part of the chunks by theirs. Divided by the
-chance that it had, what was sampled stands for all that was not.
+What the top-k leaves out can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688): some of the runs
+that are examined are then sampled by their sign scores, and part of the chunks by their scores. Divided by their
+chance, the samples stand for everything that was not sampled.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 16
-"""One in this many runs is looked at closely."""
+"""One in this many runs is examined closely."""
 
 KEPT_OVER_BUDGET = 4
-"""At least this many times the tokens of the budget are."""
+"""The runs examined closely have at least this many times the tokens of the budget."""
 
 KEPT_LEAST = 384
-"""And at least this many runs: how well what is sampled stands for the rest depends on how many are sampled, less on
-their share."""
+"""Least number of runs examined closely: how well samples represent the rest depends on their number more than on their
+share."""
 
 SAMPLED_SHARE = 4
-"""One in this many of these runs is sampled, where anything is."""
+"""One in this many of these runs is sampled, if anything is sampled."""
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
-"""Runs and chunks are sampled by exponentials of so much of their scores, which are estimates: what they rate at
-nothing may matter. On attention of RULER prompts 0.3 to 0.7 and 0.6 to 0.85 do as well."""
+"""Runs and chunks are sampled by exponentials of these multiples of their scores, which are only estimates: what they
+rate as nothing may matter. On attention of RULER prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally well."""
 
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
-    """Runs of each row that are looked at closely where ``budget`` chunks are selected, int64 [B].
+    """Number of runs of each row that are examined closely when ``budget`` chunks are selected, int64 [B].
 
-    ``num_pages``, ``budget`` and ``chunk`` are as ``select_by_sketch`` gets them.
+    ``num_pages``, ``budget`` and ``chunk`` are as for ``select_by_sketch``.
     """
     return _kept_of(PAGE // RUN * num_pages, budget * chunk).where(budget > 0, 0)
 
 
 @lru_cache
 def most_kept(runs: int, budget: int, chunk: int) -> int:
-    """The same of a row of ``runs`` that selects up to ``budget`` chunks; asked in every step, of few such rows."""
+    """The same for a row of ``runs`` that selects up to ``budget`` chunks; called in every step, for few such rows."""
     return int(_kept_of(torch.tensor(runs), torch.tensor(budget * chunk)))
 
 
 def _kept_of(runs: Tensor, tokens: Tensor) -> Tensor:
-    """Number of runs scored by all bits, out of ``runs``, when ``tokens`` tokens are selected. CUDA kernels have the
-    rule in ``csrc/sketch_rules.h``."""
+    """Number of runs scored by all bits, out of ``runs``, when ``tokens`` tokens are selected. The CUDA kernels define
+    this rule in ``csrc/sketch_rules.h``."""
     share = torch.maximum(-(-runs // KEPT_SHARE), -(-tokens * KEPT_OVER_BUDGET // RUN))
     return torch.minimum(runs, share.clamp(min=KEPT_LEAST))
 
 
 def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> Tensor:
-    """Those of the ``kept`` runs int64 [B] that are sampled, int64 [B]: a quarter, where something is sampled and not
-    all runs of ``num_pages`` int64 [B] are kept.
+    """Number of the ``kept`` runs int64 [B] that are sampled, int64 [B]: a quarter, if anything is sampled and not all
+    runs of ``num_pages`` int64 [B] are kept.
 
-    On attention of RULER prompts, with half of them outputs err 4 % less, but of tokens with 5 % of a head's attention
-    9.3 % are overlooked, with a quarter 6.1 % and with none 4.8 % (64 dimensions).
+    On attention of RULER prompts, sampling half of them reduces the output error by 4 %, but misses 9.3 % of the tokens
+    with 5 % of a head's attention; a quarter misses 6.1 % and none 4.8 % (64 dimensions).
     """
     some = torch.zeros_like(kept) if sampling is None else sampling.counts
     return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // SAMPLED_SHARE, 0)
 
 
 def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
-    """What a score is about multiplied by in the softmax, in units of log 2: the mean of a group, float32 [B, H]."""
+    """The approximate factor of a score in the softmax, in units of log 2: the mean of a group, float32 [B, H]."""
     return queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)
 
 
@@ -88,32 +88,33 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Chunks with the best score of any token with any query of its kv head, queries of length 1, and sampled ones.
+    """Chunks with the best score of any token with any query of its kv head, with queries of length 1, and sampled
+    chunks.
 
-    Only some runs of 8 tokens are looked at, as many as ``kept_runs`` says: those with the best ``coarse`` scores, and
-    ``sampled_runs`` of others.
+    Only some runs of 8 tokens are examined, ``kept_runs`` in number: those with the best ``coarse`` scores, and
+    ``sampled_runs`` others.
 
     Args:
         queries: B rows of H_q heads.
         coarse: float16 [B, H, 8 P], of ``sign_scores``.
         signs, rest: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
-        scale: uint8 [N, H, 64], codes of which 0 is that of tokens that may not be selected.
-        pages: int64 [B, P]; a name past the valid pages may be any that there is.
+        scale: uint8 [N, H, 64], codes; 0 marks tokens that may not be selected.
+        pages: int64 [B, P]; names past the valid pages may be any existing page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], top-k chunks, at most so many of a row that samples (see ``systematic_sample``); with the
-            sampled ones at most ``k``. None are sampled of a row whose budget is 0.
-        chunk: tokens of a chunk, 1, 2, 4 or 8; all of them may be selected or none.
+        budget: int64 [B], number of top-k chunks, an upper limit for rows that sample (see ``systematic_sample``);
+            together with the sampled ones at most ``k``. Nothing is sampled for a row whose budget is 0.
+        chunk: tokens of a chunk, 1, 2, 4 or 8; either all or none of them may be selected.
         k: columns of the result.
-        sampling: what to sample besides.
-        layer: other layers sample by other random numbers.
+        sampling: what to sample in addition.
+        layer: each layer uses different random numbers.
 
     Returns:
         int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
-        scores, are broken as the backend likes; scores within a factor of 1 + 2**-10 may count as equal. Which chunks
-        are sampled depends on the last bits of sums, in which backends differ. None of it depends on the other rows,
-        nor on how many there are.
-        And float32 [B, H, k], the logarithm of how many each chunk stands for, 0 or more, anything where there is none;
-        None without ``sampling``.
+        scores, are broken arbitrarily by the backend; scores within a factor of 1 + 2**-10 may count as equal. Which
+        chunks are sampled depends on the last bits of sums, in which backends differ. None of it depends on the other
+        rows or on their number.
+        And float32 [B, H, k], the logarithm of how many chunks each one stands for, 0 or more, arbitrary where there is
+        none; None without ``sampling``.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:
@@ -126,7 +127,7 @@ def select_by_sketch(
     width = most_kept(coarse.shape[-1], k, chunk)
 
     def of_rows(x: Tensor) -> Tensor:
-        """[B, H] of [B]."""
+        """Expands [B] to [B, H]."""
         return x[:, None].expand(-1, heads)
 
     kept = _largest(coarse, of_rows(keep))
@@ -146,7 +147,7 @@ def select_by_sketch(
     first = at_run * RUN % PAGE
 
     def of_runs(field: Tensor) -> Tensor:
-        """[B, H, width, RUN, ...] of [N, H, 64, ...]: tokens of each run."""
+        """Gathers [B, H, width, RUN, ...] from [N, H, 64, ...]: the tokens of each run."""
         return field[names.unsqueeze(-1), head.unsqueeze(-1), first.unsqueeze(-1) + torch.arange(RUN, device=device)]
 
     codes = 2 * plane_bits(of_runs(signs), bits) + plane_bits(of_runs(rest), bits)
@@ -175,7 +176,7 @@ def select_by_sketch(
 
 
 def _largest(values: Tensor, counts: Tensor) -> Tensor:
-    """The largest of [..., n] but -inf, as many as ``counts`` int64 [...] says: bool [..., n]."""
+    """The ``counts`` int64 [...] largest of [..., n], excluding -inf: bool [..., n]."""
     order = values.argsort(dim=-1, descending=True, stable=True)
     within = torch.arange(values.shape[-1], device=values.device) < counts[..., None]
     return torch.zeros_like(within).scatter(-1, order, within) & ~values.isneginf()

@@ -1,4 +1,4 @@
-"""Ragged top-k by radix selection, one thread block a row, ``csrc/kernels/select_top_chunks.cuh``."""
+"""Ragged top-k by radix selection, one thread block per row, ``csrc/kernels/select_top_chunks.cuh``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import block_memory, load_cuda
 
 STATIC_BYTES = 20 * 1024
-"""Shared memory that the kernel uses besides a row's keys."""
+"""Bytes of shared memory that the kernel uses besides a row's keys."""
 
 GROUP = 32
-"""Most query heads of a kv head."""
+"""Most query heads per kv head."""
 
 available = partial(load_cuda, "select_top_chunks", "select_top_chunks")
 
@@ -26,17 +26,17 @@ def supports(case: Case) -> list[str]:
 
 
 def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:
-    """As the reference, in ascending order, without ``mass``; of equal shares the first ones.
+    """Same as the reference, in ascending order, without ``mass``; among equal shares, the first ones are chosen.
 
-    Rows of more than about 49,000 chunks are ranked in global memory: slower, as they no longer fit in a
-    multiprocessor's own.
+    Rows of more than about 49,000 chunks are ranked in global memory, which is slower, as they no longer fit in shared
+    memory.
     """
     (batch, heads), chunks = logits.shape[:2], logits.shape[3]
     if mass is not None:
         raise ValueError(f"chunks are selected by their number in CUDA, not by mass={mass}")
     if not chunks:
         return torch.full((batch, heads, k), -1, device=logits.device)
-    words = -(-chunks // 32) * 34  # a key of 32 bits a chunk and two bit sets
+    words = -(-chunks // 32) * 34  # a 32-bit key per chunk and two bit sets
     outside = words if 4 * words > block_memory(logits.device) - STATIC_BYTES else 0
     workspace = torch.empty(batch * heads, outside, dtype=torch.int32, device=logits.device)
     selected = torch.empty(batch, heads, k, dtype=torch.int64, device=logits.device)

@@ -14,17 +14,18 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
         lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets that make up all chunks.
         budget: int64 [B], chunks to select, at most ``k``.
         k: columns of the result.
-        mass: of the budget, in the order of those shares, only the chunks before which some query head of the group
-            has less than this share of its softmax: the fewest first ones with which every query head has it.
+        mass: if given, keeps only the shortest prefix of the budget, in the order of those shares, with which every
+            query head of the group reaches this share of its softmax: a chunk is kept if some query head has less
+            before it.
 
     Returns:
-        int64 [B, H, k], ascending, -1 where there is none; those come last. Equal shares (backends may take shares
-        within a factor of 1 + 2**-24 for equal) are chosen from as the backend likes.
+        int64 [B, H, k], ascending, -1 where there is none; those come last. Among equal shares (backends may treat
+        shares within a factor of 1 + 2**-24 as equal) the choice is up to the backend.
     """
     shares = logits - lse.logsumexp(-1, keepdim=True)
     scores = shares.masked_fill(~shares.isfinite(), float("-inf")).amax(2)
     count = min(k, scores.shape[-1])
-    # Stable, unlike topk: of equal shares the first ones are chosen, however many columns of padding there are.
+    # Stable, unlike topk: among equal shares the first ones are chosen, regardless of the number of padding columns.
     best, chosen = (x[..., :count] for x in scores.sort(dim=-1, descending=True, stable=True))
     beyond = torch.arange(count, device=logits.device) >= budget[:, None, None]
     if mass is not None:
@@ -36,7 +37,7 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
 
 
 def in_order(chosen: Tensor, keep: Tensor) -> Tensor:
-    """Those of the chunks int64 [..., k] to ``keep``, bool [..., k]: ascending, then -1s."""
+    """The chunks int64 [..., k] marked in ``keep``, bool [..., k]: ascending, then -1s."""
     last = torch.iinfo(torch.int64).max
     found = chosen.masked_fill(~keep, last).sort(dim=-1).values
     return found.masked_fill(found == last, -1)

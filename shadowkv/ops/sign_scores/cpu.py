@@ -1,4 +1,4 @@
-"""Sign scores in C++, ``csrc/cpu/sketch.h``: what each byte of signs adds to a product stands in a table."""
+"""Sign scores in C++, ``csrc/cpu/sketch.h``: a table holds the contribution of each byte of signs to a product."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 __all__ = ["available", "sign_scores", "supports"]
 
 MOST_DIMS = 256
-"""Whose sums fit in 16 bits."""
+"""Most dimensions whose sums fit in 16 bits."""
 
 
 def supports(case: Case) -> list[str]:
-    """Why the sketch in C++ cannot serve a case."""
+    """Why the C++ sketch cannot serve a case."""
     return unless(case.head_dim <= MOST_DIMS, f"head dim {case.head_dim} is above {MOST_DIMS}")
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """As the reference, to the last bit of finite scores; names of pages past the valid ones are not read.
+    """Same as the reference, to the last bit of finite scores; names of pages past the valid ones are not read.
 
     The head dim is at most 256.
     """

@@ -19,7 +19,7 @@ PAGES_OF_A_RUN = 16
 """Most pages that one thread block walks. 63 rows of 61440 tokens take 134 us, 136 with 32 pages."""
 
 RUNS = 512
-"""Blocks to make at least, where there is work for so many: as many as a large GPU holds at a time, twice."""
+"""Least number of blocks, if there is enough work for them: twice as many as a large GPU holds at a time."""
 
 available = partial(load_cuda, "sign_scores", "sign_scores")
 
@@ -30,14 +30,14 @@ def run_pages(batch: int, columns: int) -> int:
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """As the reference, to the last bit of float16.
+    """Same as the reference, to the last bit of float16.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads a kv head. Pages past the
-    valid ones are not read, nor are their names. The kernel copies pages while the launch before is running, which may
-    be that of ``queries`` but nothing that writes the other arguments.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 8 query heads per kv head. Pages past the
+    valid ones are not read, nor are their names. The kernel copies pages while the previous launch is still running,
+    which may write ``queries`` but none of the other arguments.
 
-    On an H200, head dim 128, 8 kv heads of 4 query heads, with the queries made: 63 rows of 61440 tokens in 134 us, 4.2
-    TB/s.
+    On an H200 with head dim 128 and 8 kv heads of 4 query heads, including ``sketch_queries``: 63 rows of 61440 tokens
+    in 134 us, 4.2 TB/s.
     """
     batch, columns = pages.shape
     scores = torch.empty(batch, signs.shape[1], PAGE // RUN * columns, dtype=torch.float16, device=signs.device)

@@ -1,8 +1,9 @@
 """The 2-bit key sketch, and the scores of its sign plane, in PyTorch.
 
 A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels serves
-all keys (TurboQuant, arXiv:2504.19874); the scale of a key makes its inner product with itself exact. The two bits lie
-in two planes: signs alone say where to look, and only there the other bits are read (``select_by_sketch``).
+all keys (TurboQuant, arXiv:2504.19874); the scale of a key makes its inner product with itself exact. The two bits are
+stored in two planes: signs alone determine where to look, and the other bits are read only there
+(``select_by_sketch``).
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes
 
 STEP = 0.9957
-"""Distance of the levels in standard deviations: the uniform 4-level quantiser of a Gaussian with the least error."""
+"""Distance between levels in standard deviations: the uniform 4-level quantiser of a Gaussian with the least error."""
 
 RUN = 8
-"""Tokens that are found together by their signs."""
+"""Tokens that are searched together by their signs."""
 
 SCALE_SHIFT = 7
-"""A scale's code, shifted so far, is the bits of a float16: 5 bits of exponent, 3 of mantissa, no sign."""
+"""A scale's code, shifted left by this, gives the bits of a float16: 5 bits of exponent, 3 of mantissa, no sign."""
 
 LARGEST_SCALE = 61440.0
-"""The largest finite one, of code 247."""
+"""The largest finite scale, with code 247."""
 
 EXCLUDED_SCALE = 0
-"""Code of a token that may not be selected; keys have others."""
+"""Code of tokens that may not be selected; keys have other codes."""
 
 UNPACKED_AT_ONCE = 512
 """Pages unpacked at a time, to bound the copies."""
 
 
 def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales of keys by their coordinates.
+    """Codes and scales of keys, from their coordinates.
 
     Args:
         x: float32 [..., d] with d a multiple of 8, centred keys times their sequence's map.
 
     Returns:
         Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the signs (1 for positive) and the lower bits of codes
-        from 0 to 3: bit j of byte b < d/8 is that of dimension j d/8 + b, other bytes are 0; and scales uint8 [...], as
+        from 0 to 3: bit j of byte b < d/8 belongs to dimension j d/8 + b, other bytes are 0; and scales uint8 [...], as
         ``encode_scale`` makes them. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least
         scale.
     """
@@ -56,7 +57,7 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encode_scale(scale: Tensor) -> Tensor:
-    """Scales in one byte: a step reads those of all tokens, and 3 bits of mantissa err far less than signs do.
+    """Scales in one byte: a step reads the scales of all tokens, and 3 bits of mantissa err far less than signs do.
 
     An unsigned float with 5 bits of exponent: the upper 8 of the lower 15 bits of a float16.
 
@@ -64,16 +65,16 @@ def encode_scale(scale: Tensor) -> Tensor:
         scale: float32 [...].
 
     Returns:
-        uint8 [...] from 1 to 247, rounded to nearest after a rounding to float16. From 2**-14 to the largest, 61440,
-        they are off by a 16th at the most; below by 2**-18, but for the least, 2**-17, which 0, what is negative and
-        NaN have, too.
+        uint8 [...] from 1 to 247, rounded to nearest after rounding to float16. From 2**-14 to the largest, 61440, they
+        are off by at most 1/16; below, by at most 2**-18, except for the least, 2**-17, which zero, negative numbers
+        and NaN get too.
     """
     half = scale.nan_to_num(0.0).clamp(0.0, LARGEST_SCALE).half().view(torch.int16)
     return (((half >> SCALE_SHIFT - 1) + 1) >> 1).clamp(min=1).to(torch.uint8)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
-    """Scales float32 [...] of codes uint8 [...], as ``encode_scale`` makes them; 0 of ``EXCLUDED_SCALE``."""
+    """Scales float32 [...] of codes uint8 [...], as ``encode_scale`` makes them; 0 for ``EXCLUDED_SCALE``."""
     return (codes.to(torch.int16) << SCALE_SHIFT).view(torch.float16).float()
 
 
@@ -92,16 +93,16 @@ def plane_bits(plane: Tensor, dim: int) -> Tensor:
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Largest score of any token of each run of 8 with any query of its kv head; keys of signs, queries in 4 bits.
+    """Largest score of any token of each run of 8 with any query of its kv head; keys as signs, queries in 4 bits.
 
-    Queries of one length make the heads of a group comparable without a softmax: measured on attention of real
-    prompts, an eighth of all runs found so holds as much mass as one found by shares of a softmax.
+    Queries of equal length make the heads of a group comparable without a softmax: measured on attention of real
+    prompts, an eighth of all runs chosen this way holds as much mass as one chosen by softmax shares.
 
     Args:
         queries: B rows of H_q heads.
         signs: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
-        scale: uint8 [N, H, 64], as ``encode_scale`` makes them; what is excluded counts as a score of 0.
-        pages: int64 [B, P]; a name past the valid pages may be any that there is.
+        scale: uint8 [N, H, 64], as ``encode_scale`` makes them; excluded tokens count as a score of 0.
+        pages: int64 [B, P]; names past the valid pages may be any existing page.
         num_pages: int64 [B], valid pages of each row, 0 to P; all their tokens count.
 
     Returns:

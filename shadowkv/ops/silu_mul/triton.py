@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As the reference."""
+    """Same as the reference."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul[(out.numel() // size, triton.cdiv(size, BLOCK))](gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=4)
@@ -24,5 +24,5 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask=column < SIZE).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=column < SIZE)
-    gated = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up  # rounded in between, as PyTorch does
+    gated = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up  # rounded in between, as in PyTorch
     tl.store(out + row * SIZE + column, gated, mask=column < SIZE)

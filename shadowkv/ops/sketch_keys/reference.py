@@ -17,12 +17,12 @@ def sketch_keys(
     scale: Tensor,
     pages: Tensor,
 ) -> None:
-    """Writes the sketches of full pages of keys, less their sequence's mean.
+    """Writes the sketches of full pages of keys minus their sequence's mean.
 
     Args:
         keys: [L, n, 64, H, d], after RoPE.
         mean: float32 [L, states, H, d].
-        maps: bfloat16 [L, states, H, d, d], what the keys of each sequence and kv head are multiplied by.
+        maps: bfloat16 [L, states, H, d, d], by which the keys of each sequence and kv head are multiplied.
         states: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.
         signs, rest: uint8 [L, N, H, 64, S], views over all pages.
         scale: uint8 [L, N, H, 64].

@@ -1,4 +1,4 @@
-"""Sketched keys in one Triton kernel: keys are read once, both planes written straight into their pages."""
+"""Sketched keys in one Triton kernel: keys are read once, both planes are written directly into their pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 TOKENS = tl.constexpr(PAGE)
-"""Of a page, for kernels."""
+"""Tokens of a page, for kernels."""
 
 SHIFT, LARGEST = tl.constexpr(SCALE_SHIFT), tl.constexpr(LARGEST_SCALE)
-"""Of scales."""
+"""``SCALE_SHIFT`` and ``LARGEST_SCALE``, for kernels."""
 
 
 def supports(case: Case) -> list[str]:
@@ -35,7 +35,7 @@ def sketch_keys(
     scale: Tensor,
     pages: Tensor,
 ) -> None:
-    """As the reference; the last dimension of ``keys`` and the matrices in ``maps`` must be dense.
+    """Same as the reference; the last dimension of ``keys`` and the matrices in ``maps`` must be dense.
 
     Up to 128 dimensions.
     """
@@ -82,7 +82,7 @@ def _sketch_keys(
         centred = x.to(tl.float32) - tl.load(centre_row + head * DIM, mask=dim < DIM, other=0.0)[None, :]
         matrix = tl.load(map_of_state + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
         if x.dtype == tl.bfloat16:
-            # A centred key has more bits than one bfloat16 holds.
+            # A centred key has more bits than one bfloat16 can hold.
             held = centred.to(tl.bfloat16)
             y = tl.dot((centred - held.to(tl.float32)).to(tl.bfloat16), matrix, tl.dot(held, matrix))
         else:
@@ -92,7 +92,7 @@ def _sketch_keys(
         code = tl.minimum(tl.maximum(tl.floor(y / step[:, None]) + 2, 0.0), 3.0)
         overlap = tl.sum(tl.where(used, y * (code - 1.5), 0.0), 1)
         length = square / tl.where(overlap > 0, overlap, 1.0)
-        # A NaN, as of keys that are not finite, is not above 0.
+        # NaN, e.g. from keys that are not finite, is not above 0.
         length = tl.where((overlap > 0) & (length > 0), tl.minimum(length, LARGEST), 0.0)
         half = length.to(tl.float16).to(tl.int16, bitcast=True)
         tl.store(scale_row + head * TOKENS, tl.maximum(((half >> SHIFT - 1) + 1) >> 1, 1).to(tl.uint8))

@@ -12,22 +12,22 @@ from shadowkv.ops.extension import load_cuda
 from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
 PLANE_BYTES, GROUP = (8, 16, 32), 8
-"""Bytes of a plane, those of head dims up to 128 and from 200 to 256, and the most query heads of a kv head."""
+"""Supported bytes of a plane, for head dims up to 128 and from 200 to 256, and the most query heads per kv head."""
 
 available = partial(load_cuda, "sketch_queries", "sketch_queries")
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernels of key sketches cannot serve a case: this one, ``sign_scores`` and ``select_by_sketch``."""
+    """Why the key sketch kernels, this one, ``sign_scores`` and ``select_by_sketch``, cannot serve a case."""
     sizes = unless(plane_bytes(case.head_dim) in PLANE_BYTES, f"head dim {case.head_dim} is not in 8-128 or 200-256")
     return sizes + unless(case.group <= GROUP, f"{case.group} query heads a kv head are more than {GROUP}")
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """As the reference, but for coordinates near the middle of two whole numbers: those may become the other one.
+    """Same as the reference, except that coordinates near the middle of two whole numbers may round to the other one.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256; queries are float32, bfloat16 or float16, up to 8
-    heads a kv head. ``states`` and ``maps`` are read while the launch before is running.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256; queries are float32, bfloat16 or float16, with up to
+    8 query heads per kv head. ``states`` and ``maps`` are read while the previous launch is still running.
     """
     batch, heads, dim = q.shape
     size = plane_bytes(dim)

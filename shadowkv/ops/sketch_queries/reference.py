@@ -1,4 +1,4 @@
-"""Queries in PyTorch: mapped as their sequence's sketch has it, in whole numbers that face the sketch's bits."""
+"""Queries in PyTorch: mapped by their sequence's sketch, as whole numbers laid out to match the sketch's bits."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 PLANES = 4
-"""Bits of the rounder numbers that signs are scored with: what signs leave out of a key is 40 times as much."""
+"""Bits of the coarser numbers that signs are scored with: the error of signs as keys is 40 times as large."""
 
 
 def plane_bytes(dim: int) -> int:
-    """Bytes of one of a key's two planes: a bit a dimension, padded to 8 bytes."""
+    """Bytes of one of a key's two planes: one bit per dimension, padded to a multiple of 8 bytes."""
     return -(-dim // 64) * 8
 
 
 @dataclass(frozen=True)
 class SketchQueries:
-    """Queries of length 1, then mapped, laid out as key planes: bit j of byte b of a plane faces byte b of row j of
-    ``whole``.
+    """Queries scaled to length 1, then mapped, laid out like key planes: bit j of byte b of a plane corresponds to byte
+    b of row j of ``whole``.
 
     Attributes:
         whole: int8 [B, H_q, 8, S], from -127 to 127; 0 where a plane's bytes stand for no dimension.
-        unit: float32 [B, H_q], what the whole numbers are multiples of, 0 for a query that is 0.
-        sum: int32 [B, H_q], of the whole numbers.
-        planes: uint8 [B, H_q, 4, S], the whole numbers in sixteenths, rounded, from -8 to 7, by bits: bit j of byte b
-            of row p is bit p of that of ``whole[..., j, b]``.
-        plane_sum: int32 [B, H_q], of those.
-        length: float32 [B, H_q], of the queries, times d**-0.5: what scores are multiplied by in a softmax.
+        unit: float32 [B, H_q], the unit of the whole numbers, 0 for a query that is 0.
+        sum: int32 [B, H_q], sum of the whole numbers.
+        planes: uint8 [B, H_q, 4, S], bit planes of the whole numbers in sixteenths, rounded, from -8 to 7: bit j of
+            byte b of row p is bit p of the number from ``whole[..., j, b]``.
+        plane_sum: int32 [B, H_q], sum of the numbers in ``planes``.
+        length: float32 [B, H_q], length of the queries times d**-0.5: the factor of scores in a softmax.
     """
 
     whole: Tensor
@@ -44,7 +44,7 @@ class SketchQueries:
         return whole.flatten(-2).float(), unit
 
     def rounded_of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """As ``of_heads``, of the numbers in ``planes``."""
+        """Same as ``of_heads``, for the numbers in ``planes``."""
         whole, unit = self.of_heads(heads)
         return in_sixteenths(whole), 16 * unit
 
@@ -59,7 +59,7 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
 
     Args:
         q: [B, H_q, d] with d a multiple of 8, after RoPE.
-        maps: bfloat16 [states, H, d, d], what the queries of each sequence and kv head are multiplied by.
+        maps: bfloat16 [states, H, d, d], by which the queries of each sequence and kv head are multiplied.
         states: int64 [B], the rows of ``maps``.
     """
     dim, heads = q.shape[-1], maps.shape[1]
@@ -70,7 +70,7 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     whole = torch.nn.functional.pad(numbers, (0, plane_bytes(dim) - dim // 8))
     rounder = in_sixteenths(whole.float()).to(torch.int8)
     rows = torch.arange(8, dtype=torch.uint8, device=q.device).view(8, 1)
-    bits = rounder.view(torch.uint8).unsqueeze(-3) >> rows[:PLANES].unsqueeze(-1) & 1  # of plane, row, byte
+    bits = rounder.view(torch.uint8).unsqueeze(-3) >> rows[:PLANES].unsqueeze(-1) & 1  # by plane, row, byte
     planes = (bits << rows).sum(-2, dtype=torch.uint8)
     unit = torch.where(length > 0, step / length, 0)
     total, rounder_total = (x.sum((-2, -1), dtype=torch.int32) for x in (whole, rounder))

@@ -11,22 +11,22 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import block_memory, load_cuda
 
 LARGEST = 256
-"""Rows of a matrix that it takes."""
+"""Most rows of a matrix that the kernel takes."""
 
 TILE, PITCH = 32, 36
-"""Rows and columns of its tiles, and numbers from one row of a tile to the next, as in the kernel."""
+"""Rows and columns of the kernel's tiles, and its row stride within a tile, in numbers."""
 
 available = partial(load_cuda, "whiten_rows", "whiten_rows")
 
 
 def shared_bytes(rows: int) -> int:
-    """Of a thread block that has matrices of so many rows."""
+    """Bytes of shared memory of a thread block for matrices of ``rows`` rows."""
     tiles = -(-rows // TILE)
     return 4 * ((tiles * (tiles + 1) // 2 + tiles) * TILE * PITCH + 2 * tiles * TILE)
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernel cannot serve a case, whose matrices of queries have a row for each dimension of a head."""
+    """Why the kernel cannot serve a case, whose query matrices have one row per dimension of a head."""
     need = shared_bytes(case.head_dim)
     return [
         *unless(case.head_dim <= LARGEST, f"head dim {case.head_dim} is above {LARGEST}"),
@@ -38,15 +38,15 @@ def supports(case: Case) -> list[str]:
 
 @cache
 def takes(rows: int, device: torch.device) -> bool:
-    """Whether matrices of so many rows are computed with there."""
+    """Whether the kernel supports matrices of ``rows`` rows on ``device``."""
     return device.type == "cuda" and available() and rows <= LARGEST and shared_bytes(rows) <= block_memory(device)
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """As the reference, of up to 256 dense rows. Where products are not positive definite, which rounding may have made
-    of rows that are alike, some keep what they have of rows before them.
+    """Same as the reference, for up to 256 dense rows. Where products are not positive definite, which rounding can
+    cause for similar rows, some rows keep their components along earlier rows.
 
-    ``csrc/kernels/whiten_rows.cuh`` takes what is left of a row's square, 2e-6 or less, for rounding.
+    ``csrc/kernels/whiten_rows.cuh`` treats a remainder of a row's square of 2e-6 or less as rounding.
     """
     out = torch.empty_like(rows)
     torch.ops.shadowkv_cuda.whiten_rows(rows, products, shift, out)

@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """L⁻¹ D x of M matrices: D brings the diagonal of the products to 1, and L Lᵀ = D P D with ``shift`` added there.
+    """L⁻¹ D x for M matrices: D scales the diagonal of P to 1, and L Lᵀ = D P D with ``shift`` added to its diagonal.
 
-    Where P are the products of the rows, they come out orthonormal, each of the span of those up to it (Cholesky-QR).
-    Of an identity it makes the inverse of the Cholesky factor of P.
+    If P are the products of the rows, the result is orthonormal, each row in the span of the rows up to it
+    (Cholesky-QR). For an identity, it is the inverse of the Cholesky factor of P.
 
     Args:
         rows: x, float32 [M, r, n].
-        products: P, float32 [M, r, r], positive semidefinite; a diagonal of 0 is taken for 1e-24.
-        shift: what makes up for rounding where P is near singular (arXiv:1809.11085).
+        products: P, float32 [M, r, r], positive semidefinite; a 0 on the diagonal is treated as 1e-24.
+        shift: compensates for rounding if P is near singular (arXiv:1809.11085).
 
     Returns:
         float32 [M, r, n].
