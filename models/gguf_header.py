@@ -64,7 +64,7 @@ def read_header(data: mmap) -> GGUFHeader:
     """The header of a mapped file; raises ValueError if it is not a GGUF file, or contradicts itself."""
     cursor = _Cursor(data)
     if cursor.take(4, "the magic") != _MAGIC:
-        raise ValueError(f"it does not start with the magic {_MAGIC.decode()}: this is no GGUF file")
+        raise ValueError(f"it does not start with the magic {_MAGIC.decode()}: this is not a GGUF file")
     version = cursor.number(4, "the version")
     if version and version & 0xFFFF == 0:
         raise ValueError("it is big-endian, which is not supported")

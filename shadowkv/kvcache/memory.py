@@ -121,7 +121,7 @@ class BlockPool:
         """Adds a reference to each of ``blocks``, which must be held already."""
         self.changes += 1
         for block in blocks:
-            assert self._references[block // self.step], f"block {block} of the {self.name} tier is nobody's"
+            assert self._references[block // self.step], f"block {block} of the {self.name} tier is held by no sequence"
             self._references[block // self.step] += 1
 
     def release(self, blocks: Iterable[int]) -> None:

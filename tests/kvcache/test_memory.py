@@ -246,7 +246,7 @@ def test_what_nobody_holds_can_neither_be_given_back_nor_be_shared():
     with pytest.raises(AssertionError, match=f"block {block} of the host tier was given back twice"):
         tier.release([block])
     other = next(name for name in (0, 3, 6) if name != block)
-    with pytest.raises(AssertionError, match=f"block {other} of the host tier is nobody's"):
+    with pytest.raises(AssertionError, match=f"block {other} of the host tier is held by no sequence"):
         tier.retain([other])
 
 
