@@ -31,14 +31,14 @@ __device__ __forceinline__ void load_latents(uint32_t (&a)[Shape::kSteps][4], ui
   }
 }
 
-// Begins the product of a warpgroup's latents and half h of the basis:
+// Issues the product of a warpgroup's latents and half h of the basis:
 // k is (tokens g, g + 8; dimensions 32 h + 8 i + 2t, + 1, from i = 4 on those they rotate with).
 template <class Shape>
 __device__ __forceinline__ void begin_keys(
     float (&k)[32], const uint32_t (&a)[Shape::kSteps][4], const char* basis, int h) {
   const uint32_t ones = threadIdx.x % 4 == 0 ? 0x54005400u : 0; // 64 twice
   const uint32_t mean_factor[4] = {ones, ones, 0, 0};
-  // The same in all lanes, as the compiler is told by this: it may stay out of their registers.
+  // Tells the compiler that this is uniform across a warp, so that it need not be in vector registers.
   const uint32_t b = __shfl_sync(~0u, swizzled_rows(shared_address(basis)), 0) + h * Shape::kRows * 8;
   begin_products();
   first_product(k, mean_factor, b + Shape::kSteps * 128);
@@ -47,12 +47,12 @@ __device__ __forceinline__ void begin_keys(
   close_products();
 }
 
-// cos and sin of the turns of tokens g and g + 8: of 32 dimensions, eight after eight, and of two of them each token's.
+// cos and sin of the turns of tokens g and g + 8: for 32 dimensions in groups of eight, two of each group per token.
 struct Turns {
   __half2 cosine[8], sine[8];
 
-  // Half h of the dimensions. An angle is a product of integers, of which whole turns overflow: exact to 2^-33 of a
-  // turn a position. (Tables in shared memory take three rows a token: that was a third of all that was read there.)
+  // Half h of the dimensions. An angle is a product of integers, in which whole turns overflow: exact to 2^-33 of a
+  // turn per position. (Tables in shared memory would take three rows per token: a third of all reads there.)
   __device__ __forceinline__ void make(uint32_t frequencies, uint32_t places, int h) {
     const uint32_t from = frequencies + threadIdx.x % 4 * 16;
     const int position[2] = {int(load_shared4(places + 12)), int(load_shared4(places + 128 + 12))};
@@ -61,7 +61,7 @@ struct Turns {
       const uint4 all = load_shared16(from + (2 * h + pair) * 64);
       const uint32_t frequency[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) { // of two eights and tokens
+      for (int i = 0; i < 4; ++i) { // two groups of eight, two tokens
         float angle[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e)
@@ -73,7 +73,7 @@ struct Turns {
   }
 };
 
-// Keys as half: its 11 bits lose less in the rotation than rounding them to bf16 does. Axes as those of Turns.
+// Keys as half: its 11 bits lose less in the rotation than rounding to bf16 would. Axes as in Turns.
 struct HalfKeys {
   __half2 x[8], y[8]; // dimensions that rotate with each other
 
